@@ -1,0 +1,1 @@
+"""The model: messages, batches, callbacks, custody.  Standard library only, no I/O."""

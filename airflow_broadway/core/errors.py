@@ -1,0 +1,93 @@
+"""Every error that this package raises on purpose.
+
+::
+
+    BroadwayError
+    ├── OptionsError          an option is unknown, ill-typed or out of range (also a ValueError)
+    ├── PipelineError         the pipeline cannot be imported, or a callback breaks its contract
+    ├── SchemaError           a schema's text cannot be read
+    │   └── ConversionError   a message's data does not fit the schema
+    ├── ConnectionMissing     an Airflow connection is missing or lacks a field
+    ├── ProducerError         the broker refused; trying again will not help
+    │   └── ProducerUnavailable   the broker could not be reached; trying again may help
+    ├── LeaseLapsed           the run no longer holds its messages
+    └── StagingError          the staging directory cannot be used
+
+Third-party errors are translated at the border, so a caller needs no client library to catch one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BroadwayError(Exception):
+    """The root of all errors here."""
+
+
+class OptionsError(BroadwayError, ValueError):
+    """An option breaks its rule.
+
+    :param path: Where the option stands, e.g. ``"batchers.delayed.batch_size"``.
+    :param rule: What is expected, as a phrase: ``"a positive integer"``.
+    :param value: What was given.
+    """
+
+    def __init__(self, path: str, rule: str, value: object) -> None:
+        super().__init__(f"invalid value for option {path!r}: expected {rule}, got: {value!r}")
+        self.path = path
+        self.rule = rule
+        self.value = value
+
+    @classmethod
+    def unknown(cls, path: str, value: object, valid: Iterable[str]) -> OptionsError:
+        """Report a name that no option has, with the valid ones and the nearest of them."""
+        names = sorted(valid)
+        name = path.rpartition(".")[2]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        error = cls(path, f"one of {names}", value)
+        error.args = (
+            f"unknown option {path!r} (value {value!r}), valid options are: {names}{hint}",
+        )
+        return error
+
+    @classmethod
+    def missing(cls, path: str) -> OptionsError:
+        """Report a required option that was not given."""
+        error = cls(path, "a value", None)
+        error.args = (f"required option {path!r} not found",)
+        return error
+
+
+class PipelineError(BroadwayError):
+    """The pipeline cannot be imported, or a callback broke its contract."""
+
+
+class SchemaError(BroadwayError):
+    """The text of a schema cannot be read."""
+
+
+class ConversionError(SchemaError):
+    """A message's data does not fit the schema; the message names column, value and rule."""
+
+
+class ConnectionMissing(BroadwayError):
+    """An Airflow connection does not exist, or lacks a field that is needed."""
+
+
+class ProducerError(BroadwayError):
+    """The broker refused, and would refuse again."""
+
+
+class ProducerUnavailable(ProducerError):
+    """The broker could not be reached; trying again may succeed."""
+
+
+class LeaseLapsed(BroadwayError):
+    """The run no longer holds its messages; its broker has given, or will give, them to another."""
+
+
+class StagingError(BroadwayError):
+    """The staging directory cannot be read or written, or is another host's."""

@@ -1,0 +1,380 @@
+"""The message and the batch: immutable values that travel through the pipeline.
+
+A :class:`Message` is made by a producer, changed by callbacks through ``put_…`` functions that each
+return a new one, and settled at the end through its :class:`AckRef`.  It runs on the worker and in
+the Spark driver alike, so this module needs Python 3.10 and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
+
+__all__ = [
+    "NO_ACK",
+    "OK",
+    "AckRef",
+    "Acknowledger",
+    "BatchInfo",
+    "BatchMode",
+    "Message",
+    "NoopAcknowledger",
+    "Status",
+    "Trigger",
+]
+
+DEFAULT: Final = "default"
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_NO_METADATA: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class BatchMode(str, Enum):
+    """Whether a message waits for its batch to fill, or releases it at once."""
+
+    BULK = "bulk"
+    FLUSH = "flush"
+
+
+class Trigger(str, Enum):
+    """Why a batch was closed."""
+
+    SIZE = "size"
+    BYTES = "bytes"
+    TIMEOUT = "timeout"
+    FLUSH = "flush"
+
+
+class Status(NamedTuple):
+    """How a message stands.
+
+    :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
+        ``SystemExit``.
+    :param reason: What the user gave, or the exception.
+    :param stacktrace: Where an exception was raised, as text.
+    """
+
+    kind: str
+    reason: Any = None
+    stacktrace: str = ""
+
+    @property
+    def text(self) -> str:
+        """The reason as one line for people: an exception with its type."""
+        if isinstance(self.reason, BaseException):
+            return f"{type(self.reason).__name__}: {self.reason}"
+        return str(self.reason)
+
+
+OK: Final = Status("ok")
+
+
+class Acknowledger(Protocol):
+    """Settles messages; called once per stage result and ``ack_ref``, never per message.
+
+    An acknowledger may also have ``configure(ack_ref, ack_data, options) -> ack_data`` (then its
+    messages may call :meth:`Message.configure_ack`) and ``ack_now(ack_ref, successful, failed)``,
+    which :meth:`Message.ack_immediately` prefers to ``ack``.
+    """
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        """Settle ``successful`` and ``failed``; never both empty."""
+        ...
+
+
+class AckRef(NamedTuple):
+    """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
+
+    :param acknowledger: The object that settles.
+    :param ref: What groups messages; hashable.
+    :param data: The message's own: its receipt, its configured actions.
+    """
+
+    acknowledger: Any
+    ref: Any = None
+    data: Any = None
+
+
+class NoopAcknowledger:
+    """Settles nothing; has no ``configure``."""
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        return None
+
+
+#: The acknowledger of a message that has been settled already.
+NO_ACK: Final = AckRef(NoopAcknowledger())
+
+
+class _Draft:
+    """A message being built: same layout as :class:`Message`, and still open.
+
+    Building through a draft and then changing its class costs half of what ``object.__setattr__``
+    per field would; a message is built up to five times on its way.
+    """
+
+    __slots__ = (
+        "acknowledger",
+        "attempt",
+        "batch_key",
+        "batch_mode",
+        "batcher",
+        "data",
+        "message_id",
+        "metadata",
+        "position",
+        "received_at",
+        "redelivered",
+        "size",
+        "status",
+    )
+
+    acknowledger: AckRef
+    attempt: int
+    batch_key: Any
+    batch_mode: BatchMode
+    batcher: str
+    data: Any
+    message_id: str
+    metadata: Mapping[str, Any]
+    position: int
+    received_at: datetime
+    redelivered: bool
+    size: int
+    status: Status
+
+
+class Message(_Draft):
+    """One message: its data, its route and its standing.
+
+    :param data: The payload; ``bytes`` as received, or whatever a callback puts there.
+    :param metadata: What the producer knows about it.
+    :param acknowledger: Who settles it.
+    :param message_id: Unique per message: the broker's where that is stable and unique.
+    :param batcher: The batcher it goes to.
+    :param batch_key: Messages of one key share batches.
+    :param batch_mode: Whether it waits for its batch to fill.
+    :param status: ``OK``, or how it failed.
+    :param attempt: 1 at first; one more for every recorded failure of a callback.
+    :param redelivered: Whether it may have been handled before.
+    :param received_at: When this run received it; aware UTC.
+    :param position: Its place in the order of arrival at its producer.
+    :param size: Bytes of the payload as received.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        metadata: Mapping[str, Any] = _NO_METADATA,
+        acknowledger: AckRef = NO_ACK,
+        message_id: str = "",
+        batcher: str = DEFAULT,
+        batch_key: Any = DEFAULT,
+        batch_mode: BatchMode | str = BatchMode.BULK,
+        status: Status = OK,
+        attempt: int = 1,
+        redelivered: bool = False,
+        received_at: datetime = _EPOCH,
+        position: int = 0,
+        size: int = 0,
+    ) -> None:
+        # Open while it is built: plain assignment is three times as fast as object.__setattr__.
+        object.__setattr__(self, "__class__", _Draft)
+        self.data = data
+        self.metadata = metadata
+        self.acknowledger = acknowledger
+        self.message_id = message_id
+        self.batcher = batcher
+        self.batch_key = batch_key
+        self.batch_mode = (
+            batch_mode if type(batch_mode) is BatchMode else BatchMode(batch_mode)
+        )
+        self.status = status
+        self.attempt = attempt
+        self.redelivered = redelivered
+        self.received_at = received_at
+        self.position = position
+        self.size = size
+        self.__class__ = Message
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"a Message is immutable: {name!r} cannot be set; the put_… functions return a new one"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Message is immutable: {name!r} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not Message:
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _Draft.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        data = repr(self.data)
+        data = data if len(data) <= 80 else data[:77] + "..."
+        return f"Message({data}, message_id={self.message_id!r}, status={self.status.kind!r})"
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing has failed it."""
+        return self.status.kind == "ok"
+
+    def put_data(self, data: Any) -> Message:
+        """Replace the data.  The status stays: a failed message stays failed."""
+        draft = _copy(self)
+        draft.data = data
+        return _seal(draft)
+
+    def update_data(self, function: Callable[[Any], Any]) -> Message:
+        """Replace the data by ``function(data)``."""
+        return self.put_data(function(self.data))
+
+    def put_batcher(self, batcher: str) -> Message:
+        """Send it to another batcher; the name is checked when ``handle_message`` returns.
+
+        :raises TypeError: If ``batcher`` is not a string.
+        """
+        if not isinstance(batcher, str):
+            raise TypeError(f"expected a batcher's name as a string, got: {batcher!r}")
+        draft = _copy(self)
+        draft.batcher = batcher
+        return _seal(draft)
+
+    def put_batch_key(self, batch_key: Any) -> Message:
+        """Batch it with messages of this key only; any hashable value is a key."""
+        draft = _copy(self)
+        draft.batch_key = batch_key
+        return _seal(draft)
+
+    def put_batch_mode(self, batch_mode: BatchMode | str) -> Message:
+        """``"bulk"`` waits for the batch to fill, ``"flush"`` releases what is pending of its key.
+
+        :raises ValueError: If it is neither.
+        """
+        if batch_mode not in ("bulk", "flush"):
+            raise ValueError(f"expected a batch mode of 'bulk' or 'flush', got: {batch_mode!r}")
+        draft = _copy(self)
+        draft.batch_mode = BatchMode(batch_mode)
+        return _seal(draft)
+
+    def failed(self, reason: Any) -> Message:
+        """Fail it; the last reason given wins, and nothing takes it back."""
+        draft = _copy(self)
+        draft.status = Status("failed", reason)
+        return _seal(draft)
+
+    def configure_ack(self, **options: Any) -> Message:
+        """Change how this one message is settled, e.g. ``configure_ack(on_failure="retry")``.
+
+        :raises PipelineError: If its acknowledger takes no configuration, as after
+            :meth:`ack_immediately`.
+        :raises OptionsError: If the acknowledger knows no such option or value.
+        """
+        from airflow_broadway.core.errors import PipelineError  # noqa: PLC0415
+
+        acknowledger, ref, data = self.acknowledger
+        configure = getattr(acknowledger, "configure", None)
+        if configure is None:
+            raise PipelineError(
+                f"cannot configure the acknowledgement of message {self.message_id!r}: its"
+                f" acknowledger {type(acknowledger).__name__} has no configure function"
+            )
+        draft = _copy(self)
+        draft.acknowledger = AckRef(acknowledger, ref, configure(ref, data, options))
+        return _seal(draft)
+
+    def ack_immediately(self) -> Message:
+        """Settle it at once by its present status; what comes later settles it no more.
+
+        At most once, from here on: if the run dies, the broker will not deliver it again.
+        """
+        return ack_immediately([self])[0]
+
+    def with_status(self, status: Status) -> Message:
+        """Set the status; for the pipeline itself."""
+        draft = _copy(self)
+        draft.status = status
+        return _seal(draft)
+
+    def with_acknowledger(self, acknowledger: AckRef) -> Message:
+        """Set who settles it; for producers and the pipeline itself."""
+        draft = _copy(self)
+        draft.acknowledger = acknowledger
+        return _seal(draft)
+
+
+def _copy(message: Message) -> _Draft:
+    draft = _Draft()
+    draft.data = message.data
+    draft.metadata = message.metadata
+    draft.acknowledger = message.acknowledger
+    draft.message_id = message.message_id
+    draft.batcher = message.batcher
+    draft.batch_key = message.batch_key
+    draft.batch_mode = message.batch_mode
+    draft.status = message.status
+    draft.attempt = message.attempt
+    draft.redelivered = message.redelivered
+    draft.received_at = message.received_at
+    draft.position = message.position
+    draft.size = message.size
+    return draft
+
+
+def _seal(draft: _Draft) -> Message:
+    draft.__class__ = Message
+    return draft  # type: ignore[return-value]
+
+
+def ack_immediately(messages: Iterable[Message]) -> list[Message]:
+    """Settle messages at once by their present status, grouped as at the end of a stage.
+
+    :raises ValueError: If there is none.
+    """
+    from airflow_broadway.core.acknowledger import ack_messages_now  # noqa: PLC0415
+
+    given = list(messages)
+    if not given:
+        raise ValueError("ack_immediately expects at least one message, got none")
+    ack_messages_now(given)
+    return [message.with_acknowledger(NO_ACK) for message in given]
+
+
+class BatchInfo(NamedTuple):
+    """What a batch is, handed to ``handle_batch``.
+
+    :param batcher: The batcher's name.
+    :param batch_key: The key that its messages share; with ``merge_keys``, ``None``.
+    :param partition: The value of ``partition_by`` modulo ``concurrency``; ``None`` without it.
+    :param size: Messages in it.
+    :param trigger: Why it was closed.
+    :param batch_id: The same whenever the same batch is run again: a hash of the pipeline, batcher,
+        key and message ids; usable as a path segment and as a transaction id.
+    :param redelivered: How many of its messages may have been handled before.
+    :param attempt: Which try at this batch this is; 1 at first.
+    """
+
+    batcher: str
+    batch_key: Any
+    partition: int | None
+    size: int
+    trigger: Trigger
+    batch_id: str = ""
+    redelivered: int = 0
+    attempt: int = 1
+
+    def path(self, root: str, *parts: str) -> str:
+        """A folder of this batch's own below ``root``: ``<root>/<parts…>/batch_id=<id>``.
+
+        Writing it with mode ``overwrite`` makes the batch safe to repeat, and keeps two batches
+        that write at once out of each other's temporary files.
+        """
+        return "/".join([root.rstrip("/"), *parts, f"batch_id={self.batch_id}"])
