@@ -166,8 +166,11 @@ class Options:
     def _resolve(self) -> None:
         """Check what concerns several options, and replace ``AUTO``; for subclasses."""
 
-    def _put(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    def _default(self, name: str, value: object) -> None:
+        """Replace ``AUTO``; an override of another option makes this one anew."""
+        if getattr(self, name) is AUTO:
+            object.__setattr__(self, name, value)
+            object.__setattr__(self, "_auto", (*getattr(self, "_auto", ()), name))
 
 
 def _is_template(value: object) -> bool:
@@ -226,8 +229,9 @@ def override(base: Any, given: Mapping[str, Any], path: str, *, rendered: bool =
             )
             continue
         changed[name] = _checked(where, rule, value, rendered)
+    auto = {name: AUTO for name in getattr(base, "_auto", ()) if name not in changed}
     try:
-        return dataclasses.replace(base, **changed)
+        return dataclasses.replace(base, **auto, **changed)
     except OptionsError as error:  # a rule that concerns several options: give it the full path
         raise _under(path, error) from None
 
@@ -342,14 +346,11 @@ class Processors(Options):
     )
 
     def _resolve(self) -> None:
-        if self.concurrency is AUTO:
-            self._put("concurrency", 2 * (os.cpu_count() or 1))
-        if self.max_demand is AUTO:
-            self._put("max_demand", 10)
+        self._default("concurrency", 2 * (os.cpu_count() or 1))
+        self._default("max_demand", 10)
         if _is_template(self.max_demand) or _is_template(self.min_demand):
             return
-        if self.min_demand is AUTO:
-            self._put("min_demand", self.max_demand // 2)
+        self._default("min_demand", self.max_demand // 2)
         if self.min_demand >= self.max_demand:
             raise OptionsError(
                 "Processors.min_demand", f"less than max_demand ({self.max_demand})", self.min_demand
@@ -433,8 +434,7 @@ class Batcher(Options):
 
     def _resolve(self) -> None:
         for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
-            if getattr(self, name) is AUTO:
-                self._put(name, value)
+            self._default(name, value)
         if isinstance(self.batch_size, tuple):
             if self.max_demand is AUTO:
                 raise OptionsError(
@@ -444,8 +444,7 @@ class Batcher(Options):
                 raise OptionsError(
                     "Batcher.merge_keys", "False when batch_size is a pair", self.merge_keys
                 )
-        if self.max_demand is AUTO:
-            self._put("max_demand", self.batch_size)
+        self._default("max_demand", self.batch_size)
         if isinstance(self.schema, str) and not _is_template(self.schema):
             from airflow_broadway.core.schema import parse_schema  # noqa: PLC0415
 
