@@ -1,7 +1,7 @@
 """The one definition of a checkout's local Airflow: its home, settings and connections.
 
-``make demo``, ``make test``, ``make up`` and the fault tests all run Airflow with what stands here, so
-that they cannot drift apart.  Standard library only: the shell asks for the same values with
+``make demo``, ``make test``, ``make up`` and the fault tests all run Airflow with what stands here,
+so that they cannot drift apart.  Standard library only: the shell asks for the same values with
 ``python -m scripts.airflow_env``, before every target.
 
 Every setting is an environment variable, and a generated ``airflow.cfg`` never matters: environment
@@ -45,7 +45,7 @@ SETTINGS: Mapping[str, str] = {
 
 
 def connections() -> dict[str, dict[str, Any]]:
-    """Return the connections that the DAGs in ``dags/`` use, by connection id, in Airflow's JSON form."""
+    """Return the connections of the DAGs in ``dags/``, by connection id, in Airflow's JSON form."""
     return {
         "spark_default": {
             "conn_type": "spark",
@@ -68,7 +68,7 @@ def airflow_variables(
     dags: Path | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return only the variables that make Airflow this checkout's, without the rest of an environment.
+    """Return only the variables that make Airflow this checkout's, not a whole environment.
 
     Makes ``home`` if needed, and in it the secret that its components share.
 
@@ -143,11 +143,11 @@ def _prepend(first: list[str], rest: str) -> str:
 
 
 def _shared_secret(home: Path) -> str:
-    """Return the secret of ``home``, made once: all components must sign and check with the same."""
+    """Return the secret of ``home``, made once: all components sign and check with the same."""
     path = home / "secret"
     home.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        # Written aside and linked, so that of two processes at once one wins and both read it whole.
+        # Written aside and linked: of two processes at once one wins, and both read it whole.
         aside = home / f"secret.{os.getpid()}"
         aside.touch(mode=0o600)
         aside.write_text(secrets.token_hex(48))
