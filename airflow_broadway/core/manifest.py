@@ -1,0 +1,379 @@
+"""The formats of a run's files, which the worker and the Spark driver both read and write.
+
+Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encoded run_id>/``::
+
+    generations/<generation>.json       a generation was opened (before its first receive)
+    <generation>/
+        messages/<batcher>/*.parquet    messages that wait for a batcher
+        failed-*.jsonl                  messages that failed, or were settled, before any batch: entries
+        manifest.json                   written once, exclusively: only now is the execution real
+        lease.json                      the lease as last renewed
+        journal-intent.json             settling has begun (exclusive)
+        journal-settled.json            settling is done: the report (exclusive)
+    batches/<batcher>/<inputs>/<try>/
+        data-*.parquet                  messages in batch order, with a ``batch`` column
+        plan.jsonl                      a header line, then a line per batch
+    outcomes/<batcher>/<batch_id>.json  what became of a batch: the first writer wins (exclusive)
+    outcomes/<batcher>/*.entries.jsonl  its exceptions, named by the outcome: entries
+    work/<task>-<try>.json              what a Spark application is to do; a higher try fences it off
+    heartbeat.json                      when the ack sensor last looked
+
+All paths in these files are relative to the run's folder.  JSON lines and Parquet only: nothing
+that a reader executes.  ``version`` is raised when an old reader could misread a file; a reader that
+meets a newer one refuses with one clear error.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from airflow_broadway.core.custody import Action, Entry, Verdict
+from airflow_broadway.core.errors import StagingError
+
+__all__ = [
+    "VERSION",
+    "BatchPlan",
+    "Files",
+    "Manifest",
+    "Outcome",
+    "PlannedBatch",
+    "Work",
+    "check_version",
+    "dump_entry",
+    "load_entry",
+    "paths",
+]
+
+#: The version of all formats here.
+VERSION = 1
+#: Bytes of a reason that are kept; brokers limit headers.
+MAX_REASON = 2048
+
+
+class Files(Protocol):
+    """Reads and writes small files of one run; implemented over fsspec, Hadoop and plain files.
+
+    Paths are relative to the run's folder.
+    """
+
+    def read(self, path: str) -> str:
+        """The file's text.
+
+        :raises FileNotFoundError: If there is none.
+        """
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty if there is no such folder."""
+        ...
+
+    def create(self, path: str, text: str) -> bool:
+        """Write a whole file unless it exists: durable and all or nothing.  Whether it was written."""
+        ...
+
+    def replace(self, path: str, text: str) -> None:
+        """Write a whole file, replacing any: durable and all or nothing."""
+        ...
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        """Write a new file of lines, streamed; how many.  Not atomic: publish its name afterwards."""
+        ...
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of a file, streamed."""
+        ...
+
+
+class paths:  # noqa: N801 - a namespace
+    """Where each file lies in the run's folder."""
+
+    HEARTBEAT = "heartbeat.json"
+    GENERATIONS = "generations"
+
+    @staticmethod
+    def generation(generation: str) -> str:
+        return f"generations/{generation}.json"
+
+    @staticmethod
+    def manifest(generation: str) -> str:
+        return f"{generation}/manifest.json"
+
+    @staticmethod
+    def lease(generation: str) -> str:
+        return f"{generation}/lease.json"
+
+    @staticmethod
+    def intent(generation: str) -> str:
+        return f"{generation}/journal-intent.json"
+
+    @staticmethod
+    def settled(generation: str) -> str:
+        return f"{generation}/journal-settled.json"
+
+    @staticmethod
+    def outcome(batcher: str, batch_id: str) -> str:
+        return f"outcomes/{batcher}/{batch_id}.json"
+
+    @staticmethod
+    def outcomes(batcher: str) -> str:
+        return f"outcomes/{batcher}"
+
+    @staticmethod
+    def outcome_entries(batcher: str, batch_id: str, writer: str) -> str:
+        return f"outcomes/{batcher}/{batch_id}.{writer}.entries.jsonl"
+
+    @staticmethod
+    def work(name: str, try_number: int) -> str:
+        return f"work/{name}-{try_number:06d}.json"
+
+
+def check_version(value: Mapping[str, Any], path: str) -> None:
+    """Refuse a file that a newer release wrote.
+
+    :raises StagingError: Naming the file, both versions and the cure.
+    """
+    version = value.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise StagingError(
+            f"{path} has format version {version!r}; this release reads up to {VERSION}:"
+            " use the release of airflow-broadway that wrote it, or a newer one"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one execution of a process task received and made of it.
+
+    :param generation: The execution; the folder's name.
+    :param root_id: The staging root that it was written under.
+    :param host: The host that wrote it, for people.
+    :param received: Messages received.
+    :param received_bytes: Their payloads together.
+    :param failed: Of these, failed before any batch.
+    :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
+    :param batchers: Batcher → messages staged for it.
+    :param files: Batcher → its Parquet files, in order of arrival.
+    :param entries: Files of entries: one for each message that is in no batcher's files, except
+        those that need none because they get ``rest`` (successes of a pipeline without batchers).
+    :param configured: Whether any staged message has an ack configuration of its own.
+    :param dropped: Column → messages that carried it although the schema lacks it.
+    :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
+        ``"max_seconds"``, ``"own"`` (met its own), ``"signal"`` or ``"rate_limit"``.
+    """
+
+    generation: str
+    root_id: str
+    host: str
+    lease: dict[str, Any]
+    received: int
+    received_bytes: int
+    failed: int
+    settled_now: dict[str, Any]
+    batchers: dict[str, int]
+    files: dict[str, list[str]]
+    entries: list[str]
+    configured: bool
+    dropped: dict[str, int]
+    stopped: str
+    started_at: str
+    ended_at: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Manifest:
+        value = json.loads(text)
+        check_version(value, path)
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """One batch of a plan.
+
+    :param rows: Inclusive ranges ``[first, last]`` of the ``batch`` column in the data files.
+    :param files: Indices into the plan's data files that hold any of its rows.
+    :param batch_key: JSON value; ``None`` for a merged batch.
+    :param keys: How many keys it carries; 1 unless merged.
+    :param sources: Generation → messages of it in the batch.
+    """
+
+    batch_id: str
+    rows: list[list[int]]
+    files: list[int]
+    batch_key: Any
+    keys: int
+    partition: int | None
+    size: int
+    bytes: int
+    trigger: str
+    redelivered: int
+    sources: dict[str, int]
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The batches of one batcher in one run; the header of ``plan.jsonl``.
+
+    :param path: Where it lies: the folder, relative to the run's.
+    :param generations: Those whose messages it holds, in the order of the ``source`` column.
+    :param data: Names of the data files in the folder.
+    :param schema: The batcher's schema DDL; ``None`` without.
+    :param as_bytes: Without a schema: whether ``data`` is binary (else JSON text).
+    :param batches: How many lines follow.
+    :param triggers: Trigger → batches.
+    """
+
+    path: str
+    pipeline: str
+    batcher: str
+    generations: list[str]
+    data: list[str]
+    schema: str | None
+    as_bytes: bool
+    messages: int
+    batches: int
+    triggers: dict[str, int]
+    root_id: str
+    host: str
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
+        """The header, and the batches streamed in order."""
+        lines = files.lines(f"{path}/plan.jsonl")
+        head = json.loads(next(lines))
+        check_version(head, f"{path}/plan.jsonl")
+        return cls(**head), (PlannedBatch(**json.loads(line)) for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one batch; its existence is what settles its messages.
+
+    :param entries: The file of its exceptions: each message whose verdict is not that of a plain
+        success; ``None`` if there are none.
+    :param successful: Messages that succeeded.
+    :param failed: Messages that failed.
+    :param missing: Messages that ``handle_batch`` (Python) did not return: they have an entry that
+        releases them.
+    :param error: Why the whole batch failed; empty otherwise.
+    :param writer: Who wrote it: task try and host.
+    :param events: The driver's telemetry counts, for metrics.
+    """
+
+    batch_id: str
+    batcher: str
+    plan: str
+    successful: int
+    failed: int
+    missing: int = 0
+    entries: str | None = None
+    error: str = ""
+    writer: str = ""
+    try_number: int = 1
+    started_at: str = ""
+    seconds: float = 0.0
+    application_id: str = ""
+    settled_now: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Outcome:
+        value = json.loads(text)
+        check_version(value, path)
+        return cls(**value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one Spark application is to do: all that the driver needs, and no secret.
+
+    :param name: The task's name in the staging folder; with ``try_number`` the fence.
+    :param pipeline: The pipeline's reference.
+    :param run: :class:`RunInfo` as JSON.
+    :param plans: Paths of plans, in order.
+    :param version_of_package: This package's version, logged by the driver.
+    """
+
+    name: str
+    try_number: int
+    pipeline: dict[str, Any]
+    run: dict[str, Any]
+    plans: list[str]
+    package_version: str = ""
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Work:
+        value = json.loads(text)
+        check_version(value, path)
+        return cls(**value)
+
+
+def dump_entry(entry: Entry) -> str:
+    """One line of an entries file."""
+    value: dict[str, Any] = {
+        "id": entry.message_id,
+        "action": entry.verdict.action.value,
+        "attempt": entry.attempt,
+    }
+    if entry.receipt:
+        value["receipt"] = entry.receipt
+    if entry.verdict.delay:
+        value["delay"] = round(entry.verdict.delay, 3)
+    if entry.verdict.reason:
+        value["reason"] = cut(entry.verdict.reason, MAX_REASON)
+    if entry.verdict.stage:
+        value["stage"] = entry.verdict.stage
+    if entry.payload is not None:
+        value["payload"] = base64.b64encode(entry.payload).decode("ascii")
+    if entry.properties is not None:
+        value["properties"] = entry.properties
+    return json.dumps(value, separators=(",", ":"))
+
+
+def load_entry(line: str) -> Entry:
+    """Read what :func:`dump_entry` wrote."""
+    value = json.loads(line)
+    payload = value.get("payload")
+    return Entry(
+        value["id"],
+        value.get("receipt", ""),
+        Verdict(
+            Action(value["action"]),
+            value.get("delay", 0.0),
+            value.get("reason", ""),
+            value.get("stage", ""),
+        ),
+        value.get("attempt", 1),
+        None if payload is None else base64.b64decode(payload),
+        value.get("properties"),
+    )
+
+
+def cut(text: str, limit: int) -> str:
+    """``text`` cut to ``limit`` bytes of UTF-8, at a character's edge."""
+    raw = text.encode("utf-8", "replace")
+    return text if len(raw) <= limit else raw[: limit - 3].decode("utf-8", "ignore") + "…"
