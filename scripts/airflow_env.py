@@ -55,9 +55,9 @@ def connections() -> dict[str, dict[str, Any]]:
     }
 
 
-def home_of(root: Path) -> Path:
-    """Return the AIRFLOW_HOME of the checkout ``root``."""
-    return root / "build" / "airflow"
+def home_of(root: Path, name: str = "airflow") -> Path:
+    """Return the AIRFLOW_HOME called ``name`` in the checkout ``root``."""
+    return root / "build" / name
 
 
 def airflow_variables(
@@ -161,7 +161,8 @@ def _shared_secret(home: Path) -> str:
 
 def main() -> None:
     """Print the variables as shell ``export`` lines, for ``scripts/env.sh``."""
-    env = airflow_env(base={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    home = home_of(ROOT, *sys.argv[1:2])
+    env = airflow_env(home=home, base={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
     del env["PATH"]
     for name, value in sorted(env.items()):
         print(f"export {name}={shlex.quote(value)}")

@@ -557,3 +557,13 @@ def _run(dag_id: str, run_id: str) -> str:
 def _task(dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
     path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}"
     return path if map_index < 0 else f"{path}/{map_index}"
+
+
+def main() -> None:
+    """Make the metadata database of the AIRFLOW_HOME that the environment names."""
+    home = Path(os.environ["AIRFLOW_HOME"])
+    LocalAirflow(os.environ, home / "logs" / "components").migrate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# Every target sets up what it needs first (scripts/setup.sh), once; ARGS="..." goes to the command.
+SHELL := /bin/bash
+ARGS ?=
+RUN := scripts/run.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint bench faults lock clean distclean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## Make .venv and find or install what else is needed; the other targets do it by themselves
+	@scripts/setup.sh
+
+demo: ## Drain a queue of 336,776 flights through Airflow and Spark, and report on every message
+	@$(RUN) --airflow airflow python -m scripts.demo $(ARGS)
+
+up: ## A local Airflow with its UI, on loopback, until Ctrl-C
+	@exec $(RUN) python -m scripts.up $(ARGS)
+
+test: ## All tests that need no more than 20 minutes together; ARGS="-k word" for some of them
+	@$(RUN) --rabbitmq --airflow airflow-test pytest -m "not slow and not browser" $(ARGS)
+
+lint: ## ruff, its formatter and mypy --strict
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+bench: ## Messages per second of each stage and of the whole; build/bench.json
+	@$(RUN) --airflow airflow-bench python -m tests.benchmarks $(ARGS)
+
+faults: ## Kill tasks at random instants and count every message; build/faults.json
+	@$(RUN) --rabbitmq --airflow airflow-faults python -m tests.faults $(ARGS)
+
+lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
+	@for name in requirements-build requirements; do \
+		uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+			--no-emit-index-url --no-emit-find-links $(ARGS) "$$name.in" -o "$$name.lock" || exit 1; \
+	done
+
+clean: ## Remove what the targets made, but for .venv
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	@rm -rf .venv

@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+# Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq, a broker too.
+#
+# Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
+# second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
+# one command to run.  Set PYTHON to choose an interpreter, JAVA_HOME to choose a Java.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "$@"; exit 1; }
+
+# ------------------------------------------------------------------------------- system packages
+root_on_debian() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+apt_ready=
+apt_install() {
+    if [ -z "$apt_ready" ]; then
+        apt-get update -qq >&2
+        apt_ready=1
+    fi
+    # A package that brings a service must not start it: this file makes dpkg leave it alone.
+    local policy=/usr/sbin/policy-rc.d made= code=0
+    if [ ! -e "$policy" ]; then
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod +x "$policy"
+        made=1
+    fi
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" \
+        </dev/null >&2 || code=$?
+    [ -z "$made" ] || rm -f "$policy"
+    return "$code"
+}
+
+# ---------------------------------------------------------------------------------------- Python
+suitable_python() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null
+}
+
+find_python() {
+    local name
+    if [ -n "${PYTHON:-}" ]; then
+        suitable_python "$PYTHON" || die "PYTHON=$PYTHON is not a Python from 3.11 to 3.14."
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11; do
+        if suitable_python "$name"; then
+            printf '%s\n' "$name"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is needed, and neither python3 nor python3.11 to python3.13 on PATH is one."
+}
+
+make_venv() {
+    local python version
+    python=$(find_python)
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    if [ -x .venv/bin/python ] && [ "$(venv_version)" = "$version" ]; then
+        return
+    fi
+    say "Making .venv with Python $version."
+    rm -rf .venv
+    if command -v uv >/dev/null; then
+        uv venv --quiet --no-project --python "$python" .venv
+        return
+    fi
+    # Debian's Python comes without what a virtual environment needs.
+    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        root_on_debian || die "This Python cannot make a virtual environment.  On Debian or Ubuntu:" \
+            "sudo apt-get install python$version-venv"
+        apt_install "python$version-venv"
+    fi
+    "$python" -m venv .venv
+}
+
+venv_version() {
+    .venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+
+# The arguments after `pip install`.  Everything comes with a hash, what builds packages too: it is
+# installed first, and builds are not isolated, since an isolated one would fetch its tools unchecked.
+pip_install() {
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python .venv/bin/python --no-build-isolation "$@"
+    else
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+            --no-build-isolation "$@"
+    fi
+}
+
+setup_python() {
+    local locked project
+    # The path is in it, because a virtual environment cannot be moved.
+    locked="$(cat requirements-build.lock requirements.lock | cksum) ${PYTHON:-} $root"
+    project="$(cksum <pyproject.toml) $locked"
+    if [ "$(cat .venv/.project 2>/dev/null)" = "$project" ] && [ -n "$(venv_version)" ]; then
+        return
+    fi
+    if [ "$(cat .venv/.locked 2>/dev/null)" != "$locked" ] || [ -z "$(venv_version)" ]; then
+        make_venv
+        say "Installing $(grep -c '^[a-z]' requirements.lock) packages into .venv; the first time this takes some minutes."
+        pip_install --require-hashes -r requirements-build.lock
+        pip_install --require-hashes -r requirements.lock
+        printf '%s\n' "$locked" >.venv/.locked
+    fi
+    pip_install --no-deps -e .
+    printf '%s\n' "$project" >.venv/.project
+}
+
+# ------------------------------------------------------------------------------------------ Java
+# Spark 4 runs on Java 17 or newer and asks for a module that some slimmed-down Javas lack.
+suitable_java() {
+    local modules major
+    modules=$("$1/bin/java" --list-modules 2>/dev/null) || return 1
+    major=$(printf '%s\n' "$modules" | sed -n 's/^java\.base@\([0-9]*\).*/\1/p')
+    case $'\n'$modules in *$'\n'jdk.incubator.vector@*) ;; *) return 1 ;; esac
+    [ "${major:-0}" -ge 17 ]
+}
+
+java_candidates() {
+    local home
+    [ -z "${JAVA_HOME:-}" ] || printf '%s\n' "$JAVA_HOME"
+    if command -v java >/dev/null; then
+        java -XshowSettings:properties -version 2>&1 | sed -n 's/^ *java\.home = //p' || true
+    fi
+    if [ -x /usr/libexec/java_home ]; then
+        /usr/libexec/java_home -v 17+ 2>/dev/null || true
+    fi
+    for home in /usr/lib/jvm/*17* /usr/lib/jvm/*21* /usr/lib/jvm/* \
+        {/opt/homebrew,/usr/local}/opt/openjdk{@17,@21,}/libexec/openjdk.jdk/Contents/Home \
+        /Library/Java/JavaVirtualMachines/*/Contents/Home; do
+        [ ! -x "$home/bin/java" ] || printf '%s\n' "$home"
+    done
+}
+
+find_java() {
+    local home
+    while IFS= read -r home; do
+        if suitable_java "$home"; then
+            printf '%s\n' "$home"
+            return
+        fi
+    done < <(java_candidates)
+    return 1
+}
+
+setup_java() {
+    local stamp=build/setup/java asked=${JAVA_HOME:-} found
+    # Two lines: the JAVA_HOME that was set, and the one that was chosen.
+    if [ -r "$stamp" ] && [ "$(sed -n 1p "$stamp")" = "$asked" ] \
+        && [ -x "$(sed -n 2p "$stamp")/bin/java" ]; then
+        return
+    fi
+    if ! found=$(find_java) && root_on_debian; then
+        say "Installing a Java runtime for Spark."
+        apt_install openjdk-17-jre-headless || apt_install default-jre-headless || true
+        found=$(find_java) || found=
+    fi
+    if [ -z "$found" ]; then
+        if [ "$(uname)" = Darwin ]; then
+            die "Spark needs Java 17 or newer with the module jdk.incubator.vector: brew install openjdk@21"
+        fi
+        die "Spark needs Java 17 or newer with the module jdk.incubator.vector:" \
+            "sudo apt-get install openjdk-17-jre-headless (or set JAVA_HOME to one)"
+    fi
+    [ -z "$asked" ] || [ "$asked" = "$found" ] \
+        || say "JAVA_HOME=$asked cannot run Spark 4 (Java 17 or newer, with jdk.incubator.vector); using $found."
+    mkdir -p build/setup
+    printf '%s\n%s\n' "$asked" "$found" >"$stamp"
+}
+
+# -------------------------------------------------------------------------------------- RabbitMQ
+have_rabbitmq() {
+    local place
+    [ -z "${AIRFLOW_BROADWAY_RABBITMQ_URL:-}" ] || return 0
+    for place in "$(command -v rabbitmq-server)" /usr/sbin/rabbitmq-server \
+        {/opt/homebrew,/usr/local}/sbin/rabbitmq-server; do
+        [ ! -x "$place" ] || return 0
+    done
+    return 1
+}
+
+setup_rabbitmq() {
+    have_rabbitmq && return
+    if root_on_debian; then
+        say "Installing RabbitMQ for the tests; they start it themselves."
+        apt_install rabbitmq-server || true
+        have_rabbitmq && return
+    fi
+    case ${CI:-}${AIRFLOW_BROADWAY_CI:-} in
+        *true* | *1*) die "RabbitMQ is not installed and could not be: in CI its tests must run." ;;
+    esac
+    say "No RabbitMQ: its tests are skipped.  To run them: brew install rabbitmq (macOS)," \
+        "sudo apt-get install rabbitmq-server (Debian, Ubuntu), or" \
+        "docker compose -f docker/compose.yaml up -d and" \
+        "export AIRFLOW_BROADWAY_RABBITMQ_URL=amqp://guest:guest@127.0.0.1:5672/"
+}
+
+# ------------------------------------------------------------------------------------------------
+rabbitmq=
+for argument in "$@"; do
+    case $argument in
+        --rabbitmq) rabbitmq=1 ;;
+        *) die "setup.sh knows --rabbitmq alone, not $argument." ;;
+    esac
+done
+setup_python
+setup_java
+[ -z "$rabbitmq" ] || setup_rabbitmq
