@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from airflow_broadway.core.errors import ConversionError, SchemaError
-from airflow_broadway.core.schema_convert import Converter, ValueRefused
+from airflow_broadway.core.schema_convert import Converter
 from airflow_broadway.core.schema_json import encode_json, encode_metadata
 from airflow_broadway.core.schema_types import (
     Array,
@@ -37,6 +37,7 @@ from airflow_broadway.core.schema_types import (
     check_fields,
     check_name,
 )
+from airflow_broadway.core.schema_values import MisfitError
 
 __all__ = [
     "MAX_DEPTH",
@@ -48,10 +49,10 @@ __all__ = [
     "Decimal",
     "Field",
     "Map",
+    "MisfitError",
     "Schema",
     "SchemaError",
     "Struct",
-    "ValueRefused",
     "encode_json",
     "encode_metadata",
     "parse_schema",
@@ -254,7 +255,7 @@ class _Parser:
             if word in _DECIMAL:
                 return self._decimal()
             return self._nested(word, depth + 1)
-        except _Located:
+        except _LocatedError:
             raise
         except SchemaError as error:
             raise self._error(start.at, str(error)) from None
@@ -286,11 +287,11 @@ class _Parser:
 
     def _number(self) -> int:
         token = self._token
-        if token.kind != "number":
-            self._fail("a whole number")
+        # More digits are out of every range here, and thousands would be too many for int().
+        if token.kind != "number" or len(token.text) > 9:
+            self._fail("a small whole number")
         self._advance()
-        # Nine digits are out of every range here, and more could be too many for int().
-        return int(token.text[:9]) if len(token.text) > 9 else int(token.text)
+        return int(token.text)
 
     def _comment(self) -> str:
         token = self._token
@@ -346,18 +347,20 @@ class _Parser:
     def _fail(self, expected: str, *, hint: str = "") -> NoReturn:
         raise self._error(self._token.at, f"expected {expected}, found {self._token.shown}{hint}")
 
-    def _error(self, at: int, what: str) -> _Located:
+    def _error(self, at: int, what: str) -> _LocatedError:
         before, after = self._text[max(0, at - 20) : at], self._text[at : at + 20]
         near = f" (near {before + after!r})" if before or after else ""
-        return _Located(f"schema, character {at + 1}: {what}{near}")
+        return _LocatedError(f"schema, character {at + 1}: {what}{near}")
 
 
-class _Located(SchemaError):
+class _LocatedError(SchemaError):
     """An error that already names its place, on its way out through the grammar."""
 
 
 def _nearest_type(word: str) -> str:
-    near = _INSTEAD.get(word) or next(iter(difflib.get_close_matches(word, _TYPE_NAMES, n=1)), None)
+    near = _INSTEAD.get(word)
+    for match in () if near else difflib.get_close_matches(word[:40], _TYPE_NAMES, n=1):
+        near = match
     if near is None:
         return f"; the types are {', '.join(sorted(_TYPE_NAMES))}"
     return f"; did you mean {near!r}?"
