@@ -62,7 +62,14 @@ class OptionsError(BroadwayError, ValueError):
 
 
 class PipelineError(BroadwayError):
-    """The pipeline cannot be imported, or a callback broke its contract."""
+    """The pipeline cannot be imported, or a callback broke its contract.
+
+    :param code: What a log record of it carries as ``code``, where it has one.
+    """
+
+    def __init__(self, text: str, *, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class SchemaError(BroadwayError):

@@ -222,6 +222,9 @@ class Message(_Draft):
         data = data if len(data) <= 80 else data[:77] + "..."
         return f"Message({data}, message_id={self.message_id!r}, status={self.status.kind!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, tuple(getattr(self, name) for name in _Draft.__slots__)
+
     @property
     def ok(self) -> bool:
         """Whether nothing has failed it."""
@@ -249,7 +252,11 @@ class Message(_Draft):
         return _seal(draft)
 
     def put_batch_key(self, batch_key: Any) -> Message:
-        """Batch it with messages of this key only; any hashable value is a key."""
+        """Batch it with messages of this key only; any hashable value is a key.
+
+        :raises TypeError: If it is not hashable.
+        """
+        hash(batch_key)
         draft = _copy(self)
         draft.batch_key = batch_key
         return _seal(draft)
@@ -285,7 +292,8 @@ class Message(_Draft):
         if configure is None:
             raise PipelineError(
                 f"cannot configure the acknowledgement of message {self.message_id!r}: its"
-                f" acknowledger {type(acknowledger).__name__} has no configure function"
+                f" acknowledger {type(acknowledger).__name__} has no configure function",
+                code="configure_not_supported",
             )
         draft = _copy(self)
         draft.acknowledger = AckRef(acknowledger, ref, configure(ref, data, options))
@@ -332,6 +340,13 @@ def _copy(message: Message) -> _Draft:
 def _seal(draft: _Draft) -> Message:
     draft.__class__ = Message
     return draft  # type: ignore[return-value]
+
+
+def _restore(*values: Any) -> Message:
+    draft = _Draft()
+    for name, value in zip(_Draft.__slots__, values, strict=True):
+        setattr(draft, name, value)
+    return _seal(draft)
 
 
 def ack_immediately(messages: Iterable[Message]) -> list[Message]:

@@ -1,0 +1,225 @@
+"""The processor: ``prepare_messages`` once per chunk, ``handle_message`` on each, then the acks.
+
+The order for one chunk is Broadway's: prepare, handle each in order, ``handle_failed`` once, settle
+the failures (and without batchers the successes, in the same call); only then do successes go on to
+the batchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.acknowledger import Scope, ack_messages
+from airflow_broadway.core.callbacks import (
+    PROTECTED,
+    context_of,
+    fail_all,
+    log_failure,
+    run_handle_failed,
+    status_of,
+)
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.message import Message
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.broadway import Broadway
+
+__all__ = ["ChunkResult", "ProcessorStage"]
+
+_CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
+_MESSAGE: Final = (
+    "processor.message.start",
+    "processor.message.stop",
+    "processor.message.exception",
+)
+
+
+class ChunkResult(NamedTuple):
+    """What became of one chunk.
+
+    :param successful: Those to batch; without batchers, those settled as successful.
+    :param failed: Those settled as failed, as ``handle_failed`` returned them.
+    """
+
+    successful: list[Message]
+    failed: list[Message]
+
+
+class ProcessorStage:
+    """One processor of a pipeline; handles one chunk at a time.
+
+    :param index: Which of ``concurrency`` processors this is, from 0.
+    :param ack: Settles a chunk's result: ``ack(successful, failed)``.
+    """
+
+    def __init__(
+        self,
+        pipeline: Broadway,
+        *,
+        index: int = 0,
+        ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+    ) -> None:
+        self.pipeline = pipeline
+        self.index = index
+        self._ack = ack
+        self._key: str = pipeline.processors.name
+        self._known = frozenset(pipeline.batchers)
+        self._prepares = pipeline.defines("prepare_messages")
+        self.name = f"{pipeline.name}.Broadway.Processor_{self._key}_{index}"
+
+    def handle(self, chunk: list[Message]) -> ChunkResult:
+        """Run the callbacks on one chunk and settle what is to be settled.
+
+        An exception of a callback never gets out; ``KeyboardInterrupt`` and its like do, and then
+        nothing of the chunk has been settled but what the callbacks settled themselves.
+        """
+        context = context_of(self.pipeline)
+        span = None
+        if telemetry.handlers(*_CHUNK):
+            span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
+        try:
+            with Scope("process") as scope:
+                result = self._handle(chunk, context, scope)
+        except BaseException as error:
+            if span is not None:
+                status = status_of(error)
+                span.exception(status.kind, status.reason, status.stacktrace)
+            raise
+        if span is not None:
+            self._stop(span, result, context)
+        return result
+
+    def _about(self, context: Any) -> dict[str, Any]:
+        return {
+            "topology_name": self.pipeline.name,
+            "name": self.name,
+            "index": self.index,
+            "processor_key": self._key,
+            "context": context,
+            "producer": self.pipeline.producer,
+        }
+
+    def _stop(self, span: telemetry.Span, result: ChunkResult, context: Any) -> None:
+        to_forward, to_ack = (result.successful, []) if self._known else ([], result.successful)
+        span.stop(
+            {
+                **self._about(context),
+                "successful_messages_to_ack": to_ack,
+                "successful_messages_to_forward": to_forward,
+                "failed_messages": result.failed,
+            }
+        )
+
+    def _handle(self, chunk: list[Message], context: Any, scope: Scope) -> ChunkResult:
+        successful: list[Message] = []
+        failed: list[Message] = []
+        prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
+        if telemetry.handlers(*_MESSAGE):
+            self._handle_each_told(prepared, context, successful, failed, scope)
+        else:
+            self._handle_each(prepared, context, successful, failed, scope)
+        if failed:
+            failed = run_handle_failed(self.pipeline, failed, context, scope)
+        if not self._known:
+            self._ack(successful, failed)
+        elif failed:
+            self._ack([], failed)
+        return ChunkResult(successful, failed)
+
+    def _prepare(
+        self, chunk: list[Message], context: Any, failed: list[Message], scope: Scope
+    ) -> list[Message]:
+        try:
+            prepared: Any = self.pipeline.prepare_messages(list(chunk), context)
+            if not isinstance(prepared, list):
+                raise PipelineError(
+                    f"prepare_messages must return a list of messages, got: {prepared!r:.200}",
+                    code="callback_error",
+                )
+            if len(prepared) != len(chunk):
+                raise PipelineError(
+                    "expected all messages to be returned from prepare_messages: it was given"
+                    f" {len(chunk)} and returned {len(prepared)}",
+                    code="prepare_messages_count_mismatch",
+                )
+            for each in prepared:
+                if type(each) is not Message:
+                    raise PipelineError(
+                        "prepare_messages must return a list of messages, but one element was:"
+                        f" {each!r:.200}",
+                        code="callback_error",
+                    )
+        except PROTECTED as error:
+            log_failure("prepare_messages", self.pipeline, error, len(chunk))
+            failed.extend(fail_all(chunk, status_of(error), scope))
+            return []
+        return prepared
+
+    def _handle_each(
+        self,
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+    ) -> None:
+        # The loop that every message goes through: _check inlined, no telemetry.
+        handle, key, known = self.pipeline.handle_message, self._key, self._known
+        succeed = successful.append
+        for message in messages:
+            try:
+                result = handle(key, message, context)
+                if type(result) is Message and result.status.kind == "ok" and (
+                    not known or result.batcher in known
+                ):
+                    succeed(result)
+                    continue
+                self._check(result)
+            except PROTECTED as error:
+                log_failure("handle_message", self.pipeline, error, 1)
+                failed.append(scope.restored(message).with_status(status_of(error)))
+            else:
+                failed.append(result)
+
+    def _handle_each_told(
+        self,
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+    ) -> None:
+        about = self._about(context)
+        for message in messages:
+            span = telemetry.Span("processor.message", {**about, "message": message})
+            try:
+                result = self.pipeline.handle_message(self._key, message, context)
+                self._check(result)
+            except PROTECTED as error:
+                status = status_of(error)
+                log_failure("handle_message", self.pipeline, error, 1)
+                failed.append(scope.restored(message).with_status(status))
+                span.exception(status.kind, status.reason, status.stacktrace)
+            except BaseException as error:
+                status = status_of(error)
+                span.exception(status.kind, status.reason, status.stacktrace)
+                raise
+            else:
+                (successful if result.ok else failed).append(result)
+                span.stop({**about, "message": result})
+
+    def _check(self, result: Any) -> None:
+        """Raise unless ``result`` is a message that may go on; one that failed always may."""
+        if type(result) is not Message:
+            raise PipelineError(
+                f"expected a Message from handle_message, got: {result!r:.200}",
+                code="handle_message_bad_return",
+            )
+        if result.ok and self._known and result.batcher not in self._known:
+            raise PipelineError(
+                f"message was set to unknown batcher {result.batcher!r}. The known batchers are"
+                f" {list(self.pipeline.batchers)}",
+                code="unknown_batcher",
+            )
