@@ -29,7 +29,7 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from airflow_broadway.core.custody import Action, Entry, Verdict
 from airflow_broadway.core.errors import StagingError
@@ -37,6 +37,7 @@ from airflow_broadway.core.errors import StagingError
 __all__ = [
     "VERSION",
     "BatchPlan",
+    "EntryLine",
     "Files",
     "Manifest",
     "Outcome",
@@ -45,6 +46,7 @@ __all__ = [
     "check_version",
     "dump_entry",
     "load_entry",
+    "load_line",
     "paths",
 ]
 
@@ -234,6 +236,7 @@ class BatchPlan:
     :param as_bytes: Without a schema: whether ``data`` is binary (else JSON text).
     :param batches: How many lines follow.
     :param triggers: Trigger → batches.
+    :param notes: What people should know, e.g. that there are very many batches, and the cure.
     """
 
     path: str
@@ -248,6 +251,7 @@ class BatchPlan:
     triggers: dict[str, int]
     root_id: str
     host: str
+    notes: list[str] = field(default_factory=list)
     version: int = VERSION
 
     def dumps(self) -> str:
@@ -332,8 +336,12 @@ class Work:
         return cls(**value)
 
 
-def dump_entry(entry: Entry) -> str:
-    """One line of an entries file."""
+def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False) -> str:
+    """One line of an entries file.
+
+    :param source: In a batch of several generations: whose message it is, the row's ``source``.
+    :param settled: A callback settled it at once: it only says that nothing is left to do.
+    """
     value: dict[str, Any] = {
         "id": entry.message_id,
         "action": entry.verdict.action.value,
@@ -351,12 +359,33 @@ def dump_entry(entry: Entry) -> str:
         value["payload"] = base64.b64encode(entry.payload).decode("ascii")
     if entry.properties is not None:
         value["properties"] = entry.properties
+    if source is not None:
+        value["source"] = source
+    if settled:
+        value["settled"] = True
     return json.dumps(value, separators=(",", ":"))
 
 
+class EntryLine(NamedTuple):
+    """A line of an entries file, whole; see :func:`dump_entry`."""
+
+    entry: Entry
+    source: int | None
+    settled: bool
+
+
 def load_entry(line: str) -> Entry:
-    """Read what :func:`dump_entry` wrote."""
+    """Read the entry that :func:`dump_entry` wrote."""
+    return _entry(json.loads(line))
+
+
+def load_line(line: str) -> EntryLine:
+    """Read all that :func:`dump_entry` wrote."""
     value = json.loads(line)
+    return EntryLine(_entry(value), value.get("source"), value.get("settled", False))
+
+
+def _entry(value: Mapping[str, Any]) -> Entry:
     payload = value.get("payload")
     return Entry(
         value["id"],
