@@ -223,10 +223,11 @@ class _Parser:
             self._fail("NULL after NOT")
         comment = self._comment() if self._skip_word("comment") else None
         try:
+            field = Field(name, kind, nullable, comment)
             check_name(name, seen)
-            return Field(name, kind, nullable, comment)
         except SchemaError as error:
             raise self._error(start.at, str(error)) from None
+        return field
 
     def _name(self) -> str:
         token = self._token
