@@ -7,8 +7,9 @@ turns a column into Python values again, in the classes that the converter takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timezone
+from collections.abc import Sequence
+from datetime import UTC
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -107,48 +108,31 @@ def from_arrow(column: pa.Array[Any] | pa.ChunkedArray[Any]) -> list[Any]:
     A struct becomes a ``dict``, a list a ``list``, a map a ``dict``, an instant a ``datetime`` in
     ``datetime.timezone.utc``; a null ``None``.
     """
-    values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-    restore = _restore(column.type)
-    return values if restore is None else [restore(value) for value in values]
-
-
-def _restore(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what puts plain UTC into a value's instants, or None if it can hold none.
-
-    Arrow gives a zone of :mod:`zoneinfo` or of pytz, by what is installed.
-    """
-    if pa.types.is_timestamp(kind):
-        if kind.tz is None:
-            return None
-        return lambda value: value and value.replace(tzinfo=timezone.utc)  # noqa: UP017
-    if pa.types.is_struct(kind):
-        inner = {field.name: change for field in kind if (change := _restore(field.type))}
-        return _in_fields(inner) if inner else None
-    if pa.types.is_map(kind):
-        key, item = _restore(kind.key_type), _restore(kind.item_type)
-        return _in_entries(key or _same, item or _same) if key or item else None
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        element = _restore(kind.value_type)
-        return (lambda value: value and [element(item) for item in value]) if element else None
-    return None
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _in_fields(changes: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    def restore(value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            for name, change in changes.items():
-                value[name] = change(value[name])
-        return value
-
-    return restore
-
-
-def _in_entries(key: Callable[[Any], Any], item: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def restore(value: dict[Any, Any] | None) -> dict[Any, Any] | None:
-        return value and {key(name): item(entry) for name, entry in value.items()}
-
-    return restore
+    if isinstance(column, pa.ChunkedArray):
+        return [value for chunk in column.chunks for value in from_arrow(chunk)]
+    values: list[Any]
+    # Each nested column is read whole and then cut up: a Scalar for each value costs far more.
+    if isinstance(column, pa.StructArray):
+        names = [field.name for field in column.type]
+        columns = [from_arrow(column.field(index)) for index in range(len(names))]
+        values = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    elif isinstance(column, pa.MapArray):
+        keys, items = from_arrow(column.keys), from_arrow(column.items)
+        values = [
+            dict(zip(keys[start:end], items[start:end], strict=True))
+            for start, end in pairwise(column.offsets.to_pylist())
+        ]
+    elif isinstance(column, pa.ListArray):
+        elements = from_arrow(column.values)
+        values = [elements[start:end] for start, end in pairwise(column.offsets.to_pylist())]
+    elif isinstance(column, pa.TimestampArray) and column.type.tz is not None:
+        # Arrow would look up a zone for each value, in zoneinfo or pytz, by what is installed.
+        clock: list[Any] = column.cast(pa.timestamp(column.type.unit)).to_pylist()
+        return [value and value.replace(tzinfo=UTC) for value in clock]
+    else:
+        values = column.to_pylist()
+        return values
+    if column.null_count:
+        there = column.is_valid().to_pylist()
+        return [value if valid else None for value, valid in zip(values, there, strict=True)]
+    return values

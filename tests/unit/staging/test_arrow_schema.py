@@ -164,6 +164,19 @@ def test_instants_are_plain_utc_in_lists_and_as_keys() -> None:
     assert rest == [{"a": [], "b": {}}, {"a": None, "b": None}]
 
 
+def test_a_slice_or_a_column_in_pieces_gives_its_own_values() -> None:
+    # Given a column whose nested values start before the slice
+    schema = parse_schema(EVERY_TYPE)
+    column = columns_from_rows([*map(schema.converter(), RECORDS * 3)], schema)
+    records = records_as_read(RECORDS * 3, schema)
+
+    # Then a slice and a column of slices give their own values alone
+    for start in range(len(records)):
+        assert from_arrow(column.slice(start, 2)) == records[start : start + 2]
+    pieces = pa.chunked_array([column.slice(3), column.slice(0, 3)])
+    assert from_arrow(pieces) == records[3:] + records[:3]
+
+
 # --------------------------------------------------------------------------------------------------
 # Property: what a converter makes, Arrow and Parquet take and give back
 # --------------------------------------------------------------------------------------------------
