@@ -22,6 +22,9 @@ from typing import Any
 #: The checkout.
 ROOT = Path(__file__).resolve().parent.parent
 
+#: The queue file of the demo's flights; ``make demo`` starts with a fresh one.
+FLIGHTS_QUEUE = ROOT / "build" / "demo" / "queue.db"
+
 #: Where ``make up`` listens, if the port is free.
 DEFAULT_PORT = 8080
 
@@ -52,6 +55,8 @@ def connections() -> dict[str, dict[str, Any]]:
             "host": "local[2]",
             "extra": {"deploy-mode": "client", "spark-binary": "spark-submit"},
         },
+        # The host of an embedded queue is its file.
+        "flights_queue": {"conn_type": "broadway_sqlite", "host": str(FLIGHTS_QUEUE)},
     }
 
 
