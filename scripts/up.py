@@ -1,0 +1,96 @@
+"""``make up``: a local Airflow with its UI on loopback, until Ctrl-C.
+
+The port is 8080, or the next free one; ``PORT=9000 make up`` asks for another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from scripts.airflow_env import DEFAULT_PORT, ROOT, airflow_env, home_of
+from scripts.local_airflow import LocalAirflow, LocalAirflowError, free_port, kill_by_token
+
+#: Seconds until every component must have reported itself healthy.
+PATIENCE = 120.0
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C, or a request to end; not an error, and for no ``except Exception`` to catch."""
+
+
+class _Interrupts:
+    """The first SIGINT or SIGTERM interrupts; the second kills what still runs and ends at once."""
+
+    def __init__(self, airflow: LocalAirflow) -> None:
+        self._airflow = airflow
+        self._seen = 0
+
+    def listen(self) -> None:
+        # Set even if SIGINT came in ignored, as it does to a shell's background job.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._seen += 1
+        if self._seen == 1:
+            raise _Interrupted
+        if self._seen == 2:
+            print("Killing it.", flush=True)
+            # Not Airflow's own kill(): this may have interrupted it while it held a lock.
+            kill_by_token(self._airflow.token)
+            os._exit(1)
+
+
+def main() -> int:
+    """Run Airflow until interrupted; 0 if that is how it ended."""
+    dags = ROOT / "dags"
+    dags.mkdir(exist_ok=True)
+    try:
+        port = free_port(int(os.environ.get("PORT", DEFAULT_PORT)))
+    except ValueError:
+        print(f"PORT={os.environ['PORT']} is not a number.", file=sys.stderr)
+        return 2
+    airflow = LocalAirflow(airflow_env(port=port), home_of(ROOT) / "logs" / "components")
+    interrupts = _Interrupts(airflow)
+    code = 0
+    try:
+        interrupts.listen()
+        begun = time.monotonic()
+        print("Starting Airflow; this takes about half a minute.", flush=True)
+        airflow.start()
+        airflow.wait_healthy(PATIENCE)
+        print(_welcome(airflow, time.monotonic() - begun), flush=True)
+        while True:
+            time.sleep(1.0)
+            airflow.check_alive()
+    except _Interrupted:
+        print("\nStopping Airflow.  Ctrl-C again kills it.", flush=True)
+    except LocalAirflowError as error:
+        print(error, file=sys.stderr)
+        code = 1
+    finally:
+        airflow.stop()
+    if code == 0:
+        print("Stopped.  Runs and logs are kept: `make up` shows them again.", flush=True)
+    return code
+
+
+def _welcome(airflow: LocalAirflow, seconds: float) -> str:
+    return f"""\
+Airflow is healthy after {seconds:.0f} s.
+
+  Open     {airflow.url}/dags
+  Login    none: whoever reaches this port is an administrator, and only this machine can
+  Run      click a DAG, then Trigger (top right); then a square in its grid for that task's log
+  DAGs     {airflow.env["AIRFLOW__CORE__DAGS_FOLDER"]}, read again every few seconds
+  Logs     {airflow.log_dir}
+
+Ctrl-C stops it."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
