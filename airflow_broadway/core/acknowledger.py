@@ -51,7 +51,7 @@ class Scope:
         self._settled: set[tuple[int, Any, str]] = set()
         self._token: Token[Scope | None] | None = None
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> Scope:  # noqa: PYI034 - Python 3.10 has no Self
         self._token = _scope.set(self)
         return self
 
@@ -64,8 +64,9 @@ class Scope:
         self._settled.update(map(_identity, messages))
 
     def restored(self, message: Message) -> Message:
-        """The message as it was before a callback that failed, unless that callback settled it:
-        then nobody settles it again.
+        """The message as it was before a callback that failed.
+
+        If that callback settled it, nobody settles it again.
         """
         if self._settled and _identity(message) in self._settled:
             return message.with_acknowledger(NO_ACK)
@@ -145,7 +146,7 @@ def ack_messages(
 
 
 def ack_messages_now(messages: Iterable[Message]) -> None:
-    """Settle ``messages`` at once by their status, through ``ack_now`` where the acknowledger has it.
+    """Settle ``messages`` at once by their status, through ``ack_now`` where there is one.
 
     Not protected: an acknowledger's exception goes to the callback that asked, and its messages
     (with those of the groups after it) then fail and are settled at the end of the stage.

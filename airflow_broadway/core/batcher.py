@@ -4,10 +4,10 @@ It knows items only by their ``batch_key``, ``batch_mode`` and ``size``, and bat
 ``make(key, partition)`` returned: a list in the local runner, a counter with a running hash where a
 plan of staged rows is made.  The same items at the same instants give the same batches.
 
-Broadway's rules, to the letter: what arrives is cut into chunks of ``max_demand - max_demand // 2``;
-a chunk is worked through in runs of one (key, partition); a batch is closed when it is full (by
-count, by bytes or by the custom splitter), at the end of a run that holds a ``flush`` item, when its
-timeout is over, and at the end of input.  ``docs/semantics.md`` has the details.
+Broadway's rules, to the letter: what arrives is cut into chunks of ``max_demand - max_demand //
+2``; a chunk is worked through in runs of one (key, partition); a batch is closed when it is full
+(by count, by bytes or by the custom splitter), at the end of a run that holds a ``flush`` item,
+when its timeout is over, and at the end of input.  ``docs/semantics.md`` has the details.
 """
 
 from __future__ import annotations
@@ -147,8 +147,9 @@ class BatcherStage:
         return closed
 
     def next_due(self) -> float | None:
-        """The instant at which :meth:`due` will next have a batch; ``None`` if none is open, or
-        batches have no timeout.
+        """The instant at which :meth:`due` will next have a batch.
+
+        ``None`` if none is open, or batches have no timeout.
         """
         timers = self._timers
         while timers and timers[0].closed:

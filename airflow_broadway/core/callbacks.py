@@ -1,9 +1,9 @@
 """What both stages need to call a user's callbacks: the context, protection, ``handle_failed``.
 
 A callback that raises fails its messages and nothing else: the error is logged with a ``code`` (an
-extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` is such
-an error too (kind ``exit``); every other ``BaseException`` (``KeyboardInterrupt``, Airflow's task
-time-out) goes through untouched.
+extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` is
+such an error too (kind ``exit``); every other ``BaseException`` (``KeyboardInterrupt``, Airflow's
+task time-out) goes through untouched.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[
 def run_handle_failed(
     pipeline: Broadway, failed: list[Message], context: Any, scope: Scope
 ) -> list[Message]:
-    """Call ``handle_failed``, if the pipeline has one, with a stage's failures; returns those to
-    settle as failed: what it returned, or ``failed`` itself if it broke.
+    """Call ``handle_failed``, if the pipeline has one, with a stage's failures.
+
+    Returns those to settle as failed: what it returned, or ``failed`` itself if it broke.
     """
     if not failed or not pipeline.defines("handle_failed"):
         return failed

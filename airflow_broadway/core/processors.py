@@ -1,0 +1,141 @@
+"""The processors of a pipeline: ``concurrency`` of them at work, results in order of arrival.
+
+What is fed in are *dispatches*: what one receive returned, of any length.  The pool parts each by
+``partition_by``, cuts the parts into chunks of ``max_demand - min_demand`` (smaller ones where that
+lets every processor have a share, so that no message waits behind a busy processor while another is
+free) and has each chunk handled by a :class:`ProcessorStage`, in this thread, in threads or in
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from airflow_broadway.core.acknowledger import ack_messages
+from airflow_broadway.core.batcher import partition_of
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.pool import WorkerPool
+from airflow_broadway.core.processor import ChunkResult, ProcessorStage
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.broadway import Broadway
+
+__all__ = ["ProcessorPool"]
+
+#: What stands for "nothing has come"; see :meth:`ProcessorPool.map`.
+TICK: Final[tuple[list[Message], ChunkResult]] = ([], ChunkResult([], []))
+
+#: Acknowledges a stage's result: ``ack(successful, failed)``.
+Ack = Callable[[list[Message], list[Message]], None]
+Handle = Callable[[list[Message]], ChunkResult]
+
+
+class ProcessorPool:
+    """Runs chunks through the processors of ``pipeline``.
+
+    With ``concurrency=1`` and threads everything happens in the calling thread.
+
+    :param ack: Settles a chunk's result; called in the thread of its processor.
+    :param inline: Do without threads whatever the concurrency, for tests: processors take turns.
+    """
+
+    def __init__(
+        self, pipeline: Broadway, *, ack: Ack = ack_messages, inline: bool = False
+    ) -> None:
+        options = pipeline.processors
+        self._size: int = options.chunk_size
+        self._count: int = options.concurrency
+        self._partition = partition_of(options.partition_by, self._count)
+        self._closers: list[Callable[[], None]] = []
+        handles = self._handles(pipeline, ack, inline)
+        self._inline = handles if inline or len(handles) == 1 else None
+        self._turn = 0
+        self._pool: WorkerPool[list[Message], ChunkResult] | None = None
+        if self._inline is None:
+            self._pool = WorkerPool(handles, name=f"{pipeline.name}-processor")
+
+    def _handles(self, pipeline: Broadway, ack: Ack, inline: bool) -> list[Handle]:
+        if pipeline.processors.executor == "processes" and not inline:
+            from airflow_broadway.core.worker import ProcessProcessor
+
+            remote = [ProcessProcessor(pipeline, index=i, ack=ack) for i in range(self._count)]
+            self._closers = [each.close for each in remote]
+            return [each.handle for each in remote]
+        return [ProcessorStage(pipeline, index=i, ack=ack).handle for i in range(self._count)]
+
+    def map(
+        self,
+        dispatches: Iterable[list[Message]],
+        *,
+        wait: Callable[[], float | None] = lambda: None,
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        """Handle the messages of ``dispatches``; yields (chunk, result) in order of arrival.
+
+        A new dispatch is taken only when a processor is free for it.
+
+        :param dispatches: An empty one says that nothing has come: what is finished is yielded, and
+            then :data:`TICK`, so that the caller can look at its clock.
+        :param wait: Asked before every wait for a processor: after how many seconds to yield
+            :data:`TICK` in between; ``None``: never.
+        :raises BaseException: What no callback may swallow, such as ``KeyboardInterrupt``; and what
+            ``partition_by`` raises.
+        """
+        if self._pool is None:
+            yield from self._map_inline(dispatches)
+            return
+        pool = self._pool
+        for dispatch in dispatches:
+            for lane, chunk in self._chunks(dispatch):
+                while not pool.put(chunk, lane, 0.0):
+                    taken = pool.take()
+                    yield from taken
+                    if not taken and not pool.wait_for(lane, wait()):
+                        yield TICK
+            yield from pool.take()
+            if not dispatch:
+                yield TICK
+        while pool.under_way:
+            taken = pool.take()
+            yield from taken
+            if not taken and not pool.wait(wait()):
+                yield TICK
+
+    def _map_inline(
+        self, dispatches: Iterable[list[Message]]
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        handles = self._inline or []
+        for dispatch in dispatches:
+            for lane, chunk in self._chunks(dispatch):
+                if lane is None:
+                    lane, self._turn = self._turn, (self._turn + 1) % self._count
+                yield chunk, handles[lane](chunk)
+            if not dispatch:
+                yield TICK
+
+    def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
+        if self._partition is None:
+            share = -(-len(dispatch) // self._count)
+            size = max(1, min(self._size, share))
+            if len(dispatch) <= size:
+                if dispatch:
+                    yield None, dispatch
+                return
+            for start in range(0, len(dispatch), size):
+                yield None, dispatch[start : start + size]
+            return
+        lanes: dict[int, list[Message]] = {}
+        for message in dispatch:
+            lanes.setdefault(self._partition(message), []).append(message)
+        longest = max(map(len, lanes.values()), default=0)
+        for start in range(0, longest, self._size):
+            for lane, messages in lanes.items():
+                if start < len(messages):
+                    yield lane, messages[start : start + self._size]
+
+    def close(self) -> None:
+        """End the threads or processes; what they are at is not waited for."""
+        if self._pool is not None:
+            self._pool.close()
+        for close in self._closers:
+            close()
