@@ -1,0 +1,377 @@
+"""How bytes get to disk, or into a bucket, whole or not at all.
+
+Two backends behind one protocol.  :class:`Disk` writes a temporary file, forces it to disk, and
+gives it its name by a hard link (which fails if the name is taken) or by renaming; then it forces
+the folder.  :class:`Bucket` leans on what object stores promise: an upload appears whole, and a
+conditional put (``If-None-Match: *``) appears only if there was none.
+"""
+
+# ruff: noqa: D102 - the protocol has the docstrings
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.staging.errors import SETTING, cannot
+
+__all__ = ["Backend", "Bucket", "Disk", "Sink", "text_lines"]
+
+#: Temporary files begin so, and are in no listing.
+TEMPORARY = ".tmp-"
+#: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
+PART = 8 * 1024 * 1024
+_COPY = 1024 * 1024
+
+
+class Sink(Protocol):
+    """A file being written; it counts once :meth:`commit` has returned."""
+
+    @property
+    def file(self) -> IO[bytes]:
+        """What to write to."""
+        ...
+
+    def commit(self) -> None:
+        """Make it durable."""
+        ...
+
+    def abort(self) -> None:
+        """Leave nothing of it, as far as possible; safe after :meth:`commit`."""
+        ...
+
+
+class Backend(Protocol):
+    """What a store needs of a file system; paths are absolute, in the file system's own form."""
+
+    def prepare(self) -> None:
+        """Make sure that the root is there and a folder."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The whole file; ``FileNotFoundError`` if there is none."""
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def list(self, path: str) -> list[str]:
+        """The names in a folder, sorted; empty if there is no such folder."""
+        ...
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        """Write a whole, durable file unless it exists; whether it was written."""
+        ...
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        """Write a file that nobody else writes: streamed, durable, all or nothing."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a whole, durable file, replacing any."""
+        ...
+
+    def sink(self, path: str) -> Sink:
+        """Open a new file for writing."""
+        ...
+
+    def source(self, path: str) -> IO[bytes]:
+        """Open a file for reading in any order."""
+        ...
+
+    def remove(self, path: str) -> None: ...
+    def remove_tree(self, path: str) -> None: ...
+
+
+# --------------------------------------------------------------------------------------------------
+# Disk
+# --------------------------------------------------------------------------------------------------
+
+
+class _DiskSink:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.file: IO[bytes] = open(path, "xb")  # noqa: SIM115
+
+    def commit(self) -> None:
+        _force(self.file)
+        self.file.close()
+        _force_folder(os.path.dirname(self._path))
+
+    def abort(self) -> None:
+        if not self.file.closed:
+            _discard(self.file, self._path)
+
+
+class Disk:
+    """A folder of this machine, or one mounted there."""
+
+    def __init__(self, root: str, uri: str) -> None:
+        self._root = root
+        self._uri = uri
+
+    def prepare(self) -> None:
+        root = Path(self._root)
+        try:
+            mode = root.stat().st_mode
+        except FileNotFoundError:
+            if not root.parent.is_dir():
+                raise StagingError(
+                    f"the staging folder {self._uri} cannot be made, for {root.parent} does not"
+                    f" exist; mount or create it, or set {SETTING} to a folder that exists"
+                ) from None
+            try:
+                root.mkdir(exist_ok=True)
+                _force_folder(str(root.parent))
+            except OSError as error:
+                raise cannot("make it a folder", self._uri, error) from error
+        except OSError as error:
+            raise cannot("look", self._uri, error) from error
+        else:
+            if not stat.S_ISDIR(mode):
+                raise StagingError(
+                    f"the staging folder {self._uri} is a file; set {SETTING} to a folder"
+                )
+
+    def read(self, path: str) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(path) if not name.startswith(TEMPORARY))
+        except FileNotFoundError:
+            return []
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        with self._temporary(path, chunks) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+        _force_folder(os.path.dirname(path))
+        return True
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        if not self.create(path, chunks):
+            raise FileExistsError(errno.EEXIST, "written by another", path)
+
+    def replace(self, path: str, data: bytes) -> None:
+        with self._temporary(path, (data,)) as temporary:
+            os.replace(temporary, path)
+        _force_folder(os.path.dirname(path))
+
+    def sink(self, path: str) -> Sink:
+        self._make_folder(os.path.dirname(path))
+        return _DiskSink(path)
+
+    def source(self, path: str) -> IO[bytes]:
+        return open(path, "rb")
+
+    def remove(self, path: str) -> None:
+        with _missing_ok():
+            os.remove(path)
+
+    def remove_tree(self, path: str) -> None:
+        with _missing_ok():
+            shutil.rmtree(path)
+
+    @contextmanager
+    def _temporary(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
+        folder = os.path.dirname(path)
+        self._make_folder(folder)
+        temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                file.writelines(chunks)
+                _force(file)
+            yield temporary
+        finally:
+            with _missing_ok():
+                os.remove(temporary)
+
+    def _make_folder(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        if len(folder) <= len(self._root):  # gone since: an unmounted disk is not made anew
+            self.prepare()
+            return
+        parent = os.path.dirname(folder)
+        self._make_folder(parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", folder) from None
+        _force_folder(parent)
+
+
+def _force(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _force_folder(path: str) -> None:
+    """Make names in a folder survive a power cut; some file systems refuse, and need no asking."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in _FOLDERS_NOT_FORCED:
+            raise
+    finally:
+        os.close(number)
+
+
+_FOLDERS_NOT_FORCED = (errno.EINVAL, errno.ENOTSUP)
+
+
+def _discard(file: IO[bytes], path: str) -> None:
+    try:
+        file.close()
+    except OSError:  # a full disk fails again when the buffer is flushed
+        pass
+    with _missing_ok():
+        os.remove(path)
+
+
+@contextmanager
+def _missing_ok() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+
+
+# --------------------------------------------------------------------------------------------------
+# Bucket
+# --------------------------------------------------------------------------------------------------
+
+
+class _BucketSink:
+    def __init__(self, fs: Any, path: str) -> None:
+        self.file: IO[bytes] = fs.open(path, "wb", block_size=PART)
+
+    def commit(self) -> None:
+        self.file.close()
+
+    def abort(self) -> None:
+        if not self.file.closed:
+            discard = getattr(self.file, "discard", None)
+            # Closed first: else the file, when it is collected, uploads what it has after all.
+            self.file.closed = True  # type: ignore[misc]
+            if discard is not None:
+                discard()
+
+
+class Bucket:
+    """An object store, through fsspec."""
+
+    def __init__(self, fs: Any, root: str, uri: str) -> None:
+        self._fs = fs
+        self._root = root
+        self._uri = uri
+
+    def prepare(self) -> None:
+        """Nothing: an object store has no folders."""
+
+    def read(self, path: str) -> bytes:
+        data: bytes = self._fs.cat_file(path)
+        return data
+
+    def exists(self, path: str) -> bool:
+        self._forget(path)
+        found: bool = self._fs.exists(path)
+        return found
+
+    def list(self, path: str) -> list[str]:
+        self._forget(path)
+        try:
+            found = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path}
+        return sorted(names)
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        data = b"".join(chunks)
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            return False
+        except TypeError as error:
+            raise StagingError(
+                f"the client of the staging folder {self._uri} cannot write exactly once"
+                f" ({type(self._fs).__module__}: {error}); install a newer one"
+            ) from error
+        except Exception as error:
+            # Two conditional puts at the same instant: S3 may refuse one with 409.
+            if _is_conflict(error):
+                return False if self.exists(path) else self.create(path, (data,))
+            raise
+        return True
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        sink = self.sink(path)
+        try:
+            sink.file.writelines(chunks)
+            sink.commit()
+        finally:
+            sink.abort()
+
+    def replace(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(path, data)
+
+    def sink(self, path: str) -> Sink:
+        return _BucketSink(self._fs, path)
+
+    def source(self, path: str) -> IO[bytes]:
+        self._forget(path)
+        # Parquet reads whole columns of a row group and joins near reads itself.
+        file: IO[bytes] = self._fs.open(path, "rb", cache_type="none")
+        return file
+
+    def remove(self, path: str) -> None:
+        with _missing_ok():
+            self._fs.rm_file(path)
+        self._forget(path)
+
+    def remove_tree(self, path: str) -> None:
+        with _missing_ok():
+            self._fs.rm(path, recursive=True)
+        self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        """Look anew: the client keeps listings, and other processes write."""
+        self._fs.invalidate_cache(path)
+        self._fs.invalidate_cache(path.rpartition("/")[0])
+
+
+def _is_conflict(error: Exception) -> bool:
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            code = str(response.get("Error", {}).get("Code", ""))
+            return code in ("ConditionalRequestConflict", "409")
+        cause = cause.__cause__
+    return "ConditionalRequestConflict" in str(error)
+
+
+def text_lines(file: IO[bytes]) -> Iterator[str]:
+    """The lines of a file of UTF-8 text, each without the newline that ends it."""
+    raw: Any = file  # fsspec's files read byte by byte unless something keeps a buffer
+    with raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw, _COPY) as lines:
+        for line in lines:
+            yield line.decode("utf-8").removesuffix("\n")

@@ -1,0 +1,73 @@
+"""Turn what a file system raises into one clear :class:`StagingError`: path, cause, cure."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from airflow_broadway.core.errors import BroadwayError, StagingError
+
+__all__ = ["SETTING", "cannot", "translated"]
+
+#: The setting that every cure names.
+SETTING = "`[broadway] staging`"
+
+_FULL = f"free space there, or set {SETTING} to a folder with more"
+_CURES = {
+    errno.ENOSPC: ("no space is left on its disk", _FULL),
+    errno.EDQUOT: ("the disk quota of its user is used up", _FULL),
+    errno.EROFS: ("its file system is read-only", f"set {SETTING} to a folder that can be written"),
+    errno.ENOENT: (
+        "the folder does not exist",
+        f"mount or create it, or set {SETTING} to one that exists",
+    ),
+    errno.ENOTDIR: (
+        "a part of the path is no folder",
+        f"set {SETTING} to a folder",
+    ),
+    errno.EISDIR: ("a folder stands where a file belongs", f"set {SETTING} to a folder of its own"),
+}
+_DENIED = (errno.EACCES, errno.EPERM)
+_NO_LINKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def cannot(doing: str, uri: str, cause: BaseException | str) -> StagingError:
+    """Return the error for failing at ``doing`` (``"write x.json"``) in the folder ``uri``."""
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in _CURES:
+        why, cure = _CURES[number]
+    elif number in _DENIED or isinstance(cause, PermissionError):
+        why = f"{_user()} is not allowed to"
+        cure = f"change its owner or mode, or set {SETTING} to a folder that can be written"
+    elif number in _NO_LINKS:
+        why = "its file system has no hard links, which writing exactly once needs"
+        cure = f"set {SETTING} to a local disk, NFS or an object store"
+    else:
+        why = str(cause) or type(cause).__name__
+        if isinstance(cause, BaseException) and not isinstance(cause, OSError):
+            why = f"{type(cause).__name__}: {why}"
+        cure = f"check {SETTING} and its connection"
+    return StagingError(f"cannot {doing} in the staging folder {uri}: {why}; {cure}")
+
+
+@contextmanager
+def translated(doing: str, uri: str) -> Iterator[None]:
+    """Raise :class:`StagingError` for any error of a file system or its client.
+
+    ``FileNotFoundError`` and ``FileExistsError`` mean something to the caller, and pass.
+    """
+    try:
+        yield
+    except (BroadwayError, FileNotFoundError, FileExistsError, AssertionError):
+        raise
+    except Exception as error:
+        raise cannot(doing, uri, error) from error
+
+
+def _user() -> str:
+    try:
+        return f"the user {getpass.getuser()!r}"
+    except (KeyError, OSError):
+        return "the user"

@@ -1,0 +1,48 @@
+"""Names of folders: any id, as one segment that disks, S3, Hadoop and URLs take as it is.
+
+Letters, digits, ``_``, ``-`` and ``.`` stay; every other byte of the id's UTF-8 becomes ``!`` and
+two hexadecimal digits (Hadoop refuses ``:``, and ``%`` is decoded by some readers).  A leading ``_``
+or ``.`` is written so too, since Spark hides such files; names that begin with one are therefore
+free for files of our own.  A name that would pass :data:`MAX_NAME` is cut and ends in a hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+__all__ = ["MAX_NAME", "decode_name", "decode_run_id", "encode_name", "encode_run_id"]
+
+#: The longest name made here; disks take 255 bytes, and S3 1,024 for the whole path.
+MAX_NAME = 150
+
+_HASHED = "!!"
+_UNSAFE = re.compile(rb"^[._]|[^A-Za-z0-9_.-]")
+_ENCODED = re.compile(rb"!([0-9A-F]{2})")
+
+
+def encode_name(text: str) -> str:
+    """Return ``text`` as the name of a folder; different texts give different names."""
+    raw = text.encode("utf-8", "surrogatepass")
+    name = _UNSAFE.sub(lambda match: b"!%02X" % match[0][0], raw).decode("ascii") or "!"
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(raw).hexdigest()[:32]
+    # Not in the middle of an escape: what stays can be read, and looks like no other name.
+    head = name[: MAX_NAME - len(digest) - len(_HASHED)]
+    head = head[:-1] if head.endswith("!") else head[:-2] if head[-2:-1] == "!" else head
+    return f"{head}{_HASHED}{digest}"
+
+
+def decode_name(name: str) -> str | None:
+    """Return the text that :func:`encode_name` was given; ``None`` for a name that was cut."""
+    if _HASHED in name:
+        return None
+    if name == "!":
+        return ""
+    raw = _ENCODED.sub(lambda match: bytes([int(match[1], 16)]), name.encode("ascii"))
+    return raw.decode("utf-8", "surrogatepass")
+
+
+encode_run_id = encode_name
+decode_run_id = decode_name

@@ -1,0 +1,274 @@
+"""The staging root, and folders below it.
+
+A :class:`Store` is one root: a folder of a disk (``file://``) or of a bucket (``s3://`` and what
+else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id goes
+into manifests and plans, so that a task that sees *another* disk under the same path says so instead
+of finding nothing.  A :class:`Folder` is one folder of it, and implements
+:class:`airflow_broadway.core.manifest.Files`.
+"""
+
+# ruff: noqa: D102 - the protocol has the docstrings
+
+from __future__ import annotations
+
+import json
+import socket
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.staging.backends import Backend, Bucket, Disk, Sink, text_lines
+from airflow_broadway.staging.errors import SETTING, cannot, translated
+
+__all__ = ["ROOT_FILE", "Folder", "RunFiles", "Store", "host_name"]
+
+#: The file that tells one root from another.
+ROOT_FILE = ".broadway-root.json"
+_BLOCK = 1024 * 1024
+
+
+def host_name() -> str:
+    """This machine's name, for people."""
+    return socket.gethostname()
+
+
+class Store:
+    """One staging root.
+
+    :param fs: An fsspec file system.
+    :param root: The root's path, as ``fs`` wants it.
+    :param uri: The root as the user wrote it; ``conn_id@`` in it is no part of Spark's address.
+    """
+
+    def __init__(self, fs: Any, root: str, uri: str) -> None:
+        self.fs = fs
+        self.root = root.rstrip("/") or "/"
+        self.uri = uri.rstrip("/")
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+        #: Whether it is a folder of this machine's file system.
+        self.local = "file" in protocols
+        self.backend: Backend = (
+            Disk(self.root, self.uri) if self.local else Bucket(fs, self.root, self.uri)
+        )
+        self._root_id: dict[str, Any] | None = None
+
+    @classmethod
+    def open(cls, uri: str, **storage_options: Any) -> Store:
+        """Open a root by its address alone, e.g. ``"s3://bucket/staging"``.
+
+        :raises StagingError: If fsspec has no client for it, or it is a path that is not absolute.
+        """
+        from fsspec.core import url_to_fs
+
+        if "://" not in uri and not Path(uri).is_absolute():
+            raise StagingError(
+                f"the staging folder {uri!r} is no absolute path; set {SETTING} to one that every"
+                " worker and the Spark driver see"
+            )
+        try:
+            fs, root = url_to_fs(uri, **storage_options)
+        except (ImportError, ValueError) as error:
+            raise StagingError(f"cannot open the staging folder {uri}: {error}") from error
+        return cls(fs, root, uri)
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+    # -- identity ------------------------------------------------------------------------------
+
+    def root_id(self, clock: Clock | None = None) -> str:
+        """The root's id; made at first use.
+
+        :raises StagingError: If the root cannot be written, is no folder, or its parent is missing.
+        """
+        return str(self._identity(clock)["id"])
+
+    def check_root(self, root_id: str, host: str) -> None:
+        """Refuse what was written under another root.
+
+        :param root_id: The root's id in a manifest, plan or reference.
+        :param host: The host that wrote it.
+        :raises StagingError: Naming both hosts and the setting.
+        """
+        own = self.root_id()
+        if own == root_id:
+            return
+        raise StagingError(
+            f"files written on host {host!r} lie under another staging root (id {root_id}) than the"
+            f" one that host {host_name()!r} sees at {self.uri} (id {own}): set {SETTING} to a"
+            " folder that every worker and the Spark driver share, such as a mounted disk or"
+            " s3://bucket/folder"
+        )
+
+    def _identity(self, clock: Clock | None = None) -> dict[str, Any]:
+        if self._root_id is not None:
+            return self._root_id
+        with translated("use a file", self.uri):
+            self.backend.prepare()
+            path = f"{self.root}/{ROOT_FILE}"
+            try:
+                text = self.backend.read(path)
+            except FileNotFoundError:
+                made = {
+                    "version": 1,
+                    "id": uuid.uuid4().hex,
+                    "host": host_name(),
+                    "created_at": (clock or SystemClock()).now().isoformat(),
+                }
+                try:
+                    self.backend.create(path, (json.dumps(made).encode(),))
+                    text = self.backend.read(path)
+                except FileNotFoundError as error:
+                    raise cannot("write a file", self.uri, error) from error
+        try:
+            found: dict[str, Any] = json.loads(text)
+            found["id"]
+        except (ValueError, KeyError, TypeError):
+            raise StagingError(
+                f"{self.uri}/{ROOT_FILE} is no file of airflow-broadway; set {SETTING} to a folder"
+                " of its own"
+            ) from None
+        self._root_id = found
+        return found
+
+    # -- addresses -----------------------------------------------------------------------------
+
+    def spark_uri(self, path: str = "") -> str:
+        """The address by which Spark's own file systems find ``path``."""
+        scheme, mark, rest = self.uri.partition("://")
+        if self.local:
+            base = f"file://{self.root}"
+        elif not mark:
+            base = self.uri
+        else:
+            authority, slash, tail = rest.partition("/")
+            if scheme in ("s3", "s3a", "s3n"):
+                scheme, authority = "s3a", authority.rpartition("@")[2]
+            elif scheme in ("gs", "gcs"):
+                scheme, authority = "gs", authority.rpartition("@")[2]
+            base = f"{scheme}://{authority}{slash}{tail}"
+        return f"{base}/{path}" if path else base
+
+    def folder(self, path: str) -> Folder:
+        """A folder below the root; it need not be there."""
+        return Folder(self, path)
+
+
+class Folder:
+    """One folder below a root; see :class:`airflow_broadway.core.manifest.Files`.
+
+    Every error of the file system leaves here as :class:`StagingError`, except that what is not
+    there raises ``FileNotFoundError``.
+
+    :param path: Relative to the root.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store = store
+        self.path = path
+        self._backend = store.backend
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.store.uri!r}, {self.path!r})"
+
+    def full(self, path: str) -> str:
+        """The path as the store's file system wants it.
+
+        :raises StagingError: If it leads out of the folder: paths come from files too.
+        """
+        if path.startswith("/") or "\\" in path or ".." in path.split("/"):
+            raise StagingError(f"{path!r} is no path below {self.store.uri}/{self.path}")
+        return f"{self.store.root}/{self.path}/{path}" if path else f"{self.store.root}/{self.path}"
+
+    def spark_uri(self, path: str = "") -> str:
+        """The address by which Spark finds ``path``."""
+        return self.store.spark_uri(f"{self.path}/{path}" if path else self.path)
+
+    def read(self, path: str) -> str:
+        with translated(f"read {path}", self.store.uri):
+            return self._backend.read(self.full(path)).decode("utf-8")
+
+    def exists(self, path: str) -> bool:
+        with translated(f"look for {path}", self.store.uri):
+            return self._backend.exists(self.full(path))
+
+    def list(self, folder: str) -> list[str]:
+        with translated(f"list {folder}", self.store.uri):
+            return self._backend.list(self.full(folder))
+
+    def create(self, path: str, text: str) -> bool:
+        with self._writing(path):
+            return self._backend.create(self.full(path), (text.encode("utf-8"),))
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        """Write a file that nobody else writes: streamed, durable, all or nothing."""
+        with self._writing(path):
+            self._backend.create_own(self.full(path), chunks)
+
+    def replace(self, path: str, text: str) -> None:
+        with self._writing(path):
+            self._backend.replace(self.full(path), text.encode("utf-8"))
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        count = 0
+        with self._writing(path), self.writing(path) as file:
+            for line in lines:
+                file.write(line.encode("utf-8") + b"\n")
+                count += 1
+        return count
+
+    def lines(self, path: str) -> Iterator[str]:
+        with translated(f"read {path}", self.store.uri):
+            yield from text_lines(self._backend.source(self.full(path)))
+
+    def sink(self, path: str) -> Sink:
+        """Open a new file for writing; it counts once committed."""
+        with self._writing(path):
+            return self._backend.sink(self.full(path))
+
+    def writing(self, path: str) -> AbstractContextManager[IO[bytes]]:
+        """A new file as a context: committed at its end, dropped by an exception."""
+        return _committed(self.sink(path))
+
+    def source(self, path: str) -> IO[bytes]:
+        """Open a file for reading in any order."""
+        with translated(f"read {path}", self.store.uri):
+            return self._backend.source(self.full(path))
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        with translated(f"remove {path}", self.store.uri):
+            self._backend.remove(self.full(path))
+
+    def remove_all(self) -> None:
+        """Remove the folder and all in it."""
+        if not self.path:
+            raise StagingError("the staging root itself is not removed")
+        with translated(f"remove {self.path}", self.store.uri):
+            self._backend.remove_tree(self.full(""))
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[None]:
+        self.store.root_id()
+        try:
+            with translated(f"write {path}", self.store.uri):
+                yield
+        except (FileNotFoundError, FileExistsError) as error:
+            raise cannot(f"write {path}", self.store.uri, error) from error
+
+
+@contextmanager
+def _committed(sink: Sink) -> Iterator[IO[bytes]]:
+    try:
+        yield sink.file
+        sink.commit()
+    finally:
+        sink.abort()
+
+
+#: A run's folder, by the name that its role has.
+RunFiles = Folder
