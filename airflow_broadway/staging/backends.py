@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from fsspec.spec import AbstractBufferedFile
+
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.staging.errors import SETTING, cannot
 
@@ -261,18 +263,31 @@ def _missing_ok() -> Iterator[None]:
 
 class _BucketSink:
     def __init__(self, fs: Any, path: str) -> None:
-        self.file: IO[bytes] = fs.open(path, "wb", block_size=PART)
+        self._fs = fs
+        self._path = path
+        self._file: Any = fs.open(path, "wb", block_size=PART)
+        self._done = False
+
+    @property
+    def file(self) -> IO[bytes]:
+        file: IO[bytes] = self._file
+        return file
 
     def commit(self) -> None:
-        self.file.close()
+        self._file.close()
+        self._done = True
 
     def abort(self) -> None:
-        if not self.file.closed:
-            discard = getattr(self.file, "discard", None)
+        if self._done:
+            return
+        self._done = True
+        if isinstance(self._file, AbstractBufferedFile):
             # Closed first: else the file, when it is collected, uploads what it has after all.
-            self.file.closed = True  # type: ignore[misc]
-            if discard is not None:
-                discard()
+            self._file.closed = True
+            self._file.discard()
+        else:
+            with _missing_ok():
+                self._fs.rm_file(self._path)
 
 
 class Bucket:

@@ -1,9 +1,9 @@
 """Names of folders: any id, as one segment that disks, S3, Hadoop and URLs take as it is.
 
 Letters, digits, ``_``, ``-`` and ``.`` stay; every other byte of the id's UTF-8 becomes ``!`` and
-two hexadecimal digits (Hadoop refuses ``:``, and ``%`` is decoded by some readers).  A leading ``_``
-or ``.`` is written so too, since Spark hides such files; names that begin with one are therefore
-free for files of our own.  A name that would pass :data:`MAX_NAME` is cut and ends in a hash.
+two hexadecimal digits (Hadoop refuses ``:``, and some readers decode ``%``).  A leading ``_`` or
+``.`` is written so too, since Spark hides such files; names that begin with one are therefore free
+for files of our own.  A name that would pass :data:`MAX_NAME` is cut and ends in a hash.
 """
 
 from __future__ import annotations

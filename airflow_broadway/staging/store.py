@@ -1,9 +1,9 @@
 """The staging root, and folders below it.
 
 A :class:`Store` is one root: a folder of a disk (``file://``) or of a bucket (``s3://`` and what
-else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id goes
-into manifests and plans, so that a task that sees *another* disk under the same path says so instead
-of finding nothing.  A :class:`Folder` is one folder of it, and implements
+else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id
+goes into manifests and plans, so that a task that sees *another* disk under the same path says so
+instead of finding nothing.  A :class:`Folder` is one folder of it, and implements
 :class:`airflow_broadway.core.manifest.Files`.
 """
 
