@@ -1,0 +1,22 @@
+"""Where messages come from: one file or folder per broker, each loaded when it is first named."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+
+__all__ = ["SqliteProducer", "SqliteQueue"]
+
+_HOMES = {
+    "SqliteProducer": "airflow_broadway.producers.sqlite",
+    "SqliteQueue": "airflow_broadway.producers.sqlite",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,13 @@
+"""The embedded queue: durable, in one SQLite file, and the reference of the custody protocol.
+
+``database`` opens the file and translates its errors, ``queue`` is the queue itself, ``settling``
+carries out verdicts, ``producer`` ties it to pipelines.  ``docs/embedded-queue.md`` is its guide.
+"""
+
+from __future__ import annotations
+
+from airflow_broadway.producers.sqlite.producer import SqliteProducer
+from airflow_broadway.producers.sqlite.queue import SqliteQueue
+from airflow_broadway.producers.sqlite.records import DeadLetter, LeaseRecord
+
+__all__ = ["DeadLetter", "LeaseRecord", "SqliteProducer", "SqliteQueue"]

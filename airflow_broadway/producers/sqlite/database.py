@@ -1,0 +1,299 @@
+"""The SQLite file behind the embedded queue: opening it, its schema, its errors.
+
+Every commit is on disk when it returns (WAL, ``synchronous=FULL``), and every write takes the
+write lock at once (``BEGIN IMMEDIATE``), so that no transaction fails half-way for want of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+
+__all__ = ["SCHEMA_VERSION", "Database", "transaction"]
+
+#: The version of the tables below, kept in the file's ``user_version``.
+SCHEMA_VERSION = 1
+
+#: Marks the file as ours, in its ``application_id``: "Brdw".
+APPLICATION_ID = 0x42726477
+
+#: Bytes to which the write-ahead log is cut back after a large transaction.
+WAL_LIMIT = 64 * 1024 * 1024
+
+# Instants are integers: microseconds since 1970 in UTC.  A message's state and its body are rows of
+# two tables, so that leasing, retrying and dead-lettering never copy a body.
+_SCHEMA = """
+CREATE TABLE queues (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    tag TEXT NOT NULL                  -- first half of its messages' ids; random
+);
+CREATE TABLE messages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice: second half of the message id
+    queue INTEGER NOT NULL,
+    enqueued_at INTEGER NOT NULL,
+    ready_at INTEGER NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 1,
+    deliveries INTEGER NOT NULL DEFAULT 0,
+    lease INTEGER,                     -- which lease holds it
+    giver INTEGER                      -- which lease gave it back last
+);
+CREATE INDEX messages_ready ON messages (queue, ready_at, enqueued_at) WHERE lease IS NULL;
+CREATE INDEX messages_leased ON messages (lease) WHERE lease IS NOT NULL;
+CREATE TABLE bodies (
+    id INTEGER PRIMARY KEY,            -- of a message, live or dead
+    attributes TEXT,                   -- JSON, or NULL if there are none
+    body BLOB NOT NULL
+);
+CREATE TABLE leases (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    queue INTEGER NOT NULL,
+    generation TEXT NOT NULL,
+    owner TEXT NOT NULL,               -- JSON
+    seconds REAL NOT NULL,
+    deadline INTEGER NOT NULL,
+    opened_at INTEGER NOT NULL,
+    received INTEGER NOT NULL DEFAULT 0,
+    state TEXT NOT NULL DEFAULT 'open',    -- open, settled, released, lapsed
+    ended_at INTEGER,
+    report TEXT,                       -- JSON, once ended
+    UNIQUE (queue, generation)
+);
+CREATE INDEX leases_open ON leases (queue, deadline) WHERE state = 'open';
+CREATE INDEX leases_ended ON leases (ended_at) WHERE ended_at IS NOT NULL;
+CREATE TABLE settled (                 -- messages settled before their lease was
+    lease INTEGER NOT NULL,
+    message INTEGER NOT NULL,
+    action INTEGER NOT NULL,
+    PRIMARY KEY (lease, message)
+) WITHOUT ROWID;
+CREATE TABLE dead (
+    id INTEGER PRIMARY KEY,
+    queue INTEGER NOT NULL,
+    enqueued_at INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    deliveries INTEGER NOT NULL,
+    stage TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    died_at INTEGER NOT NULL,
+    generation TEXT NOT NULL
+);
+CREATE INDEX dead_letters ON dead (queue, died_at);
+"""
+
+#: Connections inherited through a fork.  SQLite forbids to use or close them in the child, so they
+#: are kept from the garbage collector.
+_INHERITED: list[object] = []
+
+
+class _Opened(NamedTuple):
+    connection: sqlite3.Connection
+    device: int
+    inode: int
+
+
+class Database:
+    """One SQLite file; safe to share between threads and across forks.
+
+    Each thread of each process has a connection of its own.  A file that was deleted or replaced is
+    opened anew, so that nothing is written where nobody will find it.
+
+    :param path: Of the file; its folder must exist.
+    :param busy_timeout: Seconds to wait for another process's write before giving up.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, busy_timeout: float = 30.0) -> None:
+        # Without following a link: one that is turned to another file is noticed.
+        self.path = Path(path).expanduser().absolute()
+        self.busy_timeout = busy_timeout
+        self._pid = os.getpid()
+        self._opened: dict[int, _Opened] = {}
+
+    def close(self) -> None:
+        """Close the connections of all threads of this process; the next use opens new ones."""
+        self._forget_parent()
+        while self._opened:
+            self._opened.popitem()[1].connection.close()
+
+    @contextmanager
+    def open(self, *, create: bool) -> Iterator[sqlite3.Connection | None]:
+        """This thread's connection, for the length of a ``with``; errors inside are translated.
+
+        :param create: Whether to make a missing file; without it the connection is ``None`` then.
+        """
+        try:
+            yield self._connection(create)
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
+    def _connection(self, create: bool) -> sqlite3.Connection | None:
+        self._forget_parent()
+        thread = threading.get_ident()
+        held = self._opened.get(thread)
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except OSError as error:
+            raise ProducerError(f"the queue file {self.path} cannot be reached: {error}") from error
+        if held is not None:
+            if found is not None and (found.st_dev, found.st_ino) == (held.device, held.inode):
+                return held.connection
+            del self._opened[thread]
+            held.connection.close()
+        if found is None and not self._may_be_made(create):
+            return None
+        connection = self._connect("rwc" if found is None else "rw")
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        found = os.stat(self.path)
+        self._opened[thread] = _Opened(connection, found.st_dev, found.st_ino)
+        return connection
+
+    def _forget_parent(self) -> None:
+        if self._pid != os.getpid():
+            _INHERITED.append(self._opened)
+            self._opened = {}
+            self._pid = os.getpid()
+
+    def _may_be_made(self, create: bool) -> bool:
+        folder = self.path.parent
+        if not folder.is_dir():
+            raise ProducerError(
+                f"the queue file {self.path} cannot be opened: the folder {folder} does not exist;"
+                " make it, or correct the path"
+            )
+        return create
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        if self.path.is_dir():
+            raise ProducerError(
+                f"the queue file {self.path} is a folder: name a file in it, such as"
+                f" {self.path / 'queue.db'}"
+            )
+        return sqlite3.connect(
+            f"file:{quote(str(self.path))}?mode={mode}",
+            uri=True,
+            timeout=self.busy_timeout,
+            isolation_level=None,  # transactions are written out
+            check_same_thread=False,  # close() is called from any thread
+        )
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        version = _pragma(db, "user_version")
+        application = _pragma(db, "application_id")
+        if version > SCHEMA_VERSION and application == APPLICATION_ID:
+            raise ProducerError(
+                f"the queue file {self.path} has schema {version}, written by a newer"
+                f" airflow-broadway; this one knows schema {SCHEMA_VERSION}: upgrade it here"
+            )
+        if application != APPLICATION_ID and (version or _tables(db)):
+            raise ProducerError(
+                f"the file {self.path} is another application's database: give the queue a file of"
+                " its own"
+            )
+        self._use_wal(db)
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT}")
+        if version == 0:
+            self._make_tables(db)
+
+    def _use_wal(self, db: sqlite3.Connection) -> None:
+        # Turning WAL on needs the file for itself, and SQLite does not wait for that by itself.
+        limit = time.monotonic() + self.busy_timeout
+        while True:
+            try:
+                mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+                break
+            except sqlite3.OperationalError as error:
+                if _primary(error) != sqlite3.SQLITE_BUSY or time.monotonic() > limit:
+                    raise
+                time.sleep(0.01)
+        if mode != "wal":
+            raise ProducerError(
+                f"the queue file {self.path} cannot use a write-ahead log (journal mode {mode!r}):"
+                " put it on a local disk; network file systems do not serve"
+            )
+
+    def _make_tables(self, db: sqlite3.Connection) -> None:
+        with transaction(db):
+            if _tables(db):  # another process was faster
+                return
+            for statement in _SCHEMA.split(";\n"):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _translated(self, error: sqlite3.Error) -> ProducerError:
+        code = _primary(error)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return ProducerUnavailable(
+                f"the queue file {self.path} has been locked by another process for"
+                f" {self.busy_timeout:g} s: try again, or end the process that holds it"
+            )
+        if code == sqlite3.SQLITE_FULL:
+            return ProducerUnavailable(
+                f"no room is left on the disk of the queue file {self.path}: free some; the queue"
+                " is unchanged"
+            )
+        if code == sqlite3.SQLITE_IOERR:
+            return ProducerUnavailable(
+                f"the disk of the queue file {self.path} fails: {error}; the queue is unchanged"
+            )
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            return ProducerError(
+                f"the queue file {self.path} cannot be written ({error}): let this user write both"
+                f" the file and its folder {self.path.parent}"
+            )
+        if code == sqlite3.SQLITE_NOTADB:
+            return ProducerError(
+                f"the file {self.path} is not a database: correct the path, or move the file away"
+            )
+        if code == sqlite3.SQLITE_CORRUPT:
+            return ProducerError(
+                f"the queue file {self.path} is damaged ({error}): save a copy, then recover it"
+                " with the `.recover` command of the sqlite3 program"
+            )
+        return ProducerError(f"the queue file {self.path} refused: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """One transaction: committed whole at the end of the ``with``, rolled back by an exception.
+
+    :param kind: ``"IMMEDIATE"`` takes the write lock at once; ``"DEFERRED"`` reads a snapshot.
+    """
+    db.execute(f"BEGIN {kind}")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # SQLite itself rolls back on some errors
+            db.execute("ROLLBACK")
+        raise
+
+
+def _primary(error: sqlite3.Error) -> int:
+    """The error's code without its details; 0 if it is not SQLite's own."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    with closing(db.execute(f"PRAGMA {name}")) as cursor:
+        return int(cursor.fetchone()[0])
+
+
+def _tables(db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None

@@ -1,0 +1,440 @@
+"""The embedded queue: named queues of messages in one SQLite file.
+
+A message is *ready*, *delayed* (ready later), *leased* to one generation, or *dead*.  A lease ends
+by being settled, released, or found past its deadline by the next receiver; from then on its
+generation can change nothing.  Until somebody finds it so, a lease past its deadline may still be
+renewed and settled: nobody else has its messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, Self
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Delivery,
+    Entry,
+    QueueDepth,
+    Settlement,
+    SettleReport,
+)
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError
+from airflow_broadway.core.message import NO_ACK, AckRef, Message
+from airflow_broadway.producers.sqlite import dead, looking, settling
+from airflow_broadway.producers.sqlite.database import Database, transaction
+from airflow_broadway.producers.sqlite.records import (
+    DeadLetter,
+    LeaseRecord,
+    QueueRow,
+    from_micros,
+    ranges,
+    to_micros,
+)
+from airflow_broadway.producers.sqlite.sending import MAX_BODY, Sendable, parts
+
+__all__ = ["KIND", "MAX_RECEIVE_BYTES", "SqliteQueue"]
+
+#: The kind of its leases.
+KIND = "sqlite"
+
+#: Bytes of bodies after which :meth:`SqliteQueue.receive` stops short of its demand.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+
+_READY = """SELECT m.id, b.body, b.attributes, m.enqueued_at, m.attempt, m.deliveries
+    FROM messages m JOIN bodies b ON b.id = m.id
+    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
+    AND (m.giver IS NULL OR m.giver IS NOT ?)
+    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
+_ANY_READY = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
+    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
+    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
+    AND id IS NOT :lease)"""
+
+
+class SqliteQueue:
+    """One named queue; safe to share between threads, and its file between processes.
+
+    Nothing is opened before the first call, and a missing file is made by the first :meth:`send`:
+    until then the queue is empty.  Every call is one transaction, on disk when it returns.
+
+    :param path: The file; its folder must exist, on a disk of this machine.
+    :param name: The queue's name; several queues may share a file.
+    :param busy_timeout: Seconds to wait for another process's write.
+    :param retention: Seconds for which the report of an ended lease is kept.
+    :raises ProducerError: From every method, if the file cannot be used: it names path and cure.
+    :raises ProducerUnavailable: The same, where trying again may help: locked, or no room.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        *,
+        clock: Clock | None = None,
+        busy_timeout: float = 30.0,
+        retention: float = 7 * 86_400.0,
+    ) -> None:
+        if not isinstance(name, str) or not name:
+            raise ProducerError(f"a queue's name is a non-empty string, got: {name!r}")
+        self.name = name
+        self.retention = retention
+        self._clock = clock or SystemClock()
+        self._database = Database(path, busy_timeout=busy_timeout)
+
+    @property
+    def path(self) -> str:
+        """The file, as an absolute path."""
+        return str(self._database.path)
+
+    def __repr__(self) -> str:
+        return f"SqliteQueue({self.path!r}, {self.name!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; the next call opens it again."""
+        self._database.close()
+
+    # ---------------------------------------------------------------------------------- sending
+
+    def send(self, messages: Iterable[Sendable]) -> list[str]:
+        """Enqueue all of ``messages``, or none; return their ids.
+
+        They are collected in memory first: send a stream in portions, of some thousands.
+
+        :raises ProducerError: If a body is neither bytes nor text, or too large, or attributes are
+            no JSON object: naming which message.
+        """
+        now = self._now()
+        states: list[tuple[int, int]] = []
+        bodies: list[tuple[str | None, bytes]] = []
+        plain = (now, now)
+        for place, message in enumerate(messages):
+            if type(message) is bytes and len(message) <= MAX_BODY:
+                states.append(plain)
+                bodies.append((None, message))
+                continue
+            body, attributes, delay = parts(message, place)
+            states.append((now, now + delay))
+            bodies.append((attributes, body))
+        if not bodies:
+            return []
+        with self._database.open(create=True) as db:
+            assert db is not None  # made if missing
+            with transaction(db):
+                queue = self._queue(db) or self._new_queue(db)
+                db.executemany(
+                    "INSERT INTO messages (queue, enqueued_at, ready_at)"
+                    f" VALUES ({queue.id:d}, ?, ?)",
+                    states,
+                )
+                last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
+                # The only writer, and AUTOINCREMENT: the ids are without a gap.
+                first = last - len(bodies) + 1
+                db.executemany(
+                    "INSERT INTO bodies VALUES (?, ?, ?)",
+                    ((row, *body) for row, body in enumerate(bodies, first)),
+                )
+        return [f"{queue.tag}-{row}" for row in range(first, last + 1)]
+
+    # -------------------------------------------------------------------------------- receiving
+
+    def receive(
+        self,
+        generation: str,
+        demand: int,
+        *,
+        seconds: float = 900.0,
+        owner: Mapping[str, Any] | None = None,
+        position: int = 0,
+    ) -> list[Message]:
+        """Lease at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
+
+        One call takes no more than ``MAX_RECEIVE_BYTES`` of bodies beyond its first message.  What
+        this generation has given back is not among them.  Leases past their deadline end here.
+
+        :param position: The ``position`` of the first message; the others count on from it.
+        :raises LeaseLapsed: If the generation's lease has ended.
+        """
+        instant = self._clock.now()
+        now = to_micros(instant)
+        with self._opened() as opened:
+            if opened is None or demand < 1:
+                return []
+            db, queue = opened
+            # Polling an empty queue takes no lock and writes nothing.
+            lease = self._open_lease(db, queue, generation)
+            look = {"queue": queue.id, "now": now, "lease": lease}
+            if not db.execute(_ANY_READY, look).fetchone()[0]:
+                return []
+            with transaction(db):
+                lease = self._open_lease(db, queue, generation)
+                settling.end_lapsed(db, queue, now, spared=lease)
+                rows: list[tuple[Any, ...]] = []
+                size = 0
+                for row in db.execute(_READY, (queue.id, now, lease, demand)):
+                    rows.append(row)
+                    size += len(row[1])
+                    if size >= MAX_RECEIVE_BYTES:
+                        break
+                if rows:
+                    deadline = now + settling.micros_of(seconds)
+                    lease = self._extend(
+                        db, queue, generation, lease, now, deadline, seconds, owner, len(rows)
+                    )
+                    db.executemany(
+                        f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
+                        " WHERE id BETWEEN ? AND ?",
+                        ranges([row[0] for row in rows]),
+                    )
+                # Made before the commit: what fails here stays in the queue.
+                return self._messages(queue, generation, rows, instant, position)
+
+    def _messages(
+        self,
+        queue: QueueRow,
+        generation: str,
+        rows: list[tuple[Any, ...]],
+        instant: datetime,
+        position: int,
+    ) -> list[Message]:
+        prefix = queue.tag + "-"
+        acknowledger = AckRef(NO_ACK.acknowledger, generation, Delivery())
+        messages = []
+        sent, told = None, ""
+        for row, body, attributes, enqueued_at, attempt, deliveries in rows:
+            if enqueued_at != sent:
+                sent, told = enqueued_at, from_micros(enqueued_at).isoformat()
+            metadata: dict[str, Any] = {"queue": self.name, "enqueued_at": told}
+            if attributes is not None:
+                metadata["attributes"] = json.loads(attributes)
+            messages.append(
+                Message(
+                    body,
+                    metadata=metadata,
+                    acknowledger=acknowledger,
+                    message_id=prefix + str(row),
+                    attempt=attempt,
+                    redelivered=deliveries > 0,
+                    received_at=instant,
+                    position=position,
+                    size=len(body),
+                )
+            )
+            position += 1
+        return messages
+
+    def _open_lease(self, db: sqlite3.Connection, queue: QueueRow, generation: str) -> int | None:
+        """The key of the generation's lease, or ``None`` if it has not received anything yet."""
+        row = db.execute(
+            "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
+            (queue.id, generation),
+        ).fetchone()
+        if row is None:
+            return None
+        if row[1] != "open":
+            raise LeaseLapsed(
+                f"generation {generation!r} receives no more from queue {self.name!r}: its lease"
+                f" was {row[1]} at {from_micros(row[2]).isoformat()};"
+                " a new execution opens a new one"
+            )
+        return int(row[0])
+
+    def _extend(
+        self,
+        db: sqlite3.Connection,
+        queue: QueueRow,
+        generation: str,
+        lease: int | None,
+        now: int,
+        deadline: int,
+        seconds: float,
+        owner: Mapping[str, Any] | None,
+        received: int,
+    ) -> int:
+        """Make the lease if there is none yet; count what it receives, and move its deadline."""
+        if lease is None:
+            db.execute(
+                "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (queue.id, generation, json.dumps(dict(owner or {})), seconds, deadline, now),
+            )
+            lease = int(db.execute("SELECT last_insert_rowid()").fetchone()[0])
+        db.execute(
+            "UPDATE leases SET received = received + ?, deadline = max(deadline, ?) WHERE id = ?",
+            (received, deadline, lease),
+        )
+        return lease
+
+    # -------------------------------------------------------------------------------- the lease
+
+    def renew(self, generation: str, seconds: float) -> datetime | None:
+        """Hold the lease for ``seconds`` from now; its deadline, ``None`` if it has ended."""
+        instant = self._clock.now()
+        deadline = to_micros(instant) + settling.micros_of(seconds)
+        with self._opened() as opened:
+            if opened is None:
+                return None
+            db, queue = opened
+            with transaction(db):
+                held = db.execute(
+                    "UPDATE leases SET deadline = ?"
+                    " WHERE queue = ? AND generation = ? AND state = 'open'",
+                    (deadline, queue.id, generation),
+                ).rowcount
+        return from_micros(deadline) if held else None
+
+    def holds(self, generation: str) -> bool:
+        """Whether the lease is open and its deadline is still to come."""
+        with self._opened() as opened:
+            if opened is None:
+                return False
+            db, queue = opened
+            held = db.execute(
+                "SELECT 1 FROM leases WHERE queue = ? AND generation = ? AND state = 'open'"
+                " AND deadline > ?",
+                (queue.id, generation, self._now()),
+            ).fetchone()
+        return held is not None
+
+    def settle(
+        self, generation: str, settlement: Settlement, *, state: str = "settled"
+    ) -> SettleReport:
+        """Carry out all verdicts on what the generation holds, and end its lease.
+
+        The report is kept: settling again changes nothing and returns it.  Messages settled early
+        by :meth:`settle_now` are no part of it.
+
+        :raises ProducerError: If the lease holds messages that neither ``expected`` nor
+            ``everything`` know of, or a verdict names an id of another queue; nothing is done then.
+        """
+        now = self._now()
+        with self._opened() as opened:
+            if opened is None:
+                named = sum(1 for _ in settlement.entries())
+                return SettleReport(lapsed=max(named, settlement.expected or 0))
+            db, queue = opened
+            report = settling.settle(db, queue, generation, settlement, now, state=state)
+            self._clean(db, now)
+        return report
+
+    def settle_now(self, generation: str, entries: Iterable[Entry]) -> SettleReport:
+        """Carry out ``entries`` and keep the lease for the other messages; idempotent."""
+        with self._opened() as opened:
+            if opened is None:
+                return SettleReport(lapsed=sum(1 for _ in entries))
+            db, queue = opened
+            return settling.settle_now(db, queue, generation, entries, self._now())
+
+    def release(self, generation: str) -> SettleReport:
+        """Give everything the generation holds back to the queue at once, and end its lease."""
+        return self.settle(generation, Settlement(rest=RELEASE), state="released")
+
+    def _clean(self, db: sqlite3.Connection, now: int) -> None:
+        """Forget the reports of leases that ended long ago."""
+        before = now - settling.micros_of(self.retention)
+        old = db.execute("SELECT id FROM leases WHERE ended_at < ?", (before,)).fetchall()
+        if old:
+            with transaction(db):
+                db.executemany("DELETE FROM settled WHERE lease = ?", old)
+                db.executemany("DELETE FROM leases WHERE id = ?", old)
+
+    # --------------------------------------------------------------------------------- looking
+
+    def depth(self) -> QueueDepth:
+        """How full the queue is; what a lapsed lease held counts as ready."""
+        with self._opened() as opened:
+            if opened is None:
+                return QueueDepth(0, 0, 0, 0, None)
+            return looking.depth(*opened, self._now())
+
+    def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
+        """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
+        with self._opened() as opened:
+            if opened is None:
+                return []
+            lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
+            return looking.leases(*opened, lease_of, ended=ended)
+
+    def exists(self) -> bool:
+        """Whether the file has been made."""
+        return self._database.path.exists()
+
+    def check(self) -> None:
+        """Open the file, if there is one.
+
+        :raises ProducerError: If it cannot be used.
+        """
+        with self._opened():
+            pass
+
+    # --------------------------------------------------------------- dead letters and clearing up
+
+    def dead_letters(self, *, limit: int | None = 100, offset: int = 0) -> list[DeadLetter]:
+        """The messages set aside, in order of their death.
+
+        :param limit: The most to return; ``None`` for all.
+        :param offset: How many to pass over.
+        """
+        with self._opened() as opened:
+            return [] if opened is None else dead.letters(*opened, limit, offset)
+
+    def requeue_dead(self, message_ids: Iterable[str] | None = None, *, delay: float = 0.0) -> int:
+        """Put dead letters back into the queue, on their first attempt, under their old ids.
+
+        :param message_ids: Which; ``None`` for all.  Ids that are not dead are passed over.
+        :param delay: Seconds until they are ready.
+        :return: How many came back.
+        """
+        ready_at = self._now() + settling.micros_of(delay)
+        with self._opened() as opened:
+            return 0 if opened is None else dead.requeue(*opened, message_ids, ready_at)
+
+    def purge_dead(self, message_ids: Iterable[str] | None = None) -> int:
+        """Delete dead letters for good, by id or (``None``) all; return how many."""
+        with self._opened() as opened:
+            return 0 if opened is None else dead.purge(*opened, message_ids)
+
+    def purge(self) -> int:
+        """Delete for good all messages that nobody holds; return how many."""
+        with self._opened() as opened:
+            if opened is None:
+                return 0
+            db, queue = opened
+            free = "FROM messages WHERE queue = ? AND lease IS NULL"
+            with transaction(db):
+                db.execute(f"DELETE FROM bodies WHERE id IN (SELECT id {free})", (queue.id,))
+                return db.execute(f"DELETE {free}", (queue.id,)).rowcount
+
+    # -------------------------------------------------------------------------------- the rest
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[sqlite3.Connection, QueueRow] | None]:
+        """The file and the queue's row, or ``None`` while nothing has ever been sent."""
+        with self._database.open(create=False) as db:
+            queue = None if db is None else self._queue(db)
+            yield None if db is None or queue is None else (db, queue)
+
+    def _now(self) -> int:
+        return to_micros(self._clock.now())
+
+    def _queue(self, db: sqlite3.Connection) -> QueueRow | None:
+        row = db.execute("SELECT id, tag FROM queues WHERE name = ?", (self.name,)).fetchone()
+        return None if row is None else QueueRow(*row)
+
+    def _new_queue(self, db: sqlite3.Connection) -> QueueRow:
+        tag = secrets.token_hex(8)
+        db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
+        return QueueRow(db.execute("SELECT last_insert_rowid()").fetchone()[0], tag)

@@ -1,0 +1,92 @@
+"""Values that the embedded queue hands out, and how it keeps instants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.custody import Lease, SettleReport
+
+__all__ = ["DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def to_micros(instant: datetime) -> int:
+    """Microseconds since 1970 in UTC."""
+    return (instant - _EPOCH) // _MICROSECOND
+
+
+def from_micros(micros: int) -> datetime:
+    """The instant that :func:`to_micros` gave."""
+    return _EPOCH + timedelta(microseconds=micros)
+
+
+class QueueRow(NamedTuple):
+    """A row of ``queues``: the queue's key, and the first half of its messages' ids."""
+
+    id: int
+    tag: str
+
+    def row_of(self, message_id: str) -> int | None:
+        """The row of a message id, or ``None`` if it is not of this queue."""
+        tag, _, row = message_id.rpartition("-")
+        if tag != self.tag or not (row.isascii() and row.isdecimal() and len(row) < 19):
+            return None
+        return int(row)
+
+
+class DeadLetter(NamedTuple):
+    """A message set aside, and why.
+
+    :param reason: At most 2,048 bytes of UTF-8.
+    :param stage: Where it failed: ``"process"``, ``"batch"`` or ``"secure"``; ``""`` if not said.
+    :param attempt: The attempt that was its last.
+    :param generation: The execution that gave it up.
+    """
+
+    message_id: str
+    body: bytes
+    attributes: Mapping[str, Any]
+    reason: str
+    stage: str
+    attempt: int
+    enqueued_at: datetime
+    died_at: datetime
+    generation: str
+
+
+class LeaseRecord(NamedTuple):
+    """What the queue knows of a lease, open or ended.
+
+    :param state: ``"open"``, ``"settled"``, ``"released"`` or ``"lapsed"``.
+    :param received: Messages received under it, in all.
+    :param held: Messages that it holds now.
+    :param settled_early: What ``settle_now`` did under it; not part of ``report``.
+    :param report: How it ended; ``None`` while it is open.
+    """
+
+    lease: Lease
+    state: str
+    received: int
+    held: int
+    opened_at: datetime
+    ended_at: datetime | None
+    settled_early: SettleReport
+    report: SettleReport | None
+
+
+def ranges(rows: list[int]) -> list[tuple[int, int]]:
+    """The same numbers as closed ranges, ascending: as a rule one.  No number may come twice."""
+    rows.sort()
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return [(rows[0], rows[-1])]
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and row == found[-1][1] + 1:
+            found[-1] = (found[-1][0], row)
+        else:
+            found.append((row, row))
+    return found

@@ -1,0 +1,344 @@
+"""How the embedded queue carries out verdicts: in one transaction, whatever their number.
+
+The exceptions of a settlement are first streamed into a temporary table, which takes no lock; then
+each action is a few statements over that table, and the verdict on the rest a few more.  A lease
+that has ended is never settled again: its report is kept, and given once more.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Action,
+    Entry,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.sqlite.database import transaction
+from airflow_broadway.producers.sqlite.records import QueueRow
+
+__all__ = [
+    "MAX_DELAY",
+    "MAX_REASON",
+    "end_lapsed",
+    "micros_of",
+    "settle",
+    "settle_now",
+    "settled_early",
+]
+
+#: Bytes of UTF-8 at which a dead letter's reason is cut.
+MAX_REASON = 2048
+
+#: The longest delay, in seconds: some 300 years.
+MAX_DELAY = 1e10
+
+# Never renumber: the numbers are kept in the file.
+_CODES = {
+    Action.ACK: 0,
+    Action.RETRY: 1,
+    Action.DEAD_LETTER: 2,
+    Action.LEAVE: 3,
+    Action.RELEASE: 4,
+}
+_COUNTS = {0: "acked", 1: "requeued", 2: "dead_lettered", 3: "left", 4: "released"}
+
+_ENTRIES = """CREATE TEMP TABLE IF NOT EXISTS entries (
+    id INTEGER PRIMARY KEY, action INTEGER, delay INTEGER, stage TEXT, reason TEXT
+)"""
+_ENTRY_OF = "(SELECT {} FROM temp.entries WHERE entries.id = messages.id)"
+
+
+def micros_of(seconds: float) -> int:
+    """A verdict's delay in microseconds; what is no delay counts as none."""
+    return round(min(seconds, MAX_DELAY) * 1_000_000) if seconds > 0 else 0
+
+
+def settle(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    generation: str,
+    settlement: Settlement,
+    now: int,
+    *,
+    state: str = "settled",
+) -> SettleReport:
+    """Carry out all verdicts on a lease and end it; a second time, only report."""
+    strangers = _load(db, queue, settlement.entries())
+    if strangers:  # whose verdicts would fall to the rest
+        raise ProducerError(
+            f"{strangers} verdicts of generation {generation!r} name message ids that are not of"
+            " this queue: nothing was settled, and all comes back when the lease lapses; a"
+            " transformer must keep the message_id"
+        )
+    with transaction(db):
+        lease = db.execute(
+            "SELECT id, state, deadline, report FROM leases WHERE queue = ? AND generation = ?",
+            (queue.id, generation),
+        ).fetchone()
+        if lease is None:
+            return _never_opened(db, queue, generation, settlement, now, state)
+        lease_id, was, deadline, told = lease
+        if was != "open":
+            return SettleReport.from_json(json.loads(told))
+        work = _Work(db, lease_id, generation, deadline, now)
+        held = work.held()
+        lapsed = work.entries_lapsed()
+        rest = settlement.rest
+        if settlement.expected is not None:
+            lapsed = max(lapsed, settlement.expected - held - settled_early(db, lease_id).total)
+            if held > settlement.expected and rest.action is not Action.RELEASE:
+                _name_all(db, queue, generation, settlement, held)
+                rest = RELEASE
+        report = work.entries() + work.rest(rest) + SettleReport(lapsed=lapsed)
+        _end(db, lease_id, state, now, report)
+    return report
+
+
+def settle_now(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    generation: str,
+    entries: Iterable[Entry],
+    now: int,
+) -> SettleReport:
+    """Carry out verdicts on some messages of a lease, which goes on."""
+    strangers = _load(db, queue, entries)
+    with transaction(db):
+        named = db.execute("SELECT COUNT(*) FROM temp.entries").fetchone()[0]
+        lease = db.execute(
+            "SELECT id, deadline FROM leases WHERE queue = ? AND generation = ?",
+            (queue.id, generation),
+        ).fetchone()
+        if lease is None:
+            return SettleReport(lapsed=named) + _refused(strangers)
+        work = _Work(db, lease[0], generation, lease[1], now)
+        # Written down before anything moves: what the second of two equal calls reports.
+        db.execute(
+            "INSERT OR IGNORE INTO settled SELECT ?1, id, action FROM temp.entries WHERE EXISTS"
+            " (SELECT 1 FROM messages WHERE messages.id = entries.id AND lease = ?1)",
+            (lease[0],),
+        )
+        work.entries()
+        report = settled_early(db, lease[0], "message IN (SELECT id FROM temp.entries)")
+    return report + SettleReport(lapsed=named - report.total) + _refused(strangers)
+
+
+def settled_early(db: sqlite3.Connection, lease: int, condition: str = "TRUE") -> SettleReport:
+    """What ``settle_now`` did under a lease."""
+    rows = db.execute(
+        f"SELECT action, COUNT(*) FROM settled WHERE lease = ? AND {condition} GROUP BY action",
+        (lease,),
+    )
+    return _report(rows)
+
+
+def end_lapsed(db: sqlite3.Connection, queue: QueueRow, now: int, *, spared: int | None) -> None:
+    """End every open lease whose deadline has passed: its messages are ready again.
+
+    :param spared: A lease to leave as it is, because its holder is at work this moment.
+    """
+    lapsed = db.execute(
+        "SELECT id FROM leases"
+        " WHERE queue = ? AND state = 'open' AND deadline <= ? AND id IS NOT ?",
+        (queue.id, now, spared),
+    ).fetchall()
+    for (lease_id,) in lapsed:
+        freed = db.execute("UPDATE messages SET lease = NULL WHERE lease = ?", (lease_id,)).rowcount
+        _end(db, lease_id, "lapsed", now, SettleReport(lapsed=freed))
+
+
+class _Work:
+    """The verdicts on one open lease, inside a transaction."""
+
+    def __init__(
+        self, db: sqlite3.Connection, lease: int, generation: str, deadline: int, now: int
+    ) -> None:
+        self.db = db
+        self.values = {
+            "lease": lease,
+            "generation": generation,
+            # Left to the queue's own rule: delivered again when the lease would have lapsed.
+            "left_until": max(now, deadline),
+            "now": now,
+        }
+
+    def held(self) -> int:
+        """Messages that the lease holds now."""
+        query = "SELECT COUNT(*) FROM messages WHERE lease = :lease"
+        return int(self.db.execute(query, self.values).fetchone()[0])
+
+    def entries_lapsed(self) -> int:
+        """Entries that name messages which the lease holds no more, and did not settle early."""
+        query = """SELECT COUNT(*) FROM temp.entries e
+            WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.id = e.id AND m.lease = :lease)
+            AND NOT EXISTS (SELECT 1 FROM settled s WHERE s.lease = :lease AND s.message = e.id)"""
+        return int(self.db.execute(query, self.values).fetchone()[0])
+
+    def entries(self) -> SettleReport:
+        """Carry out the verdicts of the temporary table, each on what the lease holds."""
+        report = SettleReport()
+        present = self.db.execute("SELECT DISTINCT action FROM temp.entries").fetchall()
+        for (code,) in present:
+            report += self._carry_out(
+                code,
+                "lease = :lease AND id IN (SELECT id FROM temp.entries WHERE action = :action)",
+                {"action": code},
+                delay=_ENTRY_OF.format("delay"),
+                stage=_ENTRY_OF.format("stage"),
+                reason=_ENTRY_OF.format("reason"),
+            )
+        return report
+
+    def rest(self, verdict: Verdict) -> SettleReport:
+        """Carry out one verdict on all that the lease still holds."""
+        return self._carry_out(
+            _CODES[verdict.action],
+            "lease = :lease",
+            {
+                "delay": micros_of(verdict.delay),
+                "stage": verdict.stage,
+                "reason": _cut(verdict.reason),
+            },
+            delay=":delay",
+            stage=":stage",
+            reason=":reason",
+        )
+
+    def _carry_out(
+        self,
+        code: int,
+        chosen: str,
+        values: dict[str, object],
+        *,
+        delay: str,
+        stage: str,
+        reason: str,
+    ) -> SettleReport:
+        """Carry out one action on the messages of the condition ``chosen``.
+
+        ``delay``, ``stage`` and ``reason`` are expressions in the columns of ``messages``.
+        """
+        values = {**self.values, **values}
+        give_back = "UPDATE messages SET lease = NULL, giver = :lease"
+        if code == _CODES[Action.ACK]:
+            self.db.execute(
+                f"DELETE FROM bodies WHERE id IN (SELECT id FROM messages WHERE {chosen})", values
+            )
+            statement = f"DELETE FROM messages WHERE {chosen}"
+        elif code == _CODES[Action.RETRY]:
+            statement = (
+                f"{give_back}, attempt = attempt + 1, ready_at = :now + {delay} WHERE {chosen}"
+            )
+        elif code == _CODES[Action.DEAD_LETTER]:
+            self.db.execute(
+                "INSERT INTO dead SELECT id, queue, enqueued_at, attempt, deliveries,"
+                f" {stage}, {reason}, :now, :generation FROM messages WHERE {chosen}",
+                values,
+            )
+            statement = f"DELETE FROM messages WHERE {chosen}"  # its body stays
+        elif code == _CODES[Action.LEAVE]:
+            statement = f"{give_back}, ready_at = :left_until WHERE {chosen}"
+        else:
+            statement = f"{give_back} WHERE {chosen}"
+        return _report([(code, self.db.execute(statement, values).rowcount)])
+
+
+def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> int:
+    """Stream entries into the temporary table; return how many are not of this queue."""
+    strangers = 0
+
+    def rows() -> Iterator[tuple[int, int, int, str, str]]:
+        nonlocal strangers
+        for entry in entries:
+            row = queue.row_of(entry.message_id)
+            if row is None:
+                strangers += 1
+                continue
+            action, delay, reason, stage = entry.verdict
+            yield row, _CODES[action], micros_of(delay), stage, _cut(reason)
+
+    with transaction(db, "DEFERRED"):  # touches the temporary database alone: no lock
+        db.execute(_ENTRIES)
+        db.execute("DELETE FROM temp.entries")
+        # Of two verdicts on one message, the later one counts.
+        db.executemany("INSERT OR REPLACE INTO temp.entries VALUES (?, ?, ?, ?, ?)", rows())
+    return strangers
+
+
+def _name_all(
+    db: sqlite3.Connection, queue: QueueRow, generation: str, settlement: Settlement, held: int
+) -> None:
+    """Turn the verdict on the rest into entries, because the lease holds more than its manifest.
+
+    What was received and never staged must not be settled as if it had been handled.
+    """
+    if settlement.everything is None:
+        raise ProducerError(
+            f"generation {generation!r} holds {held} messages and its manifest names"
+            f" {settlement.expected}: none was settled, and all come back when the lease lapses"
+        )
+    action, delay, reason, stage = settlement.rest
+    values = (_CODES[action], micros_of(delay), stage, _cut(reason))
+    named = (queue.row_of(entry.message_id) for entry in settlement.everything())
+    db.executemany(
+        "INSERT OR IGNORE INTO temp.entries VALUES (?, ?, ?, ?, ?)",
+        ((row, *values) for row in named if row is not None),
+    )
+
+
+def _never_opened(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    generation: str,
+    settlement: Settlement,
+    now: int,
+    state: str,
+) -> SettleReport:
+    """End a lease that has received nothing, so that a late holder cannot begin to."""
+    named = db.execute("SELECT COUNT(*) FROM temp.entries").fetchone()[0]
+    report = SettleReport(lapsed=max(named, settlement.expected or 0))
+    db.execute(
+        "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
+        " VALUES (?, ?, '{}', 0, ?, ?)",
+        (queue.id, generation, now, now),
+    )
+    lease_id = db.execute("SELECT last_insert_rowid()").fetchone()[0]
+    _end(db, lease_id, state, now, report)
+    return report
+
+
+def _end(db: sqlite3.Connection, lease: int, state: str, now: int, report: SettleReport) -> None:
+    db.execute(
+        "UPDATE leases SET state = ?, ended_at = ?, report = ? WHERE id = ?",
+        (state, now, json.dumps(report.to_json()), lease),
+    )
+
+
+def _report(counts: Iterable[tuple[int, int]]) -> SettleReport:
+    """The report of some actions' codes and counts."""
+    named: dict[str, Any] = {_COUNTS[code]: count for code, count in counts}
+    return SettleReport(**named)
+
+
+def _refused(strangers: int) -> SettleReport:
+    if not strangers:
+        return SettleReport()
+    return SettleReport(
+        failed=strangers, errors=("a verdict names a message id that is not of this queue",)
+    )
+
+
+def _cut(reason: str) -> str:
+    """The reason in at most ``MAX_REASON`` bytes, no character cut in two."""
+    if len(reason) <= MAX_REASON and reason.isascii():
+        return reason
+    data = reason.encode("utf-8", "backslashreplace")
+    return data[:MAX_REASON].decode("utf-8", "ignore")
