@@ -112,6 +112,7 @@ class LocalAirflow:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_dir = log_dir
         self.components = tuple(components)
+        self._started: dict[str, datetime] = {}
         #: The running components, by name.
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lock: IO[str] | None = None
@@ -175,6 +176,7 @@ class LocalAirflow:
 
     def start_component(self, name: str) -> None:
         """Start one component, in a session of its own: a terminal's Ctrl-C must not reach it."""
+        self._started[name] = datetime.now(UTC)
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*_airflow(), *COMPONENTS[name]],
@@ -207,8 +209,16 @@ class LocalAirflow:
                 told = json.load(reply)
         except (OSError, http.client.HTTPException, ValueError):
             return dict.fromkeys(self.components, "no answer")
-        parts = {name: told.get(_HEALTH[name]) or {} for name in self.components}
-        return {name: str(part.get("status")) for name, part in parts.items()}
+        return {
+            name: self._health_of(name, told.get(_HEALTH[name]) or {}) for name in self._started
+        }
+
+    def _health_of(self, name: str, part: Mapping[str, Any]) -> str:
+        beat = part.get(f"latest_{_HEALTH[name]}_heartbeat")
+        # Airflow takes a heartbeat of the last 30 seconds for health: it may be a predecessor's.
+        if beat is not None and datetime.fromisoformat(beat) < self._started[name]:
+            return "starting"
+        return str(part.get("status"))
 
     def check_alive(self) -> None:
         """Check that no component has ended.
@@ -219,7 +229,7 @@ class LocalAirflow:
             if process.poll() is not None:
                 raise self._failure(f"{name} ended with code {process.returncode}", name)
 
-    def stop(self, grace: float = 10.0) -> None:
+    def stop(self, grace: float = 5.0) -> None:
         """Stop every component and everything they have started.  Safe to repeat.
 
         First asked (SIGTERM), then, after ``grace`` seconds or when asked in vain, killed.
