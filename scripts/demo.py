@@ -1,0 +1,207 @@
+"""``make demo``: drain a queue of 336,776 flights through Airflow and Spark, and account for each.
+
+A fresh queue is filled, a real Airflow started (``scripts.local_airflow``), and the DAG
+``flights`` triggered until the queue is empty.  Then the queue, the output and the ack sensor's
+report are read, compared with the data itself, and shown; ``build/demo.json`` has the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
+from scripts.demo_report import Expected, Run, make_report, mistakes, show
+from scripts.demo_screen import Screen
+from scripts.load_flights import FLIGHTS, add_arguments, flights, load
+from scripts.local_airflow import FINISHED, LocalAirflow, LocalAirflowError, free_port
+
+DAG_ID = "flights"
+
+OUTPUT = FLIGHTS_QUEUE.parent / "output"
+REPORT = ROOT / "build" / "demo.json"
+
+#: Seconds between two looks at the run.
+PAUSE = 0.5
+
+#: Seconds after which a run is given up.
+PATIENCE = 1_800.0
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message says why in a sentence."""
+
+
+class Demo:
+    """One demo, from an empty queue to the report.
+
+    :param messages: How many flights; all if ``None``.
+    :param seed: Choose them at random by it.
+    """
+
+    def __init__(self, screen: Screen, *, messages: int | None, seed: int | None) -> None:
+        self.screen = screen
+        self.messages = messages
+        self.seed = seed
+        self.expected = Expected()
+        self.queue = SqliteQueue(FLIGHTS_QUEUE, "flights")
+        self.seconds: dict[str, float] = {}
+        env = airflow_env(port=free_port(DEFAULT_PORT))
+        # The triggerer has nothing to do here.
+        parts = ("api-server", "scheduler", "dag-processor")
+        self.airflow = LocalAirflow(env, home_of(ROOT) / "logs" / "components", components=parts)
+        self._running: str | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Fill the queue, run the DAG until it is empty, and return the report."""
+        begun = time.monotonic()
+        # First of all, because it makes sure that no other Airflow of this checkout is at work on
+        # the queue that is about to be replaced.
+        self.airflow.start()
+        self._fill()
+        self.screen.step("Starting Airflow")
+        self.airflow.wait_healthy()
+        self.airflow.wait_for_dag(DAG_ID)
+        self._end_old_runs()
+        self.seconds["start"] = time.monotonic() - begun
+        self.screen.step(f"Airflow is healthy at {self.airflow.url}")
+        runs = list(self._drain())
+        self.seconds["total"] = time.monotonic() - begun
+        return make_report(self.expected, runs, self.queue, OUTPUT, self.seconds)
+
+    def stop(self) -> None:
+        """Stop Airflow; a run that is still going ends as failed, and its messages go back."""
+        self.screen.close()
+        try:
+            if self._running is not None:
+                self.airflow.set_run_state(DAG_ID, self._running, "failed")
+        except (LocalAirflowError, OSError):
+            pass  # it does not answer any more; the next start of the demo sees to the run
+        finally:
+            self.airflow.stop()
+
+    # ------------------------------------------------------------------------------------ steps
+    def _fill(self) -> None:
+        folder = FLIGHTS_QUEUE.parent
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        wanted = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
+        begun = time.monotonic()
+        source = self.expected.watch(flights(self.messages, self.seed))
+        sent = load(self.queue, source, progress=lambda n: self.screen.loading(n, wanted))
+        self.seconds["load"] = time.monotonic() - begun
+        self.screen.step(f"Sent {sent:,} flights to {FLIGHTS_QUEUE.relative_to(ROOT)}")
+
+    def _end_old_runs(self) -> None:
+        """End what a killed demo, or an interrupted `make up`, left: its queue is no more."""
+        path = f"/dags/{DAG_ID}/dagRuns"
+        found = self.airflow.api("GET", path, state=["queued", "running"])
+        for run in found["dag_runs"]:
+            self.airflow.set_run_state(DAG_ID, run["dag_run_id"], "failed")
+        self.airflow.pause(DAG_ID, paused=False)
+
+    def _drain(self) -> Iterator[Run]:
+        """Run the DAG until the queue has nothing left; yield each run."""
+        while True:
+            # At least once: an empty queue makes a run too.
+            run = self._run_once()
+            yield run
+            if run.state != "success":
+                return
+            depth = self.queue.depth()
+            if not depth.ready and not depth.delayed and not depth.leased:
+                return
+            if not run.received:
+                if not depth.delayed:
+                    raise DemoError(
+                        f"run {run.run_id} received nothing, and the queue still has"
+                        f" {depth.ready:,} messages ready and {depth.leased:,} leased"
+                    )
+                time.sleep(1.0)
+
+    def _run_once(self) -> Run:
+        run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(OUTPUT)})
+        self.screen.step(f"Triggered the DAG {DAG_ID}, run {run_id}")
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            self.airflow.check_alive()
+            dag_run = self.airflow.dag_run(DAG_ID, run_id)
+            tasks = self.airflow.task_instances(DAG_ID, run_id)
+            self.screen.running(tasks, self.queue.depth(), self.expected.sent)
+            if dag_run["state"] in FINISHED:
+                break
+            if time.monotonic() > deadline:
+                raise DemoError(f"run {run_id} is not finished after {PATIENCE:g} s")
+            time.sleep(PAUSE)
+        self._running = None
+        self.screen.step(f"The run's state is {dag_run['state']}")
+        return Run(dag_run, tasks, _ack_report(run_id))
+
+
+def _ack_report(run_id: str) -> Mapping[str, Any]:
+    """The report that the ack sensor left in the run's staging folder, whether or not it failed."""
+    for path in (home_of(ROOT) / "broadway").glob(f"*/{DAG_ID}/*/report.json"):
+        report = json.loads(path.read_text())
+        if report["run_id"] == run_id:
+            return dict(report)
+    return {}
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Run the demo; 0 if every message is accounted for."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument(
+        "--keep", action="store_true", help="leave Airflow running afterwards, until Ctrl-C"
+    )
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    screen = Screen(console)
+    demo = None
+    try:
+        demo = Demo(screen, messages=options.messages, seed=options.seed)
+        report = demo.run()
+        screen.close()
+        REPORT.write_text(json.dumps(report, indent=2) + "\n")
+        show(report, console)
+        if wrong := mistakes(report):
+            raise DemoError("; ".join(wrong))
+        if options.keep:
+            console.print(f"\nAirflow keeps running at {demo.airflow.url}/dags/{DAG_ID}; Ctrl-C.")
+            while True:
+                time.sleep(1.0)
+                demo.airflow.check_alive()
+    except KeyboardInterrupt:
+        screen.close()
+        console.print("\nStopping Airflow.")
+        return 130
+    except (DemoError, LocalAirflowError, BroadwayError, RuntimeError, OSError) as error:
+        screen.close()
+        print(f"\nThe demo failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if demo is not None:
+            demo.stop()
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    # A second signal must not break the clearing up.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

