@@ -134,9 +134,9 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def option(
-    default: Any = MISSING, *, rule: Rule, doc: str, nested: type[Options] | None = None
+    *, default: Any = MISSING, rule: Rule, doc: str, nested: type[Options] | None = None
 ) -> Any:
-    """Declare one option.
+    """Declare one option.  All by keyword: type checkers see a default in no other way.
 
     :param default: Its value when not given; required without one.
     :param rule: What a value must be.
@@ -297,17 +297,17 @@ class RetryPolicy(Options):
     """
 
     max_attempts: int = option(
-        5, rule=POSITIVE, doc="Recorded failures after which a message is retried no more."
+        default=5, rule=POSITIVE, doc="Recorded failures after which a message is retried no more."
     )
     backoff: float = option(
-        60.0, rule=SECONDS_OR_ZERO, doc="Seconds before the second attempt; doubled for each more."
+        default=60.0, rule=SECONDS_OR_ZERO, doc="Seconds before the second attempt; doubled for each more."
     )
-    max_backoff: float = option(3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds.")
+    max_backoff: float = option(default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds.")
     jitter: float = option(
-        0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
+        default=0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
     )
     dead_letter: bool = option(
-        True,
+        default=True,
         rule=BOOL,
         doc="Whether a message out of attempts is dead-lettered (True) or left to the broker.",
     )
@@ -317,29 +317,29 @@ class RetryPolicy(Options):
 class Processors(Options):
     """The processors: how ``handle_message`` is run."""
 
-    name: str = option("default", rule=TEXT, doc="The key that callbacks get as ``processor``.")
+    name: str = option(default="default", rule=TEXT, doc="The key that callbacks get as ``processor``.")
     concurrency: int = option(
-        AUTO,
+        default=AUTO,
         rule=POSITIVE,
         doc="Chunks handled at a time in one process task; twice the processors of the machine.",
     )
     executor: str = option(
-        "threads",
+        default="threads",
         rule=one_of("threads", "processes"),
         doc="``processes`` runs callbacks beside each other in processes of their own: for"
         " callbacks that compute; their messages and results must be picklable.",
     )
     max_demand: int = option(
-        AUTO,
+        default=AUTO,
         rule=POSITIVE,
         doc="With ``min_demand``, sets the chunk that one call of ``prepare_messages`` gets:"
         " ``max_demand - min_demand`` messages.  10 as in Broadway.",
     )
     min_demand: int = option(
-        AUTO, rule=at_least(0), doc="Less than ``max_demand``; half of it unless given."
+        default=AUTO, rule=at_least(0), doc="Less than ``max_demand``; half of it unless given."
     )
     partition_by: Callable[[Any], int] | None = option(
-        None,
+        default=None,
         rule=FUNCTION.or_none(),
         doc="Message → integer of at least 0; messages of one value modulo ``concurrency`` are"
         " handled in order of arrival, one at a time.",
@@ -380,12 +380,12 @@ class Batcher(Options):
     """One batcher: how messages are grouped, and what runs ``handle_batch`` on them."""
 
     engine: str = option(
-        "spark",
+        default="spark",
         rule=one_of("spark", "python"),
         doc="What runs ``handle_batch``: ``spark`` gives it a DataFrame, ``python`` a list.",
     )
     batch_size: Any = option(
-        AUTO,
+        default=AUTO,
         rule=Rule(
             "a positive integer, or a pair of a start value and a function of two arguments",
             _is_batch_size,
@@ -395,41 +395,41 @@ class Batcher(Options):
         ' returns ``("cont", acc)``, or ``("emit", acc)`` to close the batch with this message.',
     )
     batch_bytes: int | None = option(
-        AUTO,
+        default=AUTO,
         rule=POSITIVE.or_none(),
         doc="A batch is closed before its payloads, as received, pass this many bytes together;"
         " a single larger message is a batch of its own.",
     )
     batch_timeout: float | None = option(
-        AUTO,
+        default=AUTO,
         rule=SECONDS.or_none(),
         doc="Seconds from a batch's first message until it is closed unfilled.  ``None``: at the"
         " end of the run.",
     )
-    concurrency: int = option(1, rule=POSITIVE, doc="Batches handled at a time.")
+    concurrency: int = option(default=1, rule=POSITIVE, doc="Batches handled at a time.")
     max_demand: int = option(
-        AUTO,
+        default=AUTO,
         rule=POSITIVE,
         doc="Sets the runs in which a flush works; ``batch_size`` unless given.",
     )
     partition_by: Callable[[Any], int] | None = option(
-        None,
+        default=None,
         rule=FUNCTION.or_none(),
         doc="Message → integer of at least 0; batches of one value modulo ``concurrency`` are"
         " handled in order, one at a time.",
     )
     merge_keys: bool = option(
-        False,
+        default=False,
         rule=BOOL,
         doc="Let one call carry whole batches of many keys, up to ``batch_size`` together.",
     )
     schema: str | None = option(
-        None,
+        default=None,
         rule=TEXT.or_none(),
         doc="The columns of ``data`` as Spark DDL, e.g. ``\"origin string, delay double\"``.",
     )
     own_application: bool = option(
-        False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
+        default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
     )
 
     def _resolve(self) -> None:

@@ -115,38 +115,38 @@ class Producer(Options):
     renews: ClassVar[bool] = True
 
     concurrency: int = option(
-        1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
+        default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
     )
     on_success: str = option(
-        "ack",
+        default="ack",
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
         doc="What is done with a message that succeeded: ``ack``, ``retry``, ``dead_letter`` or"
         " ``noop``, unless the producer names others.",
     )
     on_failure: str = option(
-        "retry",
+        default="retry",
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
         doc="What is done with a message that failed; the same values.",
     )
     retry: RetryPolicy = option(
-        RetryPolicy(),
+        default=RetryPolicy(),
         rule=Rule("a RetryPolicy", lambda v: isinstance(v, RetryPolicy)),
         doc="How often and when a failed message is retried.",
         nested=RetryPolicy,
     )
     rate_limiting: RateLimiting | None = option(
-        None,
+        default=None,
         rule=Rule("a RateLimiting or None", lambda v: v is None or isinstance(v, RateLimiting)),
         doc="Bounds the messages taken per interval by all producers of a run together.",
         nested=RateLimiting,
     )
     transformer: Callable[[Any], Message] | None = option(
-        None,
+        default=None,
         rule=FUNCTION.or_none(),
         doc="Called with every message as received; returns the message to go on with.",
     )
     lease: float = option(
-        900.0,
+        default=900.0,
         rule=SECONDS,
         doc="Seconds for which messages are held; renewed while the run is at work, where the"
         " broker can.",

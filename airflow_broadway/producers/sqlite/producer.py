@@ -56,18 +56,18 @@ class SqliteProducer(Producer):
 
     queue: str = option(rule=TEXT, doc="The queue's name in its file.")
     path: str | None = option(
-        None,
+        default=None,
         rule=_ABSOLUTE.or_none(),
         doc="The queue file: an absolute path, on a disk of this machine.  Instead of ``conn_id``.",
     )
     conn_id: str | None = option(
-        AUTO,
+        default=AUTO,
         rule=TEXT.or_none(),
         doc="The Airflow connection whose host, or extra ``path``, is the queue file;"
         f" ``{DEFAULT_CONNECTION}`` unless ``path`` is given.",
     )
     busy_timeout: float = option(
-        30.0, rule=SECONDS, doc="Seconds to wait while another process writes to the file."
+        default=30.0, rule=SECONDS, doc="Seconds to wait while another process writes to the file."
     )
 
     def _resolve(self) -> None:
