@@ -7,10 +7,11 @@ constructor was given.  Nothing else of it is ever serialized.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
@@ -35,6 +36,18 @@ CONTEXT_NOT_SET = "context_not_set"
 _DAG_MODULE = re.compile(r"unusual_prefix_[0-9a-f]+_(?P<stem>.+)")
 #: How such a class is referred to, since the digits change with the file's folder.
 _DAG_FILE = "dag-file/"
+
+
+class _of_class_or_instance:  # noqa: N801 - a decorator
+    """A method that a class has too: called on the class, it gets an instance made without
+    overrides.  ``Flights.dag("flights")`` is ``Flights().dag("flights")``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Callable[..., Any]:
+        return functools.partial(self._function, owner() if instance is None else instance)
 
 
 class Broadway:
@@ -107,6 +120,29 @@ class Broadway:
     def defines(cls, callback: str) -> bool:
         """Whether the pipeline has its own version of a callback."""
         return getattr(cls, callback) is not getattr(Broadway, callback)
+
+    # -- Airflow ------------------------------------------------------------------------------
+
+    @_of_class_or_instance
+    def task_group(self, group_id: str = "broadway", **kwargs: Any) -> Any:
+        """The pipeline's tasks: see :func:`airflow_broadway.task_group.make_task_group`."""
+        from airflow_broadway.task_group import make_task_group  # noqa: PLC0415 - Airflow
+
+        return make_task_group(self, group_id, **kwargs)
+
+    @_of_class_or_instance
+    def dag(self, dag_id: str, **kwargs: Any) -> Any:
+        """A whole Dag of the pipeline: see :func:`airflow_broadway.task_group.make_dag`."""
+        from airflow_broadway.task_group import make_dag  # noqa: PLC0415 - Airflow
+
+        return make_dag(self, dag_id, **kwargs)
+
+    @staticmethod
+    def params() -> dict[str, Any]:
+        """The run's budgets as Airflow params, for the form of "Trigger" in the UI."""
+        from airflow_broadway.task_group import make_params  # noqa: PLC0415 - Airflow
+
+        return make_params()
 
     # -- options -------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Airflow operators: thin covers over ``core``, ``producers`` and ``staging``."""

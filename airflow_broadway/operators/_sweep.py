@@ -1,0 +1,72 @@
+"""Give back what dead executions hold, before a new one receives."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.staging.settlement import settle_generation
+from airflow_broadway.staging.store import GenerationRecord, StagedRun, iter_unsettled
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+log = logging.getLogger(__name__)
+
+
+def give_back(
+    run: StagedRun, pipeline: Broadway, context: Context, connections: AirflowConnections
+) -> None:
+    """Release what earlier executions of this task hold, and what runs hold that Airflow no longer
+    knows, or shows finished.
+
+    The latter because on ``dagrun_timeout``, a marked sensor or a deleted run no code of ours runs.
+    """
+    ti = context["ti"]
+    custodian: Custodian | None = None
+    finished: dict[str, bool] = {ti.run_id: False}
+    for other, record in iter_unsettled(run.store, pipeline.name, ti.dag_id):
+        own = other.run_id == ti.run_id
+        if own and (record.task_id, record.map_index) != (ti.task_id, ti.map_index):
+            continue
+        if other.run_id not in finished:
+            finished[other.run_id] = not ti.get_dr_count(
+                dag_id=ti.dag_id, run_ids=[other.run_id], states=["queued", "running"]
+            )
+        if not own and not finished[other.run_id]:
+            continue
+        if custodian is None:
+            custodian = pipeline.producer.custodian(
+                producer_env(
+                    pipeline,
+                    generation=record.generation,
+                    owner=record.lease.owner,
+                    store=run.store,
+                    connections=connections,
+                )
+            )
+        _release(other, record, custodian)
+    if custodian is not None:
+        custodian.close()
+
+
+def _release(run: StagedRun, record: GenerationRecord, custodian: Custodian) -> None:
+    try:
+        report = settle_generation(run, record, custodian, Settlement(rest=RELEASE))
+    except BroadwayError as error:
+        # Not in the way of this run: the lease lapses by itself.
+        log.warning("Could not give back generation %s: %s", record.generation, error)
+        return
+    log.info(
+        "Gave back %d messages of generation %s (run %s, %s, try %d), which is dead; %d had lapsed.",
+        report.released,
+        record.generation,
+        run.run_id,
+        record.task_id,
+        record.try_number,
+        report.lapsed,
+    )

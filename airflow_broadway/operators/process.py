@@ -1,0 +1,200 @@
+"""Pull messages, run ``handle_message`` on each, and stage the results."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
+
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.options import (
+    POSITIVE,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    Rule,
+)
+from airflow_broadway.operators._common import (
+    AirflowConnections,
+    check_engine,
+    load_pipeline,
+    open_run,
+    owner_of,
+    pipeline_ref,
+    producer_env,
+)
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+    from airflow.sdk.definitions.mappedoperator import OperatorPartial
+
+    from airflow_broadway.operators._process import Budget, Process
+
+__all__ = ["BUDGETS", "BroadwayProcessorOperator"]
+
+#: The budgets of a process task: its operator's arguments, and params that override them.
+BUDGETS: Mapping[str, Rule] = {
+    "max_messages": POSITIVE.or_none(),
+    "max_bytes": POSITIVE.or_none(),
+    "max_seconds": SECONDS.or_none(),
+    "wait_seconds": SECONDS_OR_ZERO,
+    "idle_seconds": SECONDS_OR_ZERO,
+}
+
+#: What they are unless given: a run ends after five minutes of pulling at the latest.
+BUDGET_DEFAULTS: Mapping[str, Any] = {
+    "max_messages": None,
+    "max_bytes": None,
+    "max_seconds": 300.0,
+    "wait_seconds": 0.0,
+    "idle_seconds": 1.0,
+}
+
+
+def check_budgets(owner: str, given: Mapping[str, Any], *, rendered: bool = False) -> dict[str, Any]:
+    """The budgets, each checked; text is a template while the Dag is parsed, and read afterwards.
+
+    :raises OptionsError: Naming the argument, the rule and the value.
+    """
+    read: dict[str, Any] = {}
+    for name, rule in BUDGETS.items():
+        value = given[name]
+        if isinstance(value, str):
+            if "{{" in value and not rendered:
+                read[name] = value
+                continue
+            if rendered and rule.read is not None:
+                try:
+                    value = rule.read(value)
+                except ValueError:
+                    raise OptionsError(f"{owner}.{name}", rule.text, value) from None
+        if not rule.holds(value):
+            raise OptionsError(f"{owner}.{name}", rule.text, value)
+        read[name] = value
+    if read["max_messages"] is None and read["max_seconds"] is None:
+        raise OptionsError(
+            f"{owner}.max_seconds", "a bound here or for max_messages (a run has an end)", None
+        )
+    return read
+
+
+class BroadwayProcessorOperator(BaseOperator):
+    """Pull messages within a budget, run ``handle_message`` on each, and stage the results.
+
+    Returns a reference to the published manifest, never payloads: XCom lives in the metadata
+    database.  Never skips: an empty queue gives an empty manifest.  Map it over ``producer_index``
+    for several producers.
+
+    :param pipeline: A :class:`Broadway` subclass, an instance, or its import path such as
+        ``"shop.orders:Orders"``. (templated)
+    :param producer_index: Which of the producers this is, from 0.
+    :param max_messages: Stop after this many messages of this task; ``None``: no bound. (templated)
+    :param max_bytes: Stop once payloads of this many bytes were received. (templated)
+    :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)
+    :param wait_seconds: How long to wait for the first message. (templated)
+    :param idle_seconds: Stop after this long without a message. (templated)
+    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+
+    Params of the run with the same names as the five budgets, where not null, override them.
+
+    :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
+    """
+
+    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#e8f0fe"
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        producer_index: int = 0,
+        max_messages: int | str | None = BUDGET_DEFAULTS["max_messages"],
+        max_bytes: int | str | None = BUDGET_DEFAULTS["max_bytes"],
+        max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],
+        wait_seconds: float | str = BUDGET_DEFAULTS["wait_seconds"],
+        idle_seconds: float | str = BUDGET_DEFAULTS["idle_seconds"],
+        staging: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.pipeline = pipeline_ref(pipeline)
+        check_engine(self.pipeline)
+        self.producer_index = producer_index
+        self.max_messages = max_messages
+        self.max_bytes = max_bytes
+        self.max_seconds = max_seconds
+        self.wait_seconds = wait_seconds
+        self.idle_seconds = idle_seconds
+        self.staging = staging
+        check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
+        self._process: Process | None = None
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> OperatorPartial:  # type: ignore[override]
+        """Map it, e.g. ``.partial(task_id="pull", pipeline=…).expand(producer_index=[0, 1])``.
+
+        Here too the pipeline becomes its reference at once: a class kept as an argument would put
+        its source into the serialized Dag.
+        """
+        if "pipeline" in kwargs:
+            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"])
+            check_engine(kwargs["pipeline"])
+        check_budgets(
+            str(kwargs.get("task_id", cls.__name__)),
+            {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
+        )
+        return super().partial(**kwargs)
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        from airflow_broadway.operators._process import Process  # noqa: PLC0415 - pyarrow
+        from airflow_broadway.operators._sweep import give_back  # noqa: PLC0415
+
+        pipeline = load_pipeline(self.pipeline, context)
+        refuse_backfill(context, pipeline.producer.kind)
+        run = open_run(context, self.staging, pipeline.name)
+        connections = AirflowConnections()
+        give_back(run, pipeline, context, connections)
+        self._process = Process(
+            run,
+            pipeline,
+            env=producer_env(
+                pipeline,
+                generation=uuid.uuid4().hex,
+                owner=owner_of(context),
+                index=self.producer_index,
+                store=run.store,
+                connections=connections,
+            ),
+            budget=self._budget(context),
+        )
+        return self._process.run()
+
+    def _budget(self, context: Context) -> Budget:
+        from airflow_broadway.operators._process import Budget  # noqa: PLC0415
+
+        params = context["params"]
+        given = {
+            name: getattr(self, name) if params.get(name) is None else params[name]
+            for name in BUDGETS
+        }
+        return Budget(**check_budgets(self.task_id, given, rendered=True))
+
+    def on_kill(self) -> None:
+        if self._process is not None:
+            self._process.stop("signal")
+
+
+def refuse_backfill(context: Context, kind: str) -> None:
+    """Keep a backfill off a live queue.
+
+    :raises AirflowException: Saying what to read instead.
+    """
+    dag_run = context["dag_run"]
+    if str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill":
+        raise AirflowException(
+            f"run {dag_run.run_id!r} is a backfill, and the producer {kind!r} reads a live queue,"
+            " which knows nothing of the past interval: nothing was received.  Backfill from an"
+            " archive of received messages or from a Kafka log"
+        )

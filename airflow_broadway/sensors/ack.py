@@ -1,0 +1,241 @@
+"""Settle every message at its broker by what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    BaseSensorOperator,
+    PokeReturnValue,
+    conf,
+    timezone,
+)
+
+from airflow.sdk.exceptions import AirflowRescheduleException
+
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.options import SECONDS, SECONDS_OR_ZERO
+from airflow_broadway.operators._common import (
+    AirflowConnections,
+    declared,
+    load_pipeline,
+    open_run,
+    pipeline_ref,
+)
+from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+__all__ = ["BroadwayAckSensor"]
+
+#: The longest default interval between two looks.
+MAX_POKE_INTERVAL = 15.0
+
+#: States of a watched task that make the run fail.
+FAILED = frozenset({"failed", "upstream_failed"})
+
+
+class BroadwayAckSensor(BaseSensorOperator):
+    """Watch the tasks of a run, renew its leases, settle each message by its recorded outcome.
+
+    It starts with the run (``trigger_rule="always"``) and is the last to end: when every watched
+    task has finished it settles what has an outcome, releases what has none, checks that each
+    message received is accounted for exactly once, and then fails the run if any watched task
+    failed or the sum does not balance.  Red means look, never that settling was skipped.
+
+    :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
+    :param watch: Ids of the process, batch and Spark tasks.
+    :param hold_failed: Seconds for which leases are kept after a batch or Spark task failed for
+        good, so that it can be mended and cleared.
+    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+    :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
+        at most 15, unless given.  While a run is young it is looked at more often.
+    :param mode: ``"reschedule"`` (default) frees the worker between two looks; ``"poke"`` does not.
+    :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.
+    """
+
+    template_fields: Sequence[str] = ("pipeline", "staging")
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#fef7e0"
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        watch: Sequence[str],
+        hold_failed: float = 0.0,
+        staging: str | None = None,
+        poke_interval: timedelta | float | None = None,
+        deferrable: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        ref = pipeline_ref(pipeline)
+        known = declared(ref)
+        interval = _interval(poke_interval, None if known is None else known.producer.lease)
+        kwargs.setdefault("mode", "reschedule")
+        kwargs.setdefault("trigger_rule", "always")
+        # Before its siblings: it renews their leases.
+        kwargs.setdefault("priority_weight", 100)
+        super().__init__(poke_interval=interval, **kwargs)
+        self.pipeline = ref
+        if isinstance(watch, str) or not watch:
+            raise OptionsError(f"{self.task_id}.watch", "a list of task ids", watch)
+        self.watch = list(watch)
+        if not SECONDS_OR_ZERO.holds(hold_failed):
+            raise OptionsError(f"{self.task_id}.hold_failed", SECONDS_OR_ZERO.text, hold_failed)
+        self.hold_failed = hold_failed
+        self.staging = staging
+        if deferrable is None:
+            deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
+        self.deferrable = deferrable
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def execute(self, context: Context) -> Any:
+        if not self.deferrable or _runs_inline():
+            return super().execute(context)
+        return self._look_or_defer(context)
+
+    def resume(self, context: Context, event: Any = None) -> Any:
+        """Go on after the trigger fired."""
+        return self._look_or_defer(context)
+
+    def _look_or_defer(self, context: Context) -> Any:
+        done = self._look(context)
+        if done is not None:
+            return done
+        states = self._states(context)
+        left = self.timeout - self._elapsed(context)
+        self.defer(
+            trigger=BroadwayAckTrigger(
+                dag_id=context["ti"].dag_id,
+                run_id=context["ti"].run_id,
+                watch=self._watched(context),
+                finished=sum(state in FINISHED for state in states.values()),
+                poke_interval=max(min(self.poke_interval, left), 1.0),
+            ),
+            method_name="resume",
+        )
+        return None
+
+    def poke(self, context: Context) -> bool | PokeReturnValue:
+        done = self._look(context)
+        if done is not None:
+            return PokeReturnValue(is_done=True, xcom_value=done)
+        elapsed = self._elapsed(context)
+        if self.mode == "reschedule" and elapsed < self.timeout:
+            # A young run is looked at often: an empty one then ends in seconds, and a long one
+            # costs no more than its interval says.
+            wait = min(max(1.0, elapsed / 4), self.poke_interval)
+            raise AirflowRescheduleException(timezone.utcnow() + timedelta(seconds=wait))
+        return False
+
+    def _elapsed(self, context: Context) -> float:
+        first = context["ti"].get_first_reschedule_date(context) or context["ti"].start_date
+        return 0.0 if first is None else (timezone.utcnow() - first).total_seconds()
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def _look(self, context: Context) -> dict[str, Any] | None:
+        """One look; the run's summary when all is done.
+
+        :raises AirflowException: When all is done, and a watched task failed or the sum is off.
+        """
+        from airflow_broadway.operators._settling import RunSettler  # noqa: PLC0415 - pyarrow
+
+        pipeline = load_pipeline(self.pipeline, context)
+        run = open_run(context, self.staging, pipeline.name)
+        settler = RunSettler(
+            run, pipeline, task_ids=self._watched(context), connections=AirflowConnections()
+        )
+        states = self._states(context)
+        finished = bool(states) and all(state in FINISHED for state in states.values())
+        failed = sorted(task for task, state in states.items() if state in FAILED)
+        last = self._elapsed(context) + self.poke_interval > self.timeout
+        try:
+            settler.beat()
+            if finished and failed and settler.hold(self.hold_failed, failed) and not last:
+                settler.look(final=False)
+                return None
+            settler.look(final=finished or last)
+            if not finished:
+                return None
+            report = settler.report(failed_tasks=failed)
+        finally:
+            settler.close()
+        return self._conclude(report, failed)
+
+    def _conclude(self, report: dict[str, Any], failed: list[str]) -> dict[str, Any]:
+        totals = report["totals"]
+        self.log.info("Received and settled: %s.", totals)
+        if not report["balanced"]:
+            raise AirflowException(
+                f"The sum does not balance: received {totals['received']}, accounted for"
+                f" {totals['accounted']}: {totals}.  See {report['path']}"
+            )
+        if failed:
+            raise AirflowException(
+                f"All messages are settled or given back ({totals}), but tasks failed: {failed}."
+                "  Mend the cause; what was given back comes with the next run"
+            )
+        if totals["lapsed"] or totals["settle_failed"]:
+            self.log.error(
+                "%d messages had lapsed before they were settled and %d could not be settled: both"
+                " are delivered again, marked as redelivered.  %s",
+                totals["lapsed"],
+                totals["settle_failed"],
+                report["errors"],
+            )
+        return {"report": report["path"], **totals}
+
+    def _states(self, context: Context) -> dict[str, str | None]:
+        """The states of the watched task instances, by task id and map index."""
+        ti = context["ti"]
+        found = ti.get_task_states(
+            dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=self._watched(context)
+        )
+        return dict(found.get(ti.run_id, {}))
+
+    def _watched(self, context: Context) -> list[str]:
+        """The watched ids as Airflow knows them: those of a task group carry its prefix."""
+        known = set(context["dag"].task_ids)
+        group = self.task_group
+        prefix = f"{group.group_id}." if group is not None and group.group_id else ""
+        watched = []
+        for task_id in self.watch:
+            full = task_id if task_id in known else f"{prefix}{task_id}"
+            if full not in known:
+                raise AirflowException(
+                    f"{self.task_id} watches {task_id!r}, and the Dag has no such task; it has"
+                    f" {sorted(known)}"
+                )
+            watched.append(full)
+        return watched
+
+
+def _interval(given: timedelta | float | None, lease: float | None) -> float:
+    """The poke interval, bounded by the lease that it renews."""
+    if given is None:
+        return min(MAX_POKE_INTERVAL, (lease or MAX_POKE_INTERVAL * 4) / 4)
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if not SECONDS.holds(seconds):
+        raise OptionsError("ack.poke_interval", SECONDS.text, given)
+    if lease is not None and seconds > lease / 2:
+        raise OptionsError(
+            "ack.poke_interval",
+            f"at most half of the producer's lease ({lease:g} s), which it renews",
+            given,
+        )
+    return float(seconds)
+
+
+def _runs_inline() -> bool:
+    """Whether this is ``dag.test()``, which waits for a trigger before it runs another task."""
+    from airflow.sdk.execution_time import task_runner  # noqa: PLC0415
+
+    comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
+    return type(comms).__name__ == "InProcessSupervisorComms"

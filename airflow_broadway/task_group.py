@@ -1,0 +1,191 @@
+"""From a pipeline to Airflow: a task group, a whole Dag, its params.
+
+The tasks, and who waits for whom::
+
+    process (mapped) ─┬─► batch.<batcher> … ─┬─► handle_batches ──► (the group's end)
+                      └──────────────────────┴─► ack  (starts with the run)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk import DAG, Param, TaskGroup
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BUDGETS, BroadwayProcessorOperator
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator
+
+__all__ = ["make_dag", "make_params", "make_task_group"]
+
+#: What tasks get unless told otherwise.  Two retries bridge a broker's restart or a lost worker.
+DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(seconds=10)}
+
+
+def make_params() -> dict[str, Param]:
+    """The budgets as params, so that the form of "Trigger" in the UI offers them."""
+    docs = {
+        "max_messages": ("integer", 1, "Stop after this many messages per producer."),
+        "max_bytes": ("integer", 1, "Stop once this many bytes were received per producer."),
+        "max_seconds": ("number", 1, "Stop pulling after this many seconds."),
+        "wait_seconds": ("number", 0, "Wait this long for the first message."),
+        "idle_seconds": ("number", 0, "Stop after this many seconds without a message."),
+    }
+    return {
+        name: Param(
+            None,
+            type=["null", kind],
+            minimum=minimum,
+            title=name.replace("_", " ").capitalize(),
+            description=f"{text}  Empty: as the Dag says.",
+        )
+        for name, (kind, minimum, text) in docs.items()
+    }
+
+
+def make_task_group(
+    pipeline: Broadway,
+    group_id: str = "broadway",
+    *,
+    process: Mapping[str, Any] | None = None,
+    batch: Mapping[str, Any] | None = None,
+    spark: Mapping[str, Any] | None = None,
+    ack: Mapping[str, Any] | None = None,
+    default_args: Mapping[str, Any] | None = None,
+    staging: str | None = None,
+    **kwargs: Any,
+) -> TaskGroup:
+    """The tasks of a pipeline.
+
+    :param process: Arguments of the process tasks: budgets, and any that Airflow takes (pool,
+        queue, executor_config, execution_timeout, callbacks, outlets…).
+    :param batch: Arguments of the batcher tasks.
+    :param spark: Arguments of the Spark tasks: any of ``SparkSubmitOperator``.
+    :param ack: Arguments of the ack sensor.
+    :param default_args: For all tasks; ``retries`` is 2 and ``retry_delay`` 10 s unless given.
+    :param staging: URI of the staging root.
+    :raises OptionsError: While the Dag is parsed.
+    """
+    ref = pipeline.ref()
+    with TaskGroup(
+        group_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **kwargs
+    ) as group:
+        common: dict[str, Any] = {"pipeline": ref, "staging": staging}
+        concurrency = pipeline.producer.concurrency
+        pull = BroadwayProcessorOperator.partial(
+            task_id="process", **common, **(process or {})
+        ).expand(producer_index=list(range(concurrency)))
+        batchers = {
+            name: BroadwayBatcherOperator(
+                task_id=f"batch.{name}",
+                batcher=name,
+                processed=pull.output,
+                **common,
+                **(batch or {}),
+            )
+            for name in pipeline.batchers
+        }
+        applications = _spark_tasks(pipeline, batchers, common, spark or {})
+        watched: list[Any] = [pull, *batchers.values(), *applications]
+        BroadwayAckSensor(
+            task_id="ack",
+            watch=[task.task_id if hasattr(task, "task_id") else task for task in watched],
+            **common,
+            **(ack or {}),
+        )
+    _check_lease(pipeline, group, process or {})
+    return group
+
+
+def _spark_tasks(
+    pipeline: Broadway,
+    batchers: Mapping[str, BroadwayBatcherOperator],
+    common: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> list[BaseOperator]:
+    """One application for all Spark batchers, and one for each that asks for its own."""
+    names = [name for name, options in pipeline.batchers.items() if options.engine == "spark"]
+    shared = [name for name in names if not pipeline.batchers[name].own_application]
+    tasks: list[tuple[str, list[str]]] = [("handle_batches", shared)] if shared else []
+    tasks += [(f"handle_batches.{name}", [name]) for name in names if name not in shared]
+    if not tasks:
+        if given:
+            raise OptionsError("spark", "no arguments, since no batcher uses Spark", dict(given))
+        return []
+    from airflow_broadway.operators.spark_submit import (  # noqa: PLC0415
+        BroadwaySparkSubmitOperator,
+    )
+
+    return [
+        BroadwaySparkSubmitOperator(
+            task_id=task_id,
+            batches=[batchers[name].output for name in batch_names],
+            **common,
+            **{"trigger_rule": "all_done_min_one_success", **given},
+        )
+        for task_id, batch_names in tasks
+    ]
+
+
+def _check_lease(pipeline: Broadway, group: TaskGroup, process: Mapping[str, Any]) -> None:
+    """A lease that cannot be renewed must outlast what is known of the run's length."""
+    producer = pipeline.producer
+    if producer.renews:
+        return
+    limits = {"process.max_seconds": process.get("max_seconds", 300.0)}
+    dag = group.dag
+    if dag is not None and dag.dagrun_timeout is not None:
+        limits["dagrun_timeout"] = dag.dagrun_timeout.total_seconds()
+    for name, seconds in limits.items():
+        if isinstance(seconds, int | float) and seconds >= producer.lease:
+            raise OptionsError(
+                "producer.lease",
+                f"more than {name} ({seconds:g} s): {producer.kind} cannot renew a lease, and what"
+                " outlasts it is delivered again",
+                producer.lease,
+            )
+
+
+def make_dag(
+    pipeline: Broadway,
+    dag_id: str,
+    *,
+    process: Mapping[str, Any] | None = None,
+    batch: Mapping[str, Any] | None = None,
+    spark: Mapping[str, Any] | None = None,
+    ack: Mapping[str, Any] | None = None,
+    default_args: Mapping[str, Any] | None = None,
+    staging: str | None = None,
+    **kwargs: Any,
+) -> DAG:
+    """A whole Dag of one pipeline; ``kwargs`` are Airflow's own for :class:`DAG`.
+
+    One run at a time and no catch-up unless told otherwise: a live queue knows no past intervals.
+    """
+    given = {
+        "schedule": None,
+        "catchup": False,
+        "max_active_runs": 1,
+        "params": make_params(),
+        **kwargs,
+    }
+    with DAG(dag_id, **given) as dag:
+        make_task_group(
+            pipeline,
+            process=process,
+            batch=batch,
+            spark=spark,
+            ack=ack,
+            default_args=default_args,
+            staging=staging,
+        )
+    return dag
+
+

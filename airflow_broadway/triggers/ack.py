@@ -1,0 +1,76 @@
+"""Watch the tasks of a run from the triggerer, and wake the ack sensor when there is work for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asgiref.sync import sync_to_async
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+__all__ = ["BroadwayAckTrigger"]
+
+#: States in which a task is through, unless somebody clears it.
+FINISHED = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
+
+
+class BroadwayAckTrigger(BaseTrigger):
+    """Fires when a watched task has finished, or when leases are due for renewal.
+
+    :param dag_id: The Dag.
+    :param run_id: The run.
+    :param watch: Task ids.
+    :param finished: Watched task instances that had finished when the sensor last looked.
+    :param poke_interval: Seconds after which it fires in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        dag_id: str,
+        run_id: str,
+        watch: list[str],
+        finished: int,
+        poke_interval: float,
+    ) -> None:
+        super().__init__()
+        self.dag_id = dag_id
+        self.run_id = run_id
+        self.watch = watch
+        self.finished = finished
+        self.poke_interval = poke_interval
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return (
+            f"{type(self).__module__}.{type(self).__qualname__}",
+            {
+                "dag_id": self.dag_id,
+                "run_id": self.run_id,
+                "watch": self.watch,
+                "finished": self.finished,
+                "poke_interval": self.poke_interval,
+            },
+        )
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415
+
+        count = sync_to_async(RuntimeTaskInstance.get_ti_count)
+        waited = 0.0
+        step = 1.0
+        while waited < self.poke_interval:
+            step = min(step, self.poke_interval - waited)
+            await asyncio.sleep(step)
+            waited += step
+            step = min(step * 1.5, 5.0)
+            finished = await count(
+                dag_id=self.dag_id,
+                run_ids=[self.run_id],
+                task_ids=self.watch,
+                states=sorted(FINISHED),
+            )
+            if finished != self.finished:
+                break
+        yield TriggerEvent({"status": "look"})
