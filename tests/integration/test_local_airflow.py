@@ -1,0 +1,178 @@
+"""The local Airflow of ``make up`` and of the tests: it works, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.airflow_env import airflow_env
+from scripts.local_airflow import (
+    TOKEN_VARIABLE,
+    LocalAirflow,
+    LocalAirflowError,
+    free_port,
+    kill_by_token,
+    processes_with,
+)
+
+DAGS = """\
+import subprocess
+from airflow.sdk import DAG, task
+
+with DAG("quick", schedule=None):
+
+    @task
+    def double(number):
+        print("doubling", number)
+        return 2 * number
+
+    @task
+    def total(numbers):
+        return sum(numbers)
+
+    total(double.expand(number=[1, 2]))
+
+with DAG("endless", schedule=None):
+
+    @task
+    def detached():
+        subprocess.run(["sleep", "600"], start_new_session=True)
+
+    detached()
+"""
+
+
+@pytest.fixture(scope="module")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
+    folder = tmp_path_factory.mktemp("local_airflow")
+    (folder / "dags").mkdir()
+    (folder / "dags" / "example.py").write_text(DAGS)
+    env = airflow_env(home=folder / "home", dags=folder / "dags", port=free_port())
+    airflow = LocalAirflow(env, folder / "logs")
+    with airflow:
+        yield airflow
+    assert processes_with(airflow.token) == []
+
+
+@pytest.mark.airflow
+def test_a_dag_runs_and_its_tasks_can_be_cleared_and_marked(airflow: LocalAirflow) -> None:
+    # Given a finished run
+    airflow.wait_for_dag("quick")
+    run_id = airflow.trigger("quick", {"why": "a test"})
+    assert airflow.wait_for_run("quick", run_id, timeout=90) == "success"
+    assert airflow.dag_run("quick", run_id)["conf"] == {"why": "a test"}
+    assert airflow.xcom("quick", run_id, "total") == 6
+    assert "doubling 2" in airflow.task_log("quick", run_id, "double", map_index=1)
+
+    # When one mapped task and what follows it are cleared
+    cleared = airflow.clear("quick", run_id, [("double", 1)], downstream=True)
+    assert len(cleared) == 2
+    assert airflow.wait_for_run("quick", run_id, timeout=90) == "success"
+
+    # Then these ran again, and the other did not
+    tries = {
+        (task["task_id"], task["map_index"]): task["try_number"]
+        for task in airflow.task_instances("quick", run_id)
+    }
+    assert tries == {("double", 0): 1, ("double", 1): 2, ("total", -1): 2}
+
+    # And a task can be marked by hand
+    airflow.set_state("quick", run_id, "total", "failed")
+    assert airflow.task_instance("quick", run_id, "total")["state"] == "failed"
+
+
+@pytest.mark.airflow
+def test_a_second_airflow_on_the_same_home_is_refused(airflow: LocalAirflow) -> None:
+    second = LocalAirflow(airflow.env, airflow.log_dir)
+    with pytest.raises(LocalAirflowError, match=f"already at {airflow.url}"):
+        second.start()
+
+
+@pytest.mark.airflow
+def test_stop_ends_even_what_a_task_has_detached(airflow: LocalAirflow) -> None:
+    # Given a task with a child in a session of its own
+    airflow.wait_for_dag("endless")
+    run_id = airflow.trigger("endless")
+    airflow.wait_for_task("endless", run_id, "detached", ("running",))
+    deadline = time.monotonic() + 60
+    while "sleep" not in {process.name() for process in airflow.processes_of_tasks()}:
+        assert time.monotonic() < deadline, "The task has not started its child."
+        time.sleep(0.2)
+
+    # When Airflow is killed rather than asked, and then stopped
+    airflow.processes["scheduler"].send_signal(signal.SIGKILL)
+    airflow.stop()
+
+    # Then nothing of it is left
+    assert processes_with(airflow.token) == []
+
+
+def test_a_process_is_found_by_its_token_wherever_it_went() -> None:
+    token = f"test-{os.getpid()}"
+    started = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!"],
+        env={**os.environ, TOKEN_VARIABLE: token},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    orphan = int(started.stdout.readline())
+    started.stdout.close()
+    started.wait()
+    assert [process.pid for process in processes_with(token)] == [orphan]
+
+    kill_by_token(token)
+
+    assert processes_with(token) == []
+
+
+def test_a_taken_port_gives_way_to_the_next_free_one() -> None:
+    first = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-c", _LISTEN, str(first)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as listener:
+        assert listener.stdout is not None
+        listener.stdout.readline()
+        assert free_port(first) > first
+        listener.terminate()
+
+
+_LISTEN = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_developers_own_airflow_does_not_show_through(tmp_path: Path) -> None:
+    env = airflow_env(
+        home=tmp_path / "home",
+        settings={"scheduler.task_instance_heartbeat_timeout": "10"},
+        base={
+            "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
+            "AIRFLOW__CORE__FERNET_KEY": "theirs",
+            "AIRFLOW_CONN_SPARK_DEFAULT": "spark://theirs",
+            "LANG": "C.UTF-8",
+        },
+    )
+
+    assert env["AIRFLOW__CORE__EXECUTOR"] == "LocalExecutor"
+    assert "AIRFLOW__CORE__FERNET_KEY" not in env
+    assert "local[2]" in env["AIRFLOW_CONN_SPARK_DEFAULT"]
+    assert env["AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT"] == "10"
+    assert env["LANG"] == "C.UTF-8"
+
+
+def test_the_components_of_one_home_share_one_secret(tmp_path: Path) -> None:
+    first, second = (airflow_env(home=tmp_path / "home", base={}) for _ in range(2))
+
+    assert first == second
+    assert len(first["AIRFLOW__API_AUTH__JWT_SECRET"]) >= 64
