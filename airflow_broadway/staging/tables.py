@@ -1,0 +1,245 @@
+"""The Parquet files of a run: their columns, and how they are written and read.
+
+Two kinds.  *Message files* (``<generation>/messages/<batcher>/``) hold what the process task made,
+in order of arrival; *data files* (``batches/…/data-*.parquet``) hold the same messages in order of
+batch, with the public columns as Spark's ``handle_batch`` sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from airflow_broadway.core.manifest import VERSION
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.schema import parse_schema
+from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
+from airflow_broadway.staging.backends import Sink
+from airflow_broadway.staging.errors import translated
+from airflow_broadway.staging.store import Folder
+
+__all__ = [
+    "INSTANT",
+    "ParquetFile",
+    "TableFile",
+    "data_fields",
+    "data_schema",
+    "message_schema",
+]
+
+INSTANT = pa.timestamp("us", tz="UTC")
+METADATA = pa.map_(pa.string(), pa.string())
+
+#: Bytes of a file after which the next is begun.
+FILE_BYTES = 128 * 1024 * 1024
+#: Columns of high cardinality, for which a dictionary only costs.
+_NO_DICTIONARY = frozenset(
+    {"message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt", "_payload"}
+)
+#: Columns whose least and greatest value, or count of nulls, is looked at before reading.
+_STATISTICS = ("batch", "chunk", "data_bytes", "position", "received_at", "source")
+
+
+def data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
+    """The columns of a message file that hold the data."""
+    if batcher.schema is not None:
+        return [pa.field("data", arrow_struct(parse_schema(batcher.schema)), nullable=False)]
+    return [pa.field("data_bytes", pa.binary()), pa.field("data_json", pa.string())]
+
+
+def _custody_fields(producer: Producer) -> list[pa.Field[Any]]:
+    fields: list[pa.Field[Any]] = [
+        pa.field("_receipt", pa.string(), nullable=False),
+        pa.field("_on_success", pa.string()),
+        pa.field("_on_failure", pa.string()),
+        pa.field("_acked", pa.bool_(), nullable=False),
+    ]
+    if producer.keeps_payload:
+        fields += [pa.field("_payload", pa.binary()), pa.field("_properties", pa.string())]
+    return fields
+
+
+def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
+    """The columns of a batcher's message files."""
+    return pa.schema(
+        [
+            pa.field("message_id", pa.string(), nullable=False),
+            *data_fields(batcher),
+            pa.field("batch_key", pa.string(), nullable=False),
+            pa.field("flush", pa.bool_(), nullable=False),
+            pa.field("partition", pa.int32()),
+            pa.field("metadata", METADATA, nullable=False),
+            pa.field("attempt", pa.int32(), nullable=False),
+            pa.field("redelivered", pa.bool_(), nullable=False),
+            pa.field("received_at", INSTANT, nullable=False),
+            pa.field("position", pa.int64(), nullable=False),
+            pa.field("chunk", pa.int64(), nullable=False),
+            pa.field("size", pa.int64(), nullable=False),
+            *_custody_fields(producer),
+        ],
+        metadata=_file_metadata(),
+    )
+
+
+def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.Schema:
+    """The columns of a plan's data files.
+
+    :param as_bytes: Without a schema: whether ``data`` is binary, else JSON text.  A Python batcher
+        keeps the two columns of the message files.
+    """
+    python = batcher.engine == "python"
+    if batcher.schema is not None or python:
+        data = data_fields(batcher)
+    else:
+        data = [pa.field("data", pa.binary() if as_bytes else pa.string(), nullable=False)]
+    return pa.schema(
+        [
+            pa.field("message_id", pa.string(), nullable=False),
+            *data,
+            pa.field("batch_key", pa.string(), nullable=False),
+            pa.field("metadata", METADATA, nullable=False),
+            pa.field("attempt", pa.int32(), nullable=False),
+            pa.field("redelivered", pa.bool_(), nullable=False),
+            pa.field("received_at", INSTANT, nullable=False),
+            pa.field("position", pa.int64(), nullable=False),
+            pa.field("batch", pa.int64(), nullable=False),
+            pa.field("source", pa.int32(), nullable=False),
+            *([pa.field("_flush", pa.bool_(), nullable=False)] if python else []),
+            *([pa.field("_size", pa.int64(), nullable=False)] if python else []),
+            *_custody_fields(producer),
+        ],
+        metadata=_file_metadata(),
+    )
+
+
+def _file_metadata() -> Any:
+    return {**SPARK_FILE_METADATA, b"airflow-broadway.version": str(VERSION).encode()}
+
+
+def _leaves(name: str, kind: pa.DataType) -> Iterator[str]:
+    """The paths of a column's leaves, as Parquet names them."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from _leaves(f"{name}.{field.name}", field.type)
+    elif pa.types.is_map(kind):
+        yield from _leaves(f"{name}.key_value.key", kind.key_type)
+        yield from _leaves(f"{name}.key_value.value", kind.item_type)
+    elif pa.types.is_list(kind):
+        yield from _leaves(f"{name}.list.element", kind.value_type)
+    else:
+        yield name
+
+
+class TableFile:
+    """One Parquet file being written; a call of :meth:`write` is a row group."""
+
+    def __init__(self, folder: Folder, path: str, schema: pa.Schema) -> None:
+        self.path = path
+        self.rows = 0
+        self._uri = folder.store.uri
+        self._sink: Sink = folder.sink(path)
+        leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
+        encoded: Any = [leaf for leaf in leaves if leaf not in _NO_DICTIONARY]
+        counted: Any = [leaf for leaf in leaves if leaf in _STATISTICS]
+        with translated(f"write {path}", self._uri):
+            self._writer = pq.ParquetWriter(
+                self._sink.file,
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=encoded,
+                write_statistics=counted,
+                store_schema=True,
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written so far."""
+        return self._sink.file.tell()
+
+    def write(self, table: pa.Table) -> None:
+        """Write the table as one row group."""
+        with translated(f"write {self.path}", self._uri):
+            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self.rows += table.num_rows
+
+    def commit(self) -> None:
+        """Finish the file, durably."""
+        with translated(f"write {self.path}", self._uri):
+            try:
+                self._writer.close()
+                self._sink.commit()
+            finally:
+                self._sink.abort()
+
+    def abort(self) -> None:
+        """Leave nothing of it."""
+        self._sink.abort()
+
+
+class ParquetFile:
+    """One Parquet file being read, row group by row group."""
+
+    def __init__(self, folder: Folder, path: str) -> None:
+        self.path = path
+        self._uri = folder.store.uri
+        self._source = folder.source(path)
+        try:
+            with translated(f"read {path}", self._uri):
+                self._file = pq.ParquetFile(
+                    self._source, pre_buffer=not folder.store.local, memory_map=False
+                )
+        except BaseException:
+            self._source.close()
+            raise
+        self.groups: int = self._file.num_row_groups
+        metadata = self._file.metadata
+        self._columns = {
+            metadata.schema.column(index).path: index
+            for index in range(len(metadata.schema))
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        names: list[str] = self._file.schema_arrow.names
+        return names
+
+    def rows(self, group: int) -> int:
+        """Rows in a row group."""
+        count: int = self._file.metadata.row_group(group).num_rows
+        return count
+
+    def bounds(self, group: int, column: str) -> tuple[Any, Any]:
+        """The least and the greatest value of a column in a row group."""
+        found = self._statistics(group, column)
+        return found.min, found.max
+
+    def nulls(self, column: str) -> int:
+        """The nulls of a column in the whole file."""
+        return sum(
+            int(self._statistics(group, column).null_count) for group in range(self.groups)
+        )
+
+    def _statistics(self, group: int, column: str) -> Any:
+        return self._file.metadata.row_group(group).column(self._columns[column]).statistics
+
+    def read(self, group: int, columns: list[str] | None = None) -> pa.Table:
+        """A row group, or some columns of it."""
+        with translated(f"read {self.path}", self._uri):
+            return self._file.read_row_group(group, columns=columns, use_threads=False)
+
+    def close(self) -> None:
+        """Close the file; safe to repeat."""
+        self._file.close()
+        self._source.close()
