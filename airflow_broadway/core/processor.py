@@ -26,7 +26,7 @@ from airflow_broadway.core.message import Message
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
 
-__all__ = ["ChunkResult", "ProcessorStage"]
+__all__ = ["ChunkResult", "Convert", "ProcessorStage"]
 
 _CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
 _MESSAGE: Final = (
@@ -34,6 +34,9 @@ _MESSAGE: Final = (
     "processor.message.stop",
     "processor.message.exception",
 )
+
+#: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
+Convert = Callable[["Broadway"], Callable[[Message], Message]]
 
 
 class ChunkResult(NamedTuple):
@@ -52,6 +55,8 @@ class ProcessorStage:
 
     :param index: Which of ``concurrency`` processors this is, from 0.
     :param ack: Settles a chunk's result: ``ack(successful, failed)``.
+    :param convert: The last step of judging a message a success: makes of the pipeline what turns
+        each into what goes on; what that raises fails the message.
     """
 
     def __init__(
@@ -60,10 +65,12 @@ class ProcessorStage:
         *,
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+        convert: Convert | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.index = index
         self._ack = ack
+        self._convert = None if convert is None else convert(pipeline)
         self._key: str = pipeline.processors.name
         self._known = frozenset(pipeline.batchers)
         self._prepares = pipeline.defines("prepare_messages")
@@ -167,6 +174,7 @@ class ProcessorStage:
     ) -> None:
         # The loop that every message goes through: _check inlined, no telemetry.
         handle, key, known = self.pipeline.handle_message, self._key, self._known
+        convert = self._convert
         succeed = successful.append
         for message in messages:
             try:
@@ -174,7 +182,7 @@ class ProcessorStage:
                 if type(result) is Message and result.status.kind == "ok" and (
                     not known or result.batcher in known
                 ):
-                    succeed(result)
+                    succeed(result if convert is None else convert(result))
                     continue
                 self._check(result)
             except PROTECTED as error:
@@ -197,6 +205,9 @@ class ProcessorStage:
             try:
                 result = self.pipeline.handle_message(self._key, message, context)
                 self._check(result)
+                told = result
+                if result.ok and self._convert is not None:
+                    result = self._convert(result)
             except PROTECTED as error:
                 status = status_of(error)
                 log_failure("handle_message", self.pipeline, error, 1)
@@ -208,7 +219,7 @@ class ProcessorStage:
                 raise
             else:
                 (successful if result.ok else failed).append(result)
-                span.stop({**about, "message": result})
+                span.stop({**about, "message": told})
 
     def _check(self, result: Any) -> None:
         """Raise unless ``result`` is a message that may go on; one that failed always may."""

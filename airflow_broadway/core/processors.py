@@ -16,7 +16,7 @@ from airflow_broadway.core.acknowledger import ack_messages
 from airflow_broadway.core.batcher import partition_of
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.pool import WorkerPool
-from airflow_broadway.core.processor import ChunkResult, ProcessorStage
+from airflow_broadway.core.processor import ChunkResult, Convert, ProcessorStage
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -37,32 +37,45 @@ class ProcessorPool:
     With ``concurrency=1`` and threads everything happens in the calling thread.
 
     :param ack: Settles a chunk's result; called in the thread of its processor.
+    :param convert: As for :class:`ProcessorStage`; made once per processor.
     :param inline: Do without threads whatever the concurrency, for tests: processors take turns.
     """
 
     def __init__(
-        self, pipeline: Broadway, *, ack: Ack = ack_messages, inline: bool = False
+        self,
+        pipeline: Broadway,
+        *,
+        ack: Ack = ack_messages,
+        convert: Convert | None = None,
+        inline: bool = False,
     ) -> None:
         options = pipeline.processors
         self._size: int = options.chunk_size
         self._count: int = options.concurrency
         self._partition = partition_of(options.partition_by, self._count)
         self._closers: list[Callable[[], None]] = []
-        handles = self._handles(pipeline, ack, inline)
+        handles = self._handles(pipeline, ack, convert, inline)
         self._inline = handles if inline or len(handles) == 1 else None
         self._turn = 0
         self._pool: WorkerPool[list[Message], ChunkResult] | None = None
         if self._inline is None:
             self._pool = WorkerPool(handles, name=f"{pipeline.name}-processor")
 
-    def _handles(self, pipeline: Broadway, ack: Ack, inline: bool) -> list[Handle]:
+    def _handles(
+        self, pipeline: Broadway, ack: Ack, convert: Convert | None, inline: bool
+    ) -> list[Handle]:
+        indices = range(self._count)
         if pipeline.processors.executor == "processes" and not inline:
             from airflow_broadway.core.worker import ProcessProcessor
 
-            remote = [ProcessProcessor(pipeline, index=i, ack=ack) for i in range(self._count)]
+            remote = [
+                ProcessProcessor(pipeline, index=i, ack=ack, convert=convert) for i in indices
+            ]
             self._closers = [each.close for each in remote]
             return [each.handle for each in remote]
-        return [ProcessorStage(pipeline, index=i, ack=ack).handle for i in range(self._count)]
+        return [
+            ProcessorStage(pipeline, index=i, ack=ack, convert=convert).handle for i in indices
+        ]
 
     def map(
         self,
@@ -87,7 +100,7 @@ class ProcessorPool:
         pool = self._pool
         for dispatch in dispatches:
             for lane, chunk in self._chunks(dispatch):
-                while not pool.put(chunk, lane, 0.0):
+                while not pool.put(chunk, lane, timeout=0.0):
                     taken = pool.take()
                     yield from taken
                     if not taken and not pool.wait_for(lane, wait()):

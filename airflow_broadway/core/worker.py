@@ -32,7 +32,7 @@ from airflow_broadway.core.message import NO_ACK, Message, NoopAcknowledger, Sta
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.core.processor import ChunkResult
+    from airflow_broadway.core.processor import ChunkResult, Convert
 
 __all__ = ["ProcessProcessor"]
 
@@ -170,6 +170,7 @@ class ProcessProcessor:
     """One processor in a process of its own; the parent's end.
 
     :param ack: Settles a chunk's result; called in the thread that calls :meth:`handle`.
+    :param convert: As for ``ProcessorStage``; a class or function of a module, made in the child.
     """
 
     def __init__(
@@ -178,10 +179,12 @@ class ProcessProcessor:
         *,
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+        convert: Convert | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._index = index
         self._ack = ack
+        self._convert = convert
         self._ref = pipeline.ref()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: _Channel | None = None
@@ -197,7 +200,7 @@ class ProcessProcessor:
             raise PipelineError("a processor's process has no pipes")
         self._process = process
         self._channel = _Channel(process.stdout, process.stdin)
-        self._channel.send((self._ref, self._pipeline.run, self._index))
+        self._channel.send((self._ref, self._pipeline.run, self._index, self._convert))
         return self._channel
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
@@ -278,10 +281,12 @@ def main() -> None:
     own_output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _channel = channel = _Channel(sys.stdin.buffer, own_output)
-    ref, run, index = channel.receive()
+    ref, run, index, convert = channel.receive()
     try:
         pipeline = Broadway.load(ref, run)
-        stage = ProcessorStage(pipeline, index=index, ack=lambda successful, failed: None)
+        stage = ProcessorStage(
+            pipeline, index=index, ack=lambda successful, failed: None, convert=convert
+        )
     except BaseException as error:
         channel.receive()
         channel.send(("raise", _portable_error(error)))
