@@ -59,6 +59,9 @@ make_venv() {
     python=$(find_python)
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     if [ -x .venv/bin/python ] && [ "$(venv_version)" = "$version" ]; then
+        # uv makes environments without pip, and may be gone since.
+        command -v uv >/dev/null || .venv/bin/python -m pip --version >/dev/null 2>&1 \
+            || .venv/bin/python -m ensurepip >/dev/null
         return
     fi
     say "Making .venv with Python $version."
