@@ -1,5 +1,31 @@
-"""Broadway for Apache Airflow: drain message queues with Airflow and Spark, settling by outcome."""
+"""Broadway for Apache Airflow: drain message queues with Airflow and Spark, settling by outcome.
+
+These are the names that a pipeline is written with.  Standard library only: the Spark driver
+imports this package too.  Producers lie in ``airflow_broadway.producers``, operators in
+``airflow_broadway.operators``.
+"""
 
 from __future__ import annotations
 
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.message import BatchInfo, BatchMode, Message, Trigger
+from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.run import RunInfo
+from airflow_broadway.types import PythonBatch, SparkBatch
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchInfo",
+    "BatchMode",
+    "Batcher",
+    "Broadway",
+    "Message",
+    "Processors",
+    "PythonBatch",
+    "RateLimiting",
+    "RetryPolicy",
+    "RunInfo",
+    "SparkBatch",
+    "Trigger",
+]
