@@ -7,7 +7,7 @@ there is no Airflow there.  It imports no pyspark either, so that Airflow parses
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -37,12 +37,12 @@ class Flights(Broadway):
     producer = SqliteProducer(queue="flights", conn_id="flights_queue", concurrency=2)
     # Handling a flight takes microseconds, so hand them out by the thousand.
     processors = Processors(concurrency=1, max_demand=2_000)
-    batchers: ClassVar = {
+    batchers = {
         "delayed": Batcher(batch_size=50_000, schema=SCHEMA),
         "on_time": Batcher(batch_size=50_000, schema=SCHEMA),
     }
     # Where the output goes; the DAG says where that is.
-    context: ClassVar = {"output": "build/flights"}
+    context = {"output": "build/flights"}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         flight = json.loads(message.data)

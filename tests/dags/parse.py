@@ -35,9 +35,9 @@ def main(path: str) -> None:
     from airflow.serialization.serialized_objects import DagSerialization
 
     socket.socket.connect = refuse  # type: ignore[method-assign]
-    socket.getaddrinfo = refuse
+    socket.getaddrinfo = refuse  # type: ignore[assignment]
     before = set(sys.modules)
-    bag = DagBag(path, include_examples=False)
+    bag = DagBag(path)
     loaded = sorted(
         client
         for client in CLIENTS
