@@ -11,8 +11,8 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.message import BatchInfo, Message
@@ -27,6 +27,9 @@ from airflow_broadway.core.options import (
 from airflow_broadway.core.producer import Producer
 from airflow_broadway.core.run import RunInfo
 
+if TYPE_CHECKING:
+    from airflow_broadway.core.local import RunReport
+
 __all__ = ["Broadway", "class_path", "import_class", "is_dag_file", "make_ref"]
 
 #: What ``context`` is unless declared; Broadway's own word.
@@ -40,7 +43,8 @@ _DAG_FILE = "dag-file/"
 
 class _of_class_or_instance:  # noqa: N801 - a decorator
     """A method that a class has too: called on the class, it gets an instance made without
-    overrides.  ``Flights.dag("flights")`` is ``Flights().dag("flights")``."""
+    overrides.  ``Flights.dag("flights")`` is ``Flights().dag("flights")``.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -113,7 +117,8 @@ class Broadway:
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
         """Called once per chunk or batch with those of its messages that failed, before they are
-        settled; may change their data and how they are settled."""
+        settled; may change their data and how they are settled.
+        """
         return messages
 
     @classmethod
@@ -126,23 +131,63 @@ class Broadway:
     @_of_class_or_instance
     def task_group(self, group_id: str = "broadway", **kwargs: Any) -> Any:
         """The pipeline's tasks: see :func:`airflow_broadway.task_group.make_task_group`."""
-        from airflow_broadway.task_group import make_task_group  # noqa: PLC0415 - Airflow
+        from airflow_broadway.task_group import make_task_group
 
         return make_task_group(self, group_id, **kwargs)
 
     @_of_class_or_instance
     def dag(self, dag_id: str, **kwargs: Any) -> Any:
         """A whole Dag of the pipeline: see :func:`airflow_broadway.task_group.make_dag`."""
-        from airflow_broadway.task_group import make_dag  # noqa: PLC0415 - Airflow
+        from airflow_broadway.task_group import make_dag
 
         return make_dag(self, dag_id, **kwargs)
 
     @staticmethod
     def params() -> dict[str, Any]:
         """The run's budgets as Airflow params, for the form of "Trigger" in the UI."""
-        from airflow_broadway.task_group import make_params  # noqa: PLC0415 - Airflow
+        from airflow_broadway.task_group import make_params
 
         return make_params()
+
+    # -- running and looking -------------------------------------------------------------------
+
+    def run_local(self, messages: Iterable[Any] | None = None, **options: Any) -> RunReport:
+        """Run it in this process, to its end, without Airflow and Spark.
+
+        :param messages: Messages, or their data, instead of the producer's.
+        :param options: Those of :func:`airflow_broadway.core.local.run_local`: budgets,
+            ``connections``, ``clock`` and others.
+        """
+        from airflow_broadway.core.local import run_local
+
+        return run_local(self, messages, **options)
+
+    def topology(self) -> dict[str, list[dict[str, Any]]]:
+        """The producers, processors and batchers, each with its name, key and concurrency."""
+        name, processors = f"{self.name}.Broadway", self.processors
+        return {
+            "producers": [{"name": f"{name}.Producer", "concurrency": self.producer.concurrency}],
+            "processors": [
+                {
+                    "name": f"{name}.Processor_{processors.name}",
+                    "processor_key": processors.name,
+                    "concurrency": processors.concurrency,
+                }
+            ],
+            "batchers": [
+                {
+                    "batcher_name": f"{name}.Batcher_{key}",
+                    "name": f"{name}.BatchProcessor_{key}",
+                    "batcher_key": key,
+                    "concurrency": batcher.concurrency,
+                }
+                for key, batcher in self.batchers.items()
+            ],
+        }
+
+    def producer_names(self) -> list[str]:
+        """The producers' names, one for each mapped process task."""
+        return [f"{self.name}.Broadway.Producer_{i}" for i in range(self.producer.concurrency)]
 
     # -- options -------------------------------------------------------------------------------
 

@@ -285,7 +285,7 @@ class Message(_Draft):
             :meth:`ack_immediately`.
         :raises OptionsError: If the acknowledger knows no such option or value.
         """
-        from airflow_broadway.core.errors import PipelineError  # noqa: PLC0415
+        from airflow_broadway.core.errors import PipelineError
 
         acknowledger, ref, data = self.acknowledger
         configure = getattr(acknowledger, "configure", None)
@@ -310,6 +310,12 @@ class Message(_Draft):
         """Set the status; for the pipeline itself."""
         draft = _copy(self)
         draft.status = status
+        return _seal(draft)
+
+    def with_message_id(self, message_id: str) -> Message:
+        """Set its id; for producers and the pipeline itself."""
+        draft = _copy(self)
+        draft.message_id = message_id
         return _seal(draft)
 
     def with_acknowledger(self, acknowledger: AckRef) -> Message:
@@ -354,7 +360,7 @@ def ack_immediately(messages: Iterable[Message]) -> list[Message]:
 
     :raises ValueError: If there is none.
     """
-    from airflow_broadway.core.acknowledger import ack_messages_now  # noqa: PLC0415
+    from airflow_broadway.core.acknowledger import ack_messages_now
 
     given = list(messages)
     if not given:

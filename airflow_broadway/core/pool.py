@@ -1,16 +1,16 @@
 """Threads that work side by side: each free one gets the next piece, or each its own lane.
 
-Nothing is queued behind a busy worker while another is free: a piece without a lane goes to the
-worker that has been free for longest.  A piece with a lane goes to that lane's worker, in order.
-The number of pieces under way is bounded, so memory is flat whatever is fed in.
+Nothing is queued behind a busy worker while another is free: a piece goes to the worker that has
+been free for longest, unless order binds it: to the worker of its lane, or to the one that is at an
+earlier piece with one of its keys.  The number of pieces under way is bounded, so memory is flat
+whatever is fed in.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 __all__ = ["WorkerPool"]
@@ -78,6 +78,8 @@ class WorkerPool(Generic[P, R]):
         self._given = 0  # tickets handed out
         self._taken = 0  # results taken
         self._done: dict[int, tuple[P, R]] = {}
+        self._keys: dict[int, Sequence[Hashable]] = {}  # ticket → its keys, while under way
+        self._at: dict[Hashable, tuple[_Worker[P, R], int]] = {}  # key → its worker, its pieces
         self._workers = [
             _Worker(f"{name}-{index}", function, self) for index, function in enumerate(work)
         ]
@@ -89,27 +91,38 @@ class WorkerPool(Generic[P, R]):
         """Pieces put whose results have not been taken."""
         return self._given - self._taken
 
-    def put(self, piece: P, lane: int | None = None, timeout: float | None = None) -> bool:
+    def put(
+        self,
+        piece: P,
+        lane: int | None = None,
+        keys: Sequence[Hashable] = (),
+        timeout: float | None = None,
+    ) -> bool:
         """Hand over one piece; waits until a worker takes it.
 
         :param lane: Pieces of one lane are worked on in order, by the worker of that number.
+        :param keys: Pieces that share a key are worked on in order; for pieces without a lane.
         :param timeout: Seconds to wait; ``None``: without bound.
         :returns: Whether it was handed over.
         :raises BaseException: What a worker could not handle.
         """
         with self._change:
-            worker = None if lane is None else self._workers[lane]
-            if not self._change.wait_for(lambda: self._ready(worker), timeout):
+            if not self._change.wait_for(lambda: self._ready(lane, keys), timeout):
                 return False
             self._raise()
+            worker = self._bound_to(lane, keys)
             if worker is None:
                 worker = self._free.popleft()
-            else:
-                with suppress(ValueError):
-                    self._free.remove(worker)
+            elif not self._load[worker]:
+                self._free.remove(worker)
             self._load[worker] += 1
             ticket = self._given
             self._given += 1
+            if keys:
+                self._keys[ticket] = keys
+                for key in keys:
+                    known = self._at.get(key)
+                    self._at[key] = (worker, 1 if known is None else known[1] + 1)
         worker.put((ticket, piece))
         return True
 
@@ -118,16 +131,23 @@ class WorkerPool(Generic[P, R]):
 
         :returns: Whether that came within ``timeout`` seconds.
         """
-        worker = None if lane is None else self._workers[lane]
         with self._change:
-            return self._change.wait_for(lambda: self._ready(worker) or self._news(), timeout)
+            return self._change.wait_for(lambda: self._ready(lane, ()) or self._news(), timeout)
 
-    def _ready(self, worker: _Worker[P, R] | None) -> bool:
+    def _ready(self, lane: int | None, keys: Sequence[Hashable]) -> bool:
         if self._error is not None:
             return True
-        if self._given - self._taken >= self._bound:
+        if self._ordered and self._given - self._taken >= self._bound:
             return False
+        if keys and len({self._at[key][0] for key in keys if key in self._at}) > 1:
+            return False  # bound to two workers: wait until all but one are done
+        worker = self._bound_to(lane, keys)
         return bool(self._free) if worker is None else self._load[worker] <= self._waiting
+
+    def _bound_to(self, lane: int | None, keys: Sequence[Hashable]) -> _Worker[P, R] | None:
+        if lane is not None:
+            return self._workers[lane]
+        return next((self._at[key][0] for key in keys if key in self._at), None)
 
     def take(self) -> list[tuple[P, R]]:
         """What is finished and may be taken now; never waits.
@@ -176,6 +196,12 @@ class WorkerPool(Generic[P, R]):
                 self._error = self._error or error
             else:
                 self._done[ticket] = (piece, result)
+            for key in self._keys.pop(ticket, ()):
+                at, count = self._at[key]
+                if count > 1:
+                    self._at[key] = (at, count - 1)
+                else:
+                    del self._at[key]
             self._load[worker] -= 1
             if not self._load[worker]:
                 self._free.append(worker)

@@ -1,0 +1,201 @@
+"""Taking messages from a source within a budget: receive, secure, transform.
+
+The order is the protocol's: a message is secured before any code of the user's sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_broadway.core.acknowledger import is_settled
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody import Source
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.rate_limiter import RateLimiter
+
+__all__ = ["Budget", "Intake", "transformed"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds that one receive waits at most, so that a stop is noticed.
+_PATIENCE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """When a run stops taking messages.
+
+    :param max_messages: After this many; ``None``: no bound.
+    :param max_bytes: Once payloads of this many bytes were received.
+    :param max_seconds: After this long, even if messages remain.
+    :param wait_seconds: How long to wait for the first message.
+    :param idle_seconds: After this long without a message, once there was one.
+    """
+
+    max_messages: int | None = None
+    max_bytes: int | None = None
+    max_seconds: float | None = None
+    wait_seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+
+def transformed(
+    transformer: Callable[[Any], Message] | None, messages: Sequence[Message]
+) -> list[Message]:
+    """``messages`` as the producer's transformer returns them.
+
+    :raises PipelineError: If it raises, or returns something that is no message.
+    """
+    if transformer is None:
+        return list(messages)
+    made: list[Message] = []
+    for message in messages:
+        try:
+            each: Any = transformer(message)
+        except Exception as error:
+            raise PipelineError(
+                f"the transformer raised {type(error).__name__}: {error}", code="producer_crash"
+            ) from error
+        if type(each) is not Message:
+            raise PipelineError(
+                f"the transformer must return a message, got: {each!r:.200}", code="producer_crash"
+            )
+        if is_settled(each) and not is_settled(message):  # made anew, without what settles it
+            each = each.with_acknowledger(message.acknowledger)
+        made.append(each if each.message_id else each.with_message_id(message.message_id))
+    return made
+
+
+class Intake:
+    """Iterates over dispatches: what one receive returned, or nothing when nothing came.
+
+    :param demand: Messages asked for at a time.
+    :param accept: Called with secured messages before they are transformed; returns what goes on.
+    :param patience: After how many seconds at most a dispatch, if empty, is wanted; ``None``: any.
+    :param stop: Why to stop, or ``""``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        budget: Budget,
+        *,
+        clock: Clock,
+        limiter: RateLimiter,
+        demand: int,
+        transformer: Callable[[Any], Message] | None = None,
+        accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
+        patience: Callable[[], float | None] = lambda: None,
+        stop: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._source = source
+        self._budget = budget
+        self._clock = clock
+        self._limiter = limiter
+        self._demand = demand
+        self._transformer = transformer
+        self._accept = accept
+        self._patience = patience
+        self._stop = stop
+        self.received = 0
+        self.received_bytes = 0
+        #: Seconds spent in receiving and securing.
+        self.seconds = 0.0
+        #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
+        #: ``rate_limiting``, ``error``, or what ``stop`` said.
+        self.ended = ""
+        #: What the transformer raised; its messages went no further.
+        self.error: PipelineError | None = None
+
+    def __iter__(self) -> Iterator[list[Message]]:
+        clock, budget, limiter = self._clock, self._budget, self._limiter
+        started = clock.monotonic()
+        quiet_since: float | None = None
+        while True:
+            now = clock.monotonic()
+            demand = self._wanted(now - started)
+            if not demand:
+                return
+            left = [_PATIENCE]
+            if budget.max_seconds is not None:
+                left.append(started + budget.max_seconds - now)
+            granted = limiter.take(demand)
+            if not granted:
+                pause = limiter.wait_seconds()
+                if budget.max_seconds is None or now + pause >= started + budget.max_seconds:
+                    self.ended = "rate_limiting"
+                    return
+                clock.sleep(self._least([*left, pause]))
+                yield []
+                continue
+            if quiet_since is None:
+                quiet_since = now
+            quiet = budget.idle_seconds if self.received else budget.wait_seconds
+            left.append(quiet_since + quiet - now)
+            messages = self._receive(granted, self._least(left))
+            limiter.refund(granted - len(messages))
+            if messages:
+                quiet_since = None
+                dispatch = self._transform(self._accept(messages))
+                if self.error is not None:
+                    return
+                yield dispatch
+            elif clock.monotonic() - quiet_since >= quiet:
+                self.ended = "empty"
+                return
+            else:
+                yield []
+
+    def _wanted(self, elapsed: float) -> int:
+        """Messages to ask for now; 0 when a bound is reached."""
+        budget = self._budget
+        demand = self._demand
+        if budget.max_messages is not None:
+            demand = min(demand, budget.max_messages - self.received)
+        stop = self._stop()
+        if stop:
+            self.ended = stop
+        elif demand <= 0:
+            self.ended = "max_messages"
+        elif budget.max_bytes is not None and self.received_bytes >= budget.max_bytes:
+            self.ended = "max_bytes"
+        elif budget.max_seconds is not None and elapsed >= budget.max_seconds:
+            self.ended = "max_seconds"
+        else:
+            return demand
+        return 0
+
+    def _least(self, seconds: list[float]) -> float:
+        patience = self._patience()
+        if patience is not None:
+            seconds.append(patience)
+        return max(0.0, min(seconds))
+
+    def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
+        started = self._clock.monotonic()
+        messages = self._source.secure(self._source.receive(demand, timeout=timeout))
+        self.received += len(messages)
+        self.received_bytes += sum([message.size for message in messages])
+        passed = self._clock.monotonic() - started
+        if not messages and passed < timeout:  # a source that does not wait
+            self._clock.sleep(timeout - passed)
+        self.seconds += self._clock.monotonic() - started
+        return messages
+
+    def _transform(self, messages: Sequence[Message]) -> list[Message]:
+        try:
+            return transformed(self._transformer, messages)
+        except PipelineError as error:
+            log.error(
+                "%s; its %d messages go back, and the run ends",
+                error,
+                len(messages),
+                exc_info=error.__cause__,
+                extra={"code": "producer_crash"},
+            )
+            self.error, self.ended = error, "error"
+            return []

@@ -1,0 +1,251 @@
+"""Settling in the process that works: acks go to the broker in bulk, as they come.
+
+A :class:`Settler` is the sink of a :class:`RunAcknowledger`.  It has one custodian, used from one
+thread, and a keeper that renews the lease from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from airflow_broadway.core.acknowledger import Judged
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Action,
+    Custodian,
+    Delivery,
+    Entry,
+    Lease,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
+from airflow_broadway.core.message import Message
+
+__all__ = ["Settler", "Tally", "entry_of"]
+
+log = logging.getLogger(__name__)
+
+#: Verdicts that are carried out together, and the seconds for which one waits for others.
+_BULK: Final = 1000
+_DELAY: Final = 1.0
+
+_COUNTED: Final = {
+    Action.ACK: "acked",
+    Action.RETRY: "requeued",
+    Action.DEAD_LETTER: "dead_lettered",
+    Action.LEAVE: "left",
+    Action.RELEASE: "released",
+}
+
+
+def entry_of(message: Message, verdict: Verdict) -> Entry:
+    """The entry that settles ``message`` by ``verdict``."""
+    data = message.acknowledger.data
+    delivery = data if isinstance(data, Delivery) else Delivery()
+    return Entry(
+        message.message_id,
+        delivery.receipt,
+        verdict,
+        message.attempt,
+        delivery.payload,
+        delivery.properties,
+    )
+
+
+class Tally:
+    """The sink of messages that no broker holds: counts the verdicts."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(_COUNTED.values(), 0)
+        self.closed = False
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Count the verdicts of one stage result."""
+        if not self.closed:
+            for _, verdict in (*successful, *failed):
+                self.counts[_COUNTED[verdict.action]] += 1
+
+    settle_now = record
+
+
+class Settler:
+    """Carries verdicts out, in bulk, and at the end gives the rest back.
+
+    :param custodian: Opens the custodian; called in the thread that uses it.
+    :param lease: Of the source, whatever it is by then.
+    :param threaded: Whether verdicts come from several threads; then the custodian has its own.
+    """
+
+    def __init__(
+        self,
+        custodian: Callable[[], Custodian],
+        lease: Callable[[], Lease],
+        *,
+        threaded: bool,
+    ) -> None:
+        self._open = custodian
+        self._lease = lease
+        self._custodian: Custodian | None = None
+        self._thread = ThreadPoolExecutor(1, "broadway-settler") if threaded else None
+        self._lock = threading.Lock()
+        self._held: dict[str, Message] = {}
+        self._entries: list[Entry] = []
+        self._since = 0.0
+        self._report = SettleReport()
+        self._received = 0
+        self._closed = False
+        #: Seconds spent in settling.
+        self.seconds = 0.0
+
+    def hold(self, messages: Sequence[Message]) -> None:
+        """Note messages that were received; each is held until it has a verdict."""
+        with self._lock:
+            self._received += len(messages)
+            for message in messages:
+                self._held[message.message_id] = message
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Take verdicts; they are carried out soon."""
+        with self._lock:
+            if self._closed:
+                return  # the run has ended and given these back
+            if not self._entries:
+                self._since = time.monotonic()
+            self._entries += self._entries_of(successful, failed)
+            full = len(self._entries) >= _BULK
+        if full:
+            self.tick(force=True)
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Carry these verdicts out before returning.
+
+        :raises ProducerError: If the broker refuses, or the lease has lapsed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LeaseLapsed("the run has ended and given its messages back")
+        entries = [entry_of(*judged) for judged in (*successful, *failed)]
+        report = self._in_thread(lambda: self._settle(entries))
+        if report.failed:
+            raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
+        if report.lapsed:
+            raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {len(entries)} messages")
+        with self._lock:
+            self._report += report
+            for entry in entries:
+                self._held.pop(entry.message_id, None)
+
+    def tick(self, *, force: bool = False) -> None:
+        """Carry out what has waited long enough."""
+        with self._lock:
+            if not self._entries or (not force and time.monotonic() - self._since < _DELAY):
+                return
+            entries, self._entries = self._entries, []
+        try:
+            report = self._in_thread(lambda: self._settle(entries))
+        except BroadwayError as error:
+            log.warning("could not settle %d messages yet: %s", len(entries), error)
+            with self._lock:
+                self._entries, self._since = entries + self._entries, time.monotonic()
+            return
+        with self._lock:
+            self._report += report
+
+    def finish(self) -> SettleReport:
+        """Settle what has a verdict, release the rest, end the lease; returns the whole account."""
+        with self._lock:
+            self._closed = True
+            entries, self._entries = self._entries, []
+        named = [*entries, *(entry_of(message, RELEASE) for message in self._held.values())]
+        settlement = Settlement(
+            rest=RELEASE,
+            entries=lambda: iter(entries),
+            everything=lambda: _each(named),
+            expected=self._received,
+        )
+        try:
+            if self._received:
+                self._report += self._in_thread(
+                    lambda: self._opened().settle(self._lease(), settlement)
+                )
+        finally:
+            self._close()
+        return self._report
+
+    def _close(self) -> None:
+        if self._custodian is not None:
+            self._in_thread(self._custodian.close)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _entries_of(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
+        entries = [entry_of(*judged) for judged in successful]
+        entries += [entry_of(*judged) for judged in failed]
+        for entry in entries:
+            self._held.pop(entry.message_id, None)
+        return entries
+
+    def _opened(self) -> Custodian:
+        if self._custodian is None:
+            self._custodian = self._open()
+        return self._custodian
+
+    def _settle(self, entries: list[Entry]) -> SettleReport:
+        return self._opened().settle_now(self._lease(), entries)
+
+    def _in_thread(self, work: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        try:
+            return work() if self._thread is None else self._thread.submit(work).result()
+        finally:
+            self.seconds += time.monotonic() - started
+
+
+def _each(entries: list[Entry]) -> Iterator[Entry]:
+    return iter(entries)
+
+
+class Keeper:
+    """Renews a lease from a thread of its own, until told to stop.
+
+    :param custodian: Opens the custodian; called in that thread.
+    """
+
+    def __init__(self, custodian: Callable[[], Custodian], lease: Callable[[], Lease]) -> None:
+        self._open = custodian
+        self._lease = lease
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="broadway-keeper", daemon=True)
+        #: Whether the lease has lapsed.
+        self.lapsed = False
+
+    def start(self) -> None:
+        """Begin; renews for the first time after a third of the lease."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        custodian: Custodian | None = None
+        while not self._stop.wait(self._lease().seconds / 3):
+            try:
+                custodian = custodian or self._open()
+                if custodian.renew(self._lease()) is None:
+                    self.lapsed = True
+                    log.error("the lease has lapsed: its messages may be handled by another run")
+                    break
+            except BroadwayError as error:
+                log.warning("could not renew the lease yet: %s", error)
+        if custodian is not None:
+            custodian.close()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
