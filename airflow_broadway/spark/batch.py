@@ -1,0 +1,284 @@
+"""One batch: a session of its own, the callback, and the outcome that settles its messages.
+
+What stands between a batch and a wrong outcome:
+
+* the fence is checked before the callback, and again, freshly, before the outcome is written;
+* what the callback raises fails the batch, unless Spark itself is gone or the application is being
+  stopped: then nothing is recorded, and a retry runs the batch again under the same id;
+* the entries are written first, under a name of their own, and the outcome that names them is
+  created exclusively: of two writers one wins, and the other's entries are read by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.callbacks import PROTECTED, log_failure, status_of
+from airflow_broadway.core.errors import BroadwayError, PipelineError
+from airflow_broadway.core.manifest import (
+    MAX_REASON,
+    BatchPlan,
+    Files,
+    Outcome,
+    PlannedBatch,
+    Work,
+    cut,
+    dump_entry,
+    paths,
+)
+from airflow_broadway.core.message import BatchInfo, Status, Trigger
+from airflow_broadway.spark.fence import Fence
+from airflow_broadway.spark.frame import BatchFrames, is_connect, new_session
+from airflow_broadway.spark.outcome import Counts, Judge, plain_key
+from airflow_broadway.spark.results import Failed, Outcomes, read
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from airflow_broadway.core.broadway import Broadway
+
+__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "spark_loss"]
+
+log = logging.getLogger(__name__)
+
+_BATCH = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
+
+
+class SparkLost(BroadwayError):  # noqa: N818 - what happened, as LeaseLapsed is
+    """Spark is gone: what was running has no outcome."""
+
+
+class Stopped(BroadwayError):  # noqa: N818
+    """The application is being stopped: what was running has no outcome."""
+
+
+class _CallbackError(Exception):
+    """Carries what the evaluation of a returned DataFrame raised through the writing of entries."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Application:
+    """What all batches of one application share.
+
+    :param uri: The run's folder, for Spark's readers.
+    :param stopping: Whether the application has been told to stop.
+    """
+
+    spark: SparkSession
+    uri: str
+    files: Files
+    work: Work
+    pipeline: Broadway
+    context: Any
+    fence: Fence
+    stopping: Callable[[], bool] = lambda: False
+    application_id: str = ""
+    host: str = field(default_factory=socket.gethostname)
+
+    def check_alive(self, cause: BaseException | None = None) -> None:
+        """Return while outcomes may be recorded.
+
+        :raises Stopped: If the application has been told to stop.
+        :raises SparkLost: If the JVM is gone, or the SparkContext stopped.
+        """
+        if self.stopping():
+            raise Stopped("the application was stopped") from cause
+        loss = spark_loss(self.spark)
+        if loss:
+            raise SparkLost(loss) from cause
+
+
+def spark_loss(spark: Any) -> str:
+    """Why Spark can do no more; empty while it can."""
+    try:
+        if is_connect(spark):
+            if spark.is_stopped:
+                return "the Spark Connect session was stopped"
+            spark.conf.get("spark.sql.session.timeZone", None)
+            return ""
+        if spark._jsc.sc().isStopped():  # there is no public way to ask
+            return "the SparkContext was stopped"
+    except Exception as error:
+        return f"Spark is gone ({type(error).__name__}: {str(error).splitlines()[:1]})"
+    return ""
+
+
+class BatchRunner:
+    """Runs the batches of one plan; used from many threads."""
+
+    def __init__(self, application: Application, plan: BatchPlan) -> None:
+        self._app = application
+        self._plan = plan
+        self._frames = BatchFrames(application.uri, plan)
+        self._judge = Judge(application.pipeline, application.context, self._frames)
+
+    def run(self, batch: PlannedBatch, *, lane: int = 0) -> Outcome | None:
+        """Handle one batch and record its outcome; ``None`` if another had recorded one first.
+
+        :param lane: Which of the batcher's ``concurrency`` threads runs it, from 0.
+        :raises LeaseLapsed: If the run no longer holds its messages, or a later try has begun.
+        :raises SparkLost: If Spark is gone.
+        :raises Stopped: If the application was told to stop.
+        """
+        app = self._app
+        app.fence.check(batch.sources)
+        started, clock = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017
+        session = new_session(app.spark)
+        self._name_jobs(session, batch, lane)
+        info = BatchInfo(
+            batcher=self._plan.batcher,
+            batch_key=plain_key(batch.batch_key),
+            partition=batch.partition,
+            size=batch.size,
+            trigger=Trigger(batch.trigger),
+            batch_id=batch.batch_id,
+            redelivered=batch.redelivered,
+            attempt=app.work.try_number,
+        )
+        found = self._call(session, batch, info, lane)
+        path, counts, whole = self._write_entries(session, batch, found)
+        outcome = Outcome(
+            batch_id=batch.batch_id,
+            batcher=self._plan.batcher,
+            plan=self._plan.path,
+            successful=batch.size - counts.failed - counts.missing,
+            failed=counts.failed,
+            missing=counts.missing,
+            entries=path,
+            error=cut(whole.text, MAX_REASON) if whole else "",
+            writer=f"{app.work.name} try {app.work.try_number} on {app.host}",
+            try_number=app.work.try_number,
+            started_at=started.isoformat(),
+            seconds=round(time.monotonic() - clock, 6),
+            application_id=app.application_id,
+        )
+        app.check_alive()
+        app.fence.check(batch.sources, fresh=True)
+        if not app.files.create(paths.outcome(self._plan.batcher, batch.batch_id), outcome.dumps()):
+            log.warning(
+                "Batch %s has an outcome already; the one of this try is discarded.", batch.batch_id
+            )
+            return None
+        return outcome
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _name_jobs(self, session: SparkSession, batch: PlannedBatch, lane: int) -> None:
+        """Give the batch's jobs a group to be cancelled by, and its lane's share of the cluster."""
+        if is_connect(session):
+            session.addTag(batch.batch_id)
+            return
+        context = session.sparkContext
+        what = f"{self._plan.pipeline} {self._plan.batcher} {batch.batch_id}"
+        context.setJobGroup(batch.batch_id, what, interruptOnCancel=True)
+        context.setLocalProperty("spark.scheduler.pool", f"{self._plan.batcher}.{lane}")
+
+    def _call(
+        self, session: SparkSession, batch: PlannedBatch, info: BatchInfo, lane: int
+    ) -> Failed | Outcomes | Status | None:
+        """What ``handle_batch`` returned, checked; or the status of a batch that failed whole."""
+        pipeline = self._app.pipeline
+        messages = self._frames.messages(session, batch)
+        span = self._span(info, lane, messages)
+        try:
+            if not pipeline.defines("handle_batch"):
+                raise PipelineError(f"{type(pipeline).__name__} defines no handle_batch")
+            found = read(
+                pipeline.handle_batch(self._plan.batcher, messages, info, self._app.context)
+            )
+        except BaseException as error:
+            status = status_of(error)
+            if span is not None:
+                span.exception(status.kind, status.reason, status.stacktrace)
+            if not isinstance(error, PROTECTED):
+                raise
+            self._app.check_alive(error)
+            log_failure("handle_batch", pipeline, error, batch.size)
+            return status
+        if span is not None:
+            span.stop({**self._about(lane), "batch_info": info})
+        return found
+
+    def _write_entries(
+        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
+    ) -> tuple[str | None, Counts, Status | None]:
+        """Write the entries file.
+
+        Returns its path (``None`` without any), what it holds, and the status of a batch that
+        failed whole.
+        """
+        whole = found if isinstance(found, Status) else None
+        try:
+            path, counts = self._stream(session, batch, found)
+        except _CallbackError as carried:
+            # A frame is lazy: what handle_batch returned is computed, and may raise, only here.
+            error = carried.error
+            self._app.check_alive(error)
+            log_failure("handle_batch", self._app.pipeline, error, batch.size)
+            whole = status_of(error)
+            path, counts = self._stream(session, batch, whole)
+        return path, counts, whole
+
+    def _stream(
+        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
+    ) -> tuple[str | None, Counts]:
+        counts = Counts()
+        entries = self._judge.entries(session, batch, found, counts)
+        own = not isinstance(found, Status)
+
+        def lines() -> Iterator[str]:
+            while True:
+                try:
+                    entry = next(entries, None)
+                except PROTECTED as error:
+                    if own:
+                        raise _CallbackError(error) from error
+                    self._app.check_alive(error)
+                    raise
+                if entry is None:
+                    return
+                yield dump_entry(entry)
+
+        stream = lines()
+        first = next(stream, None)
+        if first is None:
+            return None, counts
+        writer = f"{self._app.work.try_number:06d}-{uuid.uuid4().hex[:8]}"
+        path = paths.outcome_entries(self._plan.batcher, batch.batch_id, writer)
+        self._app.files.write_lines(path, _again(first, stream))
+        return path, counts
+
+    def _about(self, lane: int) -> dict[str, Any]:
+        name = f"{self._plan.pipeline}.Broadway.BatchProcessor_{self._plan.batcher}_{lane}"
+        return {
+            "topology_name": self._plan.pipeline,
+            "name": name,
+            "index": lane,
+            "context": self._app.context,
+            "producer": self._app.pipeline.producer,
+        }
+
+    def _span(self, info: BatchInfo, lane: int, messages: Any) -> telemetry.Span | None:
+        if not telemetry.handlers(
+            *(f"batch_processor.{e}" for e in ("start", "stop", "exception"))
+        ):
+            return None
+        about = {**self._about(lane), "messages": messages, "batch_info": info}
+        return telemetry.Span("batch_processor", about)
+
+
+def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest

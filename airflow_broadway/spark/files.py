@@ -1,0 +1,365 @@
+"""A run's folder as the Spark driver reaches it: :class:`core.manifest.Files`, three times.
+
+====================  ==============================================================================
+plain files           ``file://``: the driver sees the folder itself
+Hadoop                ``s3a://``, ``hdfs://``, ``gs://`` …: whatever Spark reads data with, through
+                      the JVM; nothing to install or to configure a second time
+fsspec                the same under Spark Connect, whose client has no JVM at hand
+====================  ==============================================================================
+
+``create`` decides races (the first outcome wins, a try's work file), so it is all or nothing: by
+hard link on plain files, by rename where a rename refuses an existing target (HDFS), by a
+conditional write where the store has one (S3).
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.manifest import Files
+
+__all__ = ["FsspecFiles", "HadoopFiles", "LocalFiles", "local_path", "open_files"]
+
+#: Characters handed to the JVM in one call.
+CHUNK = 1 << 18
+
+#: Schemes of file systems whose rename never replaces a file.
+_RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
+
+
+def open_files(uri: str, spark: Any = None) -> Files:
+    """The files of a run, by the scheme of its folder and by the kind of session.
+
+    :param uri: The run's folder, ``file:///…`` or ``s3a://…``; percent signs stand for themselves,
+        as in Hadoop's paths.
+    :param spark: The session; may be left out for ``file://``.
+    :raises StagingError: If the scheme needs a session, or fsspec, that is not there.
+    """
+    path = local_path(uri)
+    if path is not None:
+        return LocalFiles(path)
+    if spark is None:
+        raise StagingError(f"{uri} can only be read within a Spark session")
+    if hasattr(spark, "_jvm") and not _is_connect(spark):
+        return HadoopFiles(spark, uri)
+    return FsspecFiles(uri)
+
+
+def local_path(uri: str) -> str | None:
+    """The path of a ``file:`` URI or a plain path; ``None`` for any other scheme."""
+    if uri.startswith("file://"):
+        return "/" + uri[len("file://") :].lstrip("/")
+    if uri.startswith("file:"):
+        return uri[len("file:") :]
+    return None if "://" in uri else uri
+
+
+def _is_connect(spark: Any) -> bool:
+    return ".connect." in type(spark).__module__
+
+
+class LocalFiles:
+    """Plain files below ``root``."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def read(self, path: str) -> str:
+        """The file's text."""
+        return (self.root / path).read_text(encoding="utf-8")
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return (self.root / path).exists()
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty if there is no such folder."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def create(self, path: str, text: str) -> bool:
+        """Write a whole file unless it exists; whether it was written."""
+        target = self.root / path
+        # A link fails if the name is taken, and names a file that is already whole and on disk.
+        aside = self._aside(target, text)
+        try:
+            os.link(aside, target)
+        except FileExistsError:
+            return False
+        finally:
+            aside.unlink()
+        _sync_folder(target.parent)
+        return True
+
+    def replace(self, path: str, text: str) -> None:
+        """Write a whole file, replacing any."""
+        target = self.root / path
+        os.replace(self._aside(target, text), target)
+        _sync_folder(target.parent)
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        """Write a new file of lines, streamed; how many."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        count = 0
+        with target.open("x", encoding="utf-8", newline="\n") as file:
+            for line in lines:
+                file.write(line + "\n")
+                count += 1
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(target.parent)
+        return count
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of a file, streamed."""
+        with (self.root / path).open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield line.rstrip("\n")
+
+    @staticmethod
+    def _aside(target: Path, text: str) -> Path:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The leading dot keeps it out of listings by Spark; other readers know their names.
+        aside = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+        try:
+            with aside.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        return aside
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in ``folder`` outlast a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class HadoopFiles:
+    """Files below ``uri`` through Hadoop's file systems in Spark's JVM.
+
+    :param renames: Whether ``create`` goes through a rename; by the scheme unless given.
+    """
+
+    def __init__(self, spark: Any, uri: str, *, renames: bool | None = None) -> None:
+        self._jvm = spark._jvm
+        self._root = uri.rstrip("/")
+        hadoop = self._jvm.org.apache.hadoop.fs
+        path = hadoop.Path(self._root)
+        self._fs = path.getFileSystem(spark._jsc.hadoopConfiguration())
+        scheme = uri.partition(":")[0].lower()
+        self._renames = scheme in _RENAMES if renames is None else renames
+
+    def read(self, path: str) -> str:
+        """The file's text."""
+        stream = self._open(path)
+        try:
+            text: str = self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8")
+        finally:
+            stream.close()
+        return text
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return bool(self._fs.exists(self._path(path)))
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty if there is no such folder."""
+        try:
+            found = self._fs.listStatus(self._path(folder))
+        except Exception as error:
+            if _is_not_found(error):
+                return []
+            raise
+        return sorted(str(status.getPath().getName()) for status in found)
+
+    def create(self, path: str, text: str) -> bool:
+        """Write a whole file unless it exists; whether it was written."""
+        target = self._path(path)
+        if self._fs.exists(target):
+            return False
+        if self._renames:
+            aside = self._path(self._aside(path))
+            self._write(self._fs.create(aside, False), [text])
+            if self._fs.rename(aside, target):
+                return True
+            self._fs.delete(aside, False)
+            return False
+        # Visible only once closed, as object stores do it; the option makes S3 refuse an object
+        # that came up meanwhile, and stores that do not know it pass it over.
+        builder = self._fs.createFile(target).overwrite(False).recursive()
+        builder = builder.opt("fs.option.create.conditional.overwrite", "true")
+        try:
+            self._write(builder.build(), [text])
+        except Exception as error:
+            if _is_java(error, "FileAlreadyExistsException"):
+                return False
+            raise
+        return True
+
+    def replace(self, path: str, text: str) -> None:
+        """Write a whole file, replacing any."""
+        target = self._path(path)
+        if not self._renames:
+            self._write(self._fs.create(target, True), [text])
+            return
+        aside = self._path(self._aside(path))
+        self._write(self._fs.create(aside, False), [text])
+        if not self._fs.rename(aside, target):
+            self._fs.delete(target, False)
+            if not self._fs.rename(aside, target):
+                raise StagingError(f"{self._root}/{path} cannot be replaced")
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        """Write a new file of lines, streamed; how many."""
+        count = 0
+
+        def counted() -> Iterator[str]:
+            nonlocal count
+            for line in lines:
+                count += 1
+                yield line + "\n"
+
+        self._write(self._fs.create(self._path(path), False), counted())
+        return count
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of a file, streamed."""
+        java = self._jvm.java.io
+        reader = java.BufferedReader(java.InputStreamReader(self._open(path), "UTF-8"))
+        try:
+            while (line := reader.readLine()) is not None:
+                yield line
+        finally:
+            reader.close()
+
+    def _path(self, path: str) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(f"{self._root}/{path}")
+
+    @staticmethod
+    def _aside(path: str) -> str:
+        folder, _, name = path.rpartition("/")
+        return f"{folder}/.{name}.{uuid.uuid4().hex}"
+
+    def _open(self, path: str) -> Any:
+        try:
+            return self._fs.open(self._path(path))
+        except Exception as error:
+            if _is_not_found(error):
+                raise FileNotFoundError(f"{self._root}/{path}") from None
+            raise
+
+    def _write(self, stream: Any, texts: Iterable[str]) -> None:
+        writer = self._jvm.java.io.OutputStreamWriter(stream, "UTF-8")
+        held: list[str] = []
+        size = 0
+        try:
+            for text in texts:
+                held.append(text)
+                size += len(text)
+                if size >= CHUNK:
+                    writer.write("".join(held))
+                    held, size = [], 0
+            writer.write("".join(held))
+            if self._renames:  # a real file system: the close alone says nothing of the disk
+                writer.flush()
+                stream.hsync()
+        finally:
+            writer.close()
+
+
+def _is_java(error: Exception, name: str) -> bool:
+    """Whether a Java exception of that simple name, or its cause, stands behind ``error``."""
+    java = getattr(error, "java_exception", None)
+    while java is not None:
+        if str(java.getClass().getSimpleName()) == name:
+            return True
+        java = java.getCause()
+    return False
+
+
+def _is_not_found(error: Exception) -> bool:
+    return _is_java(error, "FileNotFoundException")
+
+
+class FsspecFiles:
+    """Files below ``uri`` through fsspec."""
+
+    def __init__(self, uri: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise StagingError(
+                f"{uri} is read through fsspec under Spark Connect: install fsspec, and its part"
+                " for this scheme, beside pyspark"
+            ) from error
+        # Hadoop's name for the store; fsspec says s3.
+        uri = f"s3://{uri[len('s3a://') :]}" if uri.startswith("s3a://") else uri
+        self._fs, self._root = fsspec.core.url_to_fs(uri, use_listings_cache=False)
+        self._root = self._root.rstrip("/")
+
+    def read(self, path: str) -> str:
+        """The file's text."""
+        return str(self._fs.cat_file(self._path(path)).decode("utf-8"))
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return bool(self._fs.exists(self._path(path)))
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty if there is no such folder."""
+        try:
+            found = self._fs.ls(self._path(folder), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
+
+    def create(self, path: str, text: str) -> bool:
+        """Write a whole file unless it exists; whether it was written."""
+        target = self._path(path)
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        try:
+            self._fs.pipe_file(target, text.encode("utf-8"), mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def replace(self, path: str, text: str) -> None:
+        """Write a whole file, replacing any."""
+        target = self._path(path)
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(target, text.encode("utf-8"))
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        """Write a new file of lines, streamed; how many."""
+        target = self._path(path)
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        count = 0
+        with self._fs.open(target, "wb") as file:
+            for line in lines:
+                file.write(f"{line}\n".encode())
+                count += 1
+        return count
+
+    def lines(self, path: str) -> Iterator[str]:
+        """The lines of a file, streamed."""
+        with self._fs.open(self._path(path), "rb") as file:
+            for line in file:
+                yield line.decode("utf-8").rstrip("\n")
+
+    def _path(self, path: str) -> str:
+        return f"{self._root}/{path}"

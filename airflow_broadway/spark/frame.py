@@ -1,0 +1,205 @@
+"""The DataFrame that ``handle_batch`` gets, and the sessions it lives in.
+
+Columns: ``message_id string, data, batch_key string`` (JSON)``, metadata map<string,string>,
+attempt int, redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a struct of
+the batcher's schema; without one, ``binary`` if every message is bytes, else ``string`` of JSON.
+
+A frame is lazy: making it starts no job.  The reader is told the schema and the very files that
+hold the batch, and the filter on ``batch`` lets Spark pass over the row groups of other batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
+from pyspark.sql import types as T  # noqa: N812
+
+from airflow_broadway.core.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.schema import (
+    Array,
+    Atomic,
+    DataType,
+    Decimal,
+    Map,
+    Schema,
+    Struct,
+    parse_schema,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+__all__ = ["COLUMNS", "PRIVATE", "SETTINGS", "BatchFrames", "new_session", "spark_type"]
+
+#: The columns that a callback sees, in this order.
+COLUMNS = (
+    "message_id",
+    "data",
+    "batch_key",
+    "metadata",
+    "attempt",
+    "redelivered",
+    "received_at",
+    "position",
+)
+
+#: The columns that only settling needs.
+PRIVATE = ("_receipt", "_payload", "_properties", "_on_success", "_on_failure", "_acked")
+
+#: What a session is set to unless the application's own configuration says otherwise.
+SETTINGS = {
+    # received_at, and every timestamp that a callback prints or truncates, is UTC.
+    "spark.sql.session.timeZone": "UTC",
+    # Explicit files are never listed by a Spark job, however many they are.
+    "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
+    "spark.sql.parquet.filterPushdown": "true",
+    "spark.sql.adaptive.enabled": "true",
+}
+
+_ATOMIC: dict[Atomic, T.DataType] = {
+    Atomic.BOOLEAN: T.BooleanType(),
+    Atomic.TINYINT: T.ByteType(),
+    Atomic.SMALLINT: T.ShortType(),
+    Atomic.INT: T.IntegerType(),
+    Atomic.BIGINT: T.LongType(),
+    Atomic.FLOAT: T.FloatType(),
+    Atomic.DOUBLE: T.DoubleType(),
+    Atomic.STRING: T.StringType(),
+    Atomic.BINARY: T.BinaryType(),
+    Atomic.DATE: T.DateType(),
+    Atomic.TIMESTAMP: T.TimestampType(),
+    Atomic.TIMESTAMP_NTZ: T.TimestampNTZType(),
+}
+
+
+def spark_type(kind: DataType) -> T.DataType:
+    """The Spark type of a schema's type.
+
+    Built, not parsed: what ``timestamp`` means in DDL depends on the session.
+    """
+    if isinstance(kind, Struct):
+        return T.StructType(
+            [
+                T.StructField(
+                    field.name,
+                    spark_type(field.type),
+                    field.nullable,
+                    {"comment": field.comment} if field.comment else None,
+                )
+                for field in kind.fields
+            ]
+        )
+    if isinstance(kind, Array):
+        return T.ArrayType(spark_type(kind.element))
+    if isinstance(kind, Map):
+        return T.MapType(spark_type(kind.key), spark_type(kind.value))
+    if isinstance(kind, Decimal):
+        return T.DecimalType(kind.precision, kind.scale)
+    return _ATOMIC[kind]
+
+
+def data_type(schema: Schema | None, *, as_bytes: bool) -> T.DataType:
+    """The Spark type of the column ``data``."""
+    if schema is not None:
+        return spark_type(schema.struct)
+    return T.BinaryType() if as_bytes else T.StringType()
+
+
+def file_schema(data: T.DataType) -> T.StructType:
+    """The schema of a plan's data files, as far as it is read here."""
+    fields: list[tuple[str, T.DataType]] = [
+        ("batch", T.LongType()),
+        ("message_id", T.StringType()),
+        ("data", data),
+        ("batch_key", T.StringType()),
+        ("metadata", T.MapType(T.StringType(), T.StringType())),
+        ("attempt", T.IntegerType()),
+        ("redelivered", T.BooleanType()),
+        ("received_at", T.TimestampType()),
+        ("position", T.LongType()),
+        ("_receipt", T.StringType()),
+        ("_payload", T.BinaryType()),
+        ("_properties", T.StringType()),
+        ("_on_success", T.StringType()),
+        ("_on_failure", T.StringType()),
+        ("_acked", T.BooleanType()),
+    ]
+    return T.StructType([T.StructField(name, kind) for name, kind in fields])
+
+
+class BatchFrames:
+    """Makes the frames of one plan's batches.
+
+    :param run_uri: The run's folder.
+    """
+
+    def __init__(self, run_uri: str, plan: BatchPlan) -> None:
+        self.plan = plan
+        self.schema = parse_schema(plan.schema) if plan.schema else None
+        self._folder = f"{run_uri.rstrip('/')}/{plan.path}"
+        self._file_schema = file_schema(data_type(self.schema, as_bytes=plan.as_bytes))
+
+    def messages(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
+        """What ``handle_batch`` gets."""
+        return self._rows(spark, batch).select(*COLUMNS)
+
+    def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
+        """The same rows with what settling needs; ``data`` and ``metadata`` only if asked for."""
+        seen = COLUMNS if data else ("message_id", "attempt")
+        return self._rows(spark, batch).select(*seen, *PRIVATE)
+
+    def _rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
+        files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
+        # Paths may hold what Spark would take for a pattern, such as brackets.
+        reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")
+        return reader.parquet(*files).where(in_ranges(batch.rows))
+
+
+def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:
+    """The condition that ``batch`` lies in one of some inclusive ranges.
+
+    Beyond a few ranges the outermost bounds are tested first: they prune row groups cheaply.
+    """
+    parts = [_in_range(first, last) for first, last in ranges]
+    found = parts[0]
+    for part in parts[1:]:
+        found = found | part
+    if len(parts) > 1:
+        found = _in_range(min(r[0] for r in ranges), max(r[1] for r in ranges)) & found
+    return found
+
+
+def _in_range(first: int, last: int) -> Column:
+    column = F.col("batch")
+    return column == first if first == last else column.between(first, last)
+
+
+def is_connect(spark: Any) -> bool:
+    """Whether a session is one of Spark Connect, which has no JVM at hand."""
+    return ".connect." in type(spark).__module__
+
+
+def new_session(spark: SparkSession) -> SparkSession:
+    """A session of a batch's own: its temporary views and settings are seen by no other."""
+    made: Any = spark
+    if not is_connect(spark):
+        made = spark.newSession()
+    elif hasattr(spark, "cloneSession"):
+        made = spark.cloneSession()
+    else:  # Spark Connect before 4.1
+        made = type(spark).builder.remote(spark.client._builder.url).create()  # type: ignore[attr-defined]
+        _apply_settings(made)
+    return made  # type: ignore[no-any-return]
+
+
+def prepare_session(spark: SparkSession) -> None:
+    """Give a session of Connect the settings; a classic one has them from its start."""
+    if is_connect(spark):
+        _apply_settings(spark)
+
+
+def _apply_settings(spark: SparkSession) -> None:
+    for name, value in SETTINGS.items():
+        spark.conf.set(name, value)

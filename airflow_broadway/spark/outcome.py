@@ -1,0 +1,388 @@
+"""From what ``handle_batch`` returned to the entries of a batch: its exceptions, one by one.
+
+A success needs no line; a failed message gets one with its verdict, and a message without any
+outcome one that releases it.  Only the rows of those messages are read back, a thousand at a time,
+so a batch of millions may fail in a driver of little memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pyspark.sql import functions as F  # noqa: N812
+
+from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, Scope, ack_messages
+from airflow_broadway.core.callbacks import run_handle_failed
+from airflow_broadway.core.custody import RELEASE, Delivery, Entry
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.manifest import MAX_REASON, PlannedBatch
+from airflow_broadway.core.message import AckRef, Message, Status
+from airflow_broadway.core.schema import Array, Atomic, DataType, Map, Schema, Struct
+from airflow_broadway.spark.frame import BatchFrames
+from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Outcomes
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from airflow_broadway.core.broadway import Broadway
+
+__all__ = ["Counts", "Judge"]
+
+#: Up to this many failures are looked up by their ids; more are joined.
+SMALL = 1000
+#: Messages that one call of ``handle_failed`` gets at most.
+CHUNK = 1000
+#: Ids named in an error.
+SHOWN = 3
+
+_MISSING = Status("missing")
+
+
+class Counts:
+    """What the entries of a batch came to; filled while they are streamed."""
+
+    __slots__ = ("failed", "missing")
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.missing = 0
+
+
+class _Exception(NamedTuple):
+    """A message that did not succeed: its row, and how it stands."""
+
+    row: Any
+    status: Status
+
+
+class Judge:
+    """Turns the exceptions of one plan's batches into entries; used from many threads.
+
+    :param context: What the callbacks get.
+    """
+
+    def __init__(self, pipeline: Broadway, context: Any, frames: BatchFrames) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._frames = frames
+        # Without the callback nobody looks at the data of what failed.
+        self._data = pipeline.defines("handle_failed")
+
+    def entries(
+        self,
+        spark: SparkSession,
+        batch: PlannedBatch,
+        found: Failed | Outcomes | Status | None,
+        counts: Counts,
+    ) -> Iterator[Entry]:
+        """The entries of a batch, streamed.
+
+        :param found: What :func:`results.read` gave, or the status that the whole batch has.
+        :param counts: Raised as entries are made.
+        :raises PipelineError: If what ``handle_batch`` returned names other messages, or standings
+            that there are not.
+        """
+        if found is None:
+            return
+        chunk: list[_Exception] = []
+        for each in self._exceptions(spark, batch, found):
+            if each.row["_acked"]:
+                # Settled by ack_immediately before it came here: nobody settles it again.
+                counts.failed += each.status is not _MISSING
+                continue
+            if each.status is _MISSING:
+                counts.missing += 1
+                yield Entry(
+                    each.row["message_id"], each.row["_receipt"] or "", RELEASE, each.row["attempt"]
+                )
+                continue
+            chunk.append(each)
+            if len(chunk) >= CHUNK:
+                yield from self._judged(chunk, batch, counts)
+                chunk = []
+        if chunk:
+            yield from self._judged(chunk, batch, counts)
+
+    # -- verdicts --------------------------------------------------------------------------------
+
+    def _judged(
+        self, chunk: list[_Exception], batch: PlannedBatch, counts: Counts
+    ) -> Iterator[Entry]:
+        sink = _Sink()
+        acknowledger = RunAcknowledger(self._pipeline.producer, sink)
+        messages = [self._message(each, batch, acknowledger) for each in chunk]
+        with Scope("batch") as scope:
+            handled = run_handle_failed(self._pipeline, messages, self._context, scope)
+            ack_messages([], handled, on_error=_raise)
+        left = {message.message_id: message for message in messages}
+        for message, verdict in sink.judged:
+            if left.pop(message.message_id, None) is None:
+                continue  # returned twice by handle_failed, or not of this batch
+            counts.failed += 1
+            data = _delivery(message)
+            yield Entry(
+                message.message_id,
+                data.receipt,
+                verdict,
+                message.attempt,
+                data.payload,
+                data.properties,
+            )
+        for message in left.values():  # handle_failed did not return it
+            counts.missing += 1
+            yield Entry(message.message_id, _delivery(message).receipt, RELEASE, message.attempt)
+
+    def _message(
+        self, each: _Exception, batch: PlannedBatch, acknowledger: RunAcknowledger
+    ) -> Message:
+        row = each.row
+        payload = row["_payload"]
+        delivery = Delivery(
+            receipt=row["_receipt"] or "",
+            payload=None if payload is None else bytes(payload),
+            properties=row["_properties"],
+            on_success=row["_on_success"],
+            on_failure=row["_on_failure"],
+        )
+        seen: dict[str, Any] = {}
+        if self._data:
+            seen = {
+                "metadata": row["metadata"] or {},
+                "batch_key": plain_key(json.loads(row["batch_key"])) if row["batch_key"] else None,
+                "redelivered": bool(row["redelivered"]),
+                "received_at": as_utc(row["received_at"]),
+                "position": row["position"],
+            }
+        return Message(
+            self._python(row["data"]) if self._data else None,
+            message_id=row["message_id"],
+            attempt=row["attempt"],
+            batcher=self._frames.plan.batcher,
+            status=each.status,
+            acknowledger=AckRef(acknowledger, "batch", delivery),
+            **seen,
+        )
+
+    def _python(self, value: Any) -> Any:
+        """The data as ``handle_message`` left it, as far as its schema carries it."""
+        if self._frames.schema is not None:
+            return to_python(value, self._frames.schema.struct)
+        if self._frames.plan.as_bytes:
+            return None if value is None else bytes(value)
+        return None if value is None else json.loads(value)
+
+    # -- which messages --------------------------------------------------------------------------
+
+    def _exceptions(
+        self, spark: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status
+    ) -> Iterator[_Exception]:
+        rows = self._frames.private(spark, batch, data=self._data)
+        if isinstance(found, Status):
+            return (_Exception(row, found) for row in rows.toLocalIterator())
+        if isinstance(found, Failed):
+            named = _named_of_failed(spark, found)
+            if named is None:
+                return iter(())
+            few: list[Any] | None = (
+                named if isinstance(named, list) else named.limit(SMALL + 1).collect()
+            )
+        else:
+            named = _named_of_outcomes(found)
+            few = named.limit(SMALL + 1).collect() if batch.size <= SMALL else None
+        complete = isinstance(found, Outcomes)
+        if few is not None and len(few) <= SMALL:
+            return _from_few(rows, few, complete=complete)
+        if isinstance(named, list):
+            named = spark.createDataFrame(named, _NAMED)
+        return _from_join(rows, named, complete=complete)
+
+
+#: A row of what was named; of several for one message the highest rank counts.
+_NAMED = "message_id string, rank int, status string, reason string"
+
+
+def _named_of_failed(spark: SparkSession, found: Failed) -> Any:
+    """What ``failed()`` named: a list of tuples, or a DataFrame of them; ``None`` for nobody."""
+    if not found.parts:
+        return None
+    ids: list[tuple[str, int, str, str]] = []
+    frames: list[DataFrame] = []
+    for rank, (rows, reason) in enumerate(found.parts):
+        if isinstance(rows, tuple):
+            ids += [(each, rank, "failed", reason) for each in rows]
+            continue
+        column = F.lit(reason) if isinstance(reason, str) else reason
+        frames.append(
+            rows.select(
+                F.col("message_id").cast("string").alias("message_id"),
+                F.lit(rank).alias("rank"),
+                F.lit("failed").alias("status"),
+                _cut(column).alias("reason"),
+            )
+        )
+    if not frames:
+        return ids or None
+    if ids:
+        frames.append(spark.createDataFrame(ids, _NAMED))
+    named = frames[0]
+    for each in frames[1:]:
+        named = named.unionByName(each)
+    return named
+
+
+def _named_of_outcomes(found: Outcomes) -> DataFrame:
+    """What a DataFrame of outcomes named."""
+    status = F.lower(F.col(found.status).cast("string"))
+    word = F.when(status == "true", "ok").when(status == "false", "failed").otherwise(status)
+    good, bad = word.isin(*OK_STATUS), word.isin(*FAILED_STATUS)
+    made: DataFrame = found.frame.select(
+        F.col("message_id").cast("string").alias("message_id"),
+        # A message named twice failed if either says so; a word that is none is reported.
+        F.when(good, 0).when(bad, 1).otherwise(2).alias("rank"),
+        F.when(good, "ok")
+        .when(bad, "failed")
+        .otherwise(F.coalesce(F.col(found.status).cast("string"), F.lit("null")))
+        .alias("status"),
+        (_cut(F.col("reason")) if found.reasons else F.lit(None).cast("string")).alias("reason"),
+    )
+    return made
+
+
+def _cut(column: Any) -> Any:
+    return F.substring(column.cast("string"), 1, MAX_REASON)
+
+
+def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[_Exception]:
+    """The exceptions when few messages were named: look their rows up by id.
+
+    :param complete: Whether a message that was not named has no outcome.
+    """
+    found: dict[str, Any] = {}
+    for each in named:
+        message_id, rank, *_ = each
+        if message_id not in found or rank >= found[message_id][1]:
+            found[message_id] = each
+    for _, rank, status, _ in found.values():
+        _check_word(rank, status)
+    good = [message_id for message_id, each in found.items() if each[2] == "ok"]
+    wanted = rows
+    if not complete:
+        if not found:
+            return
+        wanted = rows.where(F.col("message_id").isin([i for i in found if i is not None]))
+    seen = set()
+    held = set(good)
+    for row in wanted.toLocalIterator():
+        message_id = row["message_id"]
+        seen.add(message_id)
+        if message_id in held:
+            continue
+        each = found.get(message_id)
+        yield _Exception(row, _MISSING if each is None else _failed(each[3]))
+    _check_known([message_id for message_id in found if message_id not in seen])
+
+
+def _from_join(rows: DataFrame, named: DataFrame, *, complete: bool) -> Iterator[_Exception]:
+    """The same by a join, whatever the number."""
+    best = named.groupBy("message_id").agg(
+        F.max(F.struct("rank", "status", "reason")).alias("_named")
+    )
+    joined = best.join(
+        rows.withColumn("_here", F.lit(True)), "message_id", "full" if complete else "left"
+    )
+    status = F.col("_named.status")
+    wanted = joined.where(F.col("_here").isNull() | status.isNull() | (status != "ok"))
+    unknown: list[str] = []
+    for row in wanted.toLocalIterator():
+        named_row = row["_named"]
+        if not row["_here"]:
+            unknown.append(row["message_id"])
+            if len(unknown) > SHOWN:
+                break
+            continue
+        if named_row is None:
+            yield _Exception(row, _MISSING)
+            continue
+        _check_word(named_row["rank"] if complete else 0, named_row["status"])
+        yield _Exception(row, _failed(named_row["reason"]))
+    _check_known(unknown)
+
+
+def _failed(reason: str | None) -> Status:
+    return Status("failed", reason or "failed by handle_batch")
+
+
+def _check_word(rank: int, status: str) -> None:
+    if rank >= 2 and status not in ("ok", "failed"):
+        raise PipelineError(
+            f"the DataFrame that handle_batch returned has the status {status!r}; expected one of"
+            f" {sorted(OK_STATUS)} or {sorted(FAILED_STATUS)}, or true and false"
+        )
+
+
+def _check_known(unknown: list[str]) -> None:
+    # Passing over them could ack what was meant to fail: a column of other ids is easily taken.
+    if unknown:
+        shown = ", ".join(repr(message_id) for message_id in unknown[:SHOWN])
+        more = " and more" if len(unknown) > SHOWN else ""
+        raise PipelineError(
+            f"handle_batch returned message ids that are not of this batch: {shown}{more}; take the"
+            " column message_id of `messages`"
+        )
+
+
+class _Sink:
+    """Keeps the verdicts of one chunk."""
+
+    def __init__(self) -> None:
+        self.judged: list[Judged] = []
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        self.judged += successful
+        self.judged += failed
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        raise PipelineError(
+            "ack_immediately is not possible in a Spark batch: the driver has no connection to the"
+            " broker; use configure_ack, or a Python batcher"
+        )
+
+
+def _raise(acknowledger: Any, ref: Any, error: Exception) -> None:
+    raise error
+
+
+def _delivery(message: Message) -> Delivery:
+    data = message.acknowledger.data
+    return data if isinstance(data, Delivery) else Delivery()
+
+
+def plain_key(key: Any) -> Any:
+    """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
+    return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
+
+
+def as_utc(value: datetime) -> datetime:
+    """An instant that Spark collected (naive, in the driver's own zone) as aware UTC."""
+    return value.astimezone(timezone.utc)  # noqa: UP017 - Python 3.10
+
+
+def to_python(value: Any, kind: DataType | Schema) -> Any:
+    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants."""
+    if value is None:
+        return None
+    if isinstance(kind, Struct):
+        return {field.name: to_python(value[i], field.type) for i, field in enumerate(kind.fields)}
+    if isinstance(kind, Array):
+        return [to_python(each, kind.element) for each in value]
+    if isinstance(kind, Map):
+        items: Mapping[Any, Any] = value
+        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items.items()}
+    if kind is Atomic.BINARY:
+        return bytes(value)
+    if kind is Atomic.TIMESTAMP:
+        return as_utc(value)
+    return value

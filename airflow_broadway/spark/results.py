@@ -1,0 +1,161 @@
+"""What ``handle_batch`` may return, and the meaning of each.
+
+==============================  ====================================================================
+``None``                        every message succeeded
+``failed(rows, reason=…)``      these messages failed, all others succeeded; combine with ``|``, or
+                                return a list of several
+a DataFrame of outcomes         columns ``message_id``, ``ok`` (boolean) or ``status`` (``"ok"`` or
+                                ``"failed"``), and, if there are reasons, ``reason``; a message that
+                                it leaves out has no outcome, and is released
+an exception                    every message failed
+==============================  ====================================================================
+
+Anything else fails the batch.  Pipelines import this module while a Dag is parsed, so it loads no
+Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.errors import PipelineError
+
+__all__ = ["FAILED_STATUS", "OK_STATUS", "Failed", "FailedPart", "Outcomes", "failed", "read"]
+
+#: The words of a ``status`` column.
+OK_STATUS = ("ok", "success", "succeeded", "successful")
+FAILED_STATUS = ("failed", "failure", "error")
+
+
+class FailedPart(NamedTuple):
+    """Messages that failed for one reason.
+
+    :param rows: A DataFrame with a column ``message_id``, or the ids themselves.
+    :param reason: Text, or a Column over ``rows``.
+    """
+
+    rows: Any
+    reason: Any
+
+
+class Failed:
+    """Messages that failed, as made by :func:`failed`; ``a | b`` holds those of both."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: tuple[FailedPart, ...]) -> None:
+        self.parts = parts
+
+    def __or__(self, other: object) -> Failed:
+        if not isinstance(other, Failed):
+            return NotImplemented
+        return Failed(self.parts + other.parts)
+
+    def __repr__(self) -> str:
+        return f"Failed({len(self.parts)} parts)"
+
+
+def failed(rows: Any, reason: Any = "failed by handle_batch") -> Failed:
+    """Tell which messages of a batch failed; return it from ``handle_batch``.
+
+    A DataFrame is read after ``handle_batch`` has returned: what is not the same each time it is
+    computed (``rand()``, a changing table) needs ``.cache()`` first.
+
+    :param rows: Rows of ``messages``, or any DataFrame with a column ``message_id``; or an iterable
+        of message ids.  Repeated ids count once; an id that is not of the batch fails it whole.
+    :param reason: Why: text, or a Column computed from ``rows``, e.g.
+        ``F.concat(F.lit("delay "), "data.dep_delay")``.  Cut at 2,048 bytes.
+    :raises PipelineError: If ``rows`` or ``reason`` is something else.
+    """
+    if not (isinstance(reason, str) or is_column(reason)):
+        raise PipelineError(f"failed(…, reason=…) takes text or a Column, got: {reason!r}")
+    if is_frame(rows):
+        if "message_id" not in rows.columns:
+            raise PipelineError(
+                f"failed() takes rows with a column 'message_id', got columns {rows.columns}"
+            )
+        return Failed((FailedPart(rows, reason),))
+    if is_column(reason):
+        raise PipelineError("failed() takes a Column as reason only with a DataFrame of rows")
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        raise PipelineError(
+            f"failed() takes a DataFrame or an iterable of message ids, got: {short(rows)}"
+        )
+    ids = tuple(rows)
+    for message_id in ids:
+        if not isinstance(message_id, str):
+            raise PipelineError(f"failed() takes message ids as text, got: {short(message_id)}")
+    return Failed((FailedPart(ids, reason),))
+
+
+class Outcomes(NamedTuple):
+    """A DataFrame of outcomes, checked.
+
+    :param status: The name of its column of standings: ``"ok"`` or ``"status"``.
+    :param reasons: Whether it has a column ``reason``.
+    """
+
+    frame: Any
+    status: str
+    reasons: bool
+
+
+def read(returned: object) -> Failed | Outcomes | None:
+    """Check what ``handle_batch`` returned.
+
+    :raises PipelineError: If it is none of what the module lists.
+    """
+    if returned is None or isinstance(returned, Failed):
+        return returned
+    if isinstance(returned, (list, tuple)) and all(isinstance(item, Failed) for item in returned):
+        return Failed(tuple(part for item in returned for part in item.parts))
+    if is_frame(returned):
+        return _outcomes(returned)
+    raise PipelineError(
+        f"handle_batch returned {short(returned)}; on Spark it returns None when all messages"
+        " succeeded, failed(rows, reason=…), a list of those, or a DataFrame of outcomes"
+    )
+
+
+def _outcomes(frame: Any) -> Outcomes:
+    columns = list(frame.columns)
+    standings = [name for name in ("ok", "status") if name in columns]
+    if "message_id" not in columns or len(standings) != 1:
+        raise PipelineError(
+            "a DataFrame that handle_batch returns has the columns 'message_id', either 'ok' or"
+            f" 'status', and optionally 'reason'; got columns {columns}.  To fail some messages"
+            " return failed(rows, reason=…)"
+        )
+    kind = frame.schema[standings[0]].dataType.typeName()
+    wanted = ("boolean",) if standings[0] == "ok" else ("boolean", "string")
+    if kind not in wanted:
+        raise PipelineError(
+            f"the column {standings[0]!r} of the DataFrame that handle_batch returned is"
+            f" {kind}, expected {' or '.join(wanted)}"
+        )
+    return Outcomes(frame, standings[0], "reason" in columns)
+
+
+def is_frame(value: object) -> bool:
+    """Whether it is a Spark DataFrame, classic or of Spark Connect."""
+    return _is_of_spark(value, "DataFrame")
+
+
+def is_column(value: object) -> bool:
+    """Whether it is a Spark Column, classic or of Spark Connect."""
+    return _is_of_spark(value, "Column")
+
+
+def _is_of_spark(value: object, name: str) -> bool:
+    # By name: this module must not load Spark, and Connect's classes share no base in Spark 3.5.
+    return any(
+        base.__name__ == name and base.__module__.startswith("pyspark.sql.")
+        for base in type(value).__mro__
+    )
+
+
+def short(value: object) -> str:
+    """A value for an error: its type, and its text if short."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

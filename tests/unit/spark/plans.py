@@ -1,0 +1,231 @@
+"""Writes a run's files by hand, in the formats that ``core.manifest`` gives, for tests of Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from airflow_broadway.core.custody import Entry, Lease
+from airflow_broadway.core.manifest import (
+    BatchPlan,
+    Outcome,
+    PlannedBatch,
+    Work,
+    load_entry,
+    paths,
+)
+from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.schema import parse_schema
+from airflow_broadway.spark.files import LocalFiles
+from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
+
+EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
+GENERATION = "0" * 31 + "1"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One staged message."""
+
+    message_id: str
+    data: Any
+    batch_key: Any = "default"
+    metadata: dict[str, str] = field(default_factory=dict)
+    attempt: int = 1
+    redelivered: bool = False
+    received_at: datetime = EPOCH
+    receipt: str = ""
+    payload: bytes | None = None
+    properties: str | None = None
+    on_success: str | None = None
+    on_failure: str | None = None
+    acked: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One batch to plan."""
+
+    batch_id: str
+    rows: Sequence[Row]
+    batch_key: Any = "default"
+    keys: int = 1
+    partition: int | None = None
+    trigger: str = "size"
+    generations: tuple[str, ...] = (GENERATION,)
+
+
+def rows(count: int, data: Any = lambda n: {"n": n}, *, prefix: str = "m", **more: Any) -> list[Row]:
+    """Messages ``m0``, ``m1`` … with the data that a function makes of their numbers."""
+    return [Row(f"{prefix}{n}", data(n), receipt=f"r{n}", **more) for n in range(count)]
+
+
+class Staged:
+    """The folder of one run."""
+
+    def __init__(self, root: Path, *, pipeline: str = "Counting") -> None:
+        self.root = root
+        self.uri = f"file://{root}"
+        self.files = LocalFiles(root)
+        self.pipeline = pipeline
+        self.lease()
+
+    def lease(self, *, generation: str = GENERATION, seconds: float = 3600) -> None:
+        """Write a generation's lease, ending in so many seconds."""
+        lease = Lease(
+            kind="sqlite",
+            generation=generation,
+            seconds=900,
+            deadline=datetime.now(timezone.utc) + timedelta(seconds=seconds),
+        )
+        self.files.replace(paths.lease(generation), json.dumps(lease.to_json()))
+
+    def settle(self, *, generation: str = GENERATION) -> None:
+        """Begin to settle a generation."""
+        assert self.files.create(paths.intent(generation), "{}")
+
+    def plan(
+        self,
+        batcher: str,
+        batches: Sequence[Planned],
+        *,
+        schema: str | None = "n bigint",
+        as_bytes: bool = False,
+        batches_per_file: int = 1000,
+    ) -> BatchPlan:
+        """Write a plan with its data files."""
+        path = f"batches/{batcher}/inputs/1-try"
+        data: list[str] = []
+        planned: list[PlannedBatch] = []
+        position = 0
+        for start in range(0, len(batches), batches_per_file):
+            name = f"data-{len(data):05d}.parquet"
+            tables = []
+            for number, batch in enumerate(batches[start : start + batches_per_file], start):
+                tables.append(
+                    _table(batch.rows, number, position, parse(schema), as_bytes=as_bytes)
+                )
+                position += len(batch.rows)
+                planned.append(_planned(batch, number, len(data)))
+            (self.root / path).mkdir(parents=True, exist_ok=True)
+            _write(self.root / path / name, tables)
+            data.append(name)
+        plan = BatchPlan(
+            path=path,
+            pipeline=self.pipeline,
+            batcher=batcher,
+            generations=sorted({g for batch in batches for g in batch.generations}),
+            data=data,
+            schema=schema,
+            as_bytes=as_bytes,
+            messages=position,
+            batches=len(planned),
+            triggers={"size": len(planned)},
+            root_id="root",
+            host="host",
+        )
+        self.files.write_lines(
+            f"{path}/plan.jsonl", [plan.dumps(), *(batch.dumps() for batch in planned)]
+        )
+        return plan
+
+    def work(
+        self, pipeline: Any, *plans: BatchPlan, name: str = "handle_batches", try_number: int = 1
+    ) -> Work:
+        """Write the work file of a try."""
+        work = Work(
+            name=name,
+            try_number=try_number,
+            pipeline=pipeline if isinstance(pipeline, dict) else pipeline().ref(),
+            run=replace(RunInfo(), try_number=try_number).to_json(),
+            plans=[plan.path for plan in plans],
+        )
+        assert self.files.create(paths.work(name, try_number), work.dumps())
+        return work
+
+    def outcome(self, batcher: str, batch_id: str) -> Outcome:
+        """A batch's outcome."""
+        path = paths.outcome(batcher, batch_id)
+        return Outcome.loads(self.files.read(path), path)
+
+    def outcomes(self, batcher: str) -> dict[str, Outcome]:
+        """All outcomes of a batcher."""
+        return {
+            name.removesuffix(".json"): self.outcome(batcher, name.removesuffix(".json"))
+            for name in self.files.list(paths.outcomes(batcher))
+            if name.endswith(".json")
+        }
+
+    def entries(self, outcome: Outcome) -> dict[str, Entry]:
+        """What an outcome's entries say, by message id."""
+        if outcome.entries is None:
+            return {}
+        found = [load_entry(line) for line in self.files.lines(outcome.entries)]
+        by_id = {entry.message_id: entry for entry in found}
+        assert len(by_id) == len(found)
+        return by_id
+
+
+def parse(schema: str | None) -> pa.DataType | None:
+    return None if schema is None else arrow_struct(parse_schema(schema))
+
+
+def _planned(batch: Planned, number: int, file: int) -> PlannedBatch:
+    share = len(batch.rows) // len(batch.generations)
+    return PlannedBatch(
+        batch_id=batch.batch_id,
+        rows=[[number, number]],
+        files=[file],
+        batch_key=batch.batch_key,
+        keys=batch.keys,
+        partition=batch.partition,
+        size=len(batch.rows),
+        bytes=10 * len(batch.rows),
+        trigger=batch.trigger,
+        redelivered=sum(row.redelivered for row in batch.rows),
+        sources=dict.fromkeys(batch.generations, share),
+    )
+
+
+def _table(
+    given: Sequence[Row], number: int, position: int, data: pa.DataType | None, *, as_bytes: bool
+) -> pa.Table:
+    if data is None:
+        data = pa.binary() if as_bytes else pa.string()
+    columns: dict[str, tuple[pa.DataType, list[Any]]] = {
+        "message_id": (pa.string(), [row.message_id for row in given]),
+        "data": (data, [row.data for row in given]),
+        "batch_key": (pa.string(), [json.dumps(row.batch_key) for row in given]),
+        "metadata": (
+            pa.map_(pa.string(), pa.string()),
+            [list(row.metadata.items()) for row in given],
+        ),
+        "attempt": (pa.int32(), [row.attempt for row in given]),
+        "redelivered": (pa.bool_(), [row.redelivered for row in given]),
+        "received_at": (pa.timestamp("us", tz="UTC"), [row.received_at for row in given]),
+        "position": (pa.int64(), [position + index for index in range(len(given))]),
+        "batch": (pa.int64(), [number] * len(given)),
+        "source": (pa.int32(), [0] * len(given)),
+        "_receipt": (pa.string(), [row.receipt for row in given]),
+        "_on_success": (pa.string(), [row.on_success for row in given]),
+        "_on_failure": (pa.string(), [row.on_failure for row in given]),
+        "_acked": (pa.bool_(), [row.acked for row in given]),
+    }
+    if any(row.payload is not None for row in given):
+        columns["_payload"] = (pa.binary(), [row.payload for row in given])
+        columns["_properties"] = (pa.string(), [row.properties for row in given])
+    return pa.table({name: pa.array(values, kind) for name, (kind, values) in columns.items()})
+
+
+def _write(path: Path, tables: Sequence[pa.Table]) -> None:
+    schema = tables[0].schema.with_metadata(SPARK_FILE_METADATA)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table.replace_schema_metadata(SPARK_FILE_METADATA))
