@@ -80,9 +80,9 @@ class _Batcher:
             KeyMerger(options.batch_size, options.batch_bytes) if options.merge_keys else None
         )
         self.telemetry_name = f"{pipeline.name}.Broadway.Batcher_{name}"
+        stage = BatchProcessorStage if options.engine == "python" else _StandIn
         self.processors = [
-            BatchProcessorStage(pipeline, name, index=index, ack=ack)
-            for index in range(options.concurrency)
+            stage(pipeline, name, index=index, ack=ack) for index in range(options.concurrency)
         ]
         self.turn = 0
         self.pool: WorkerPool[Batch, BatchResult] | None = None
@@ -91,6 +91,13 @@ class _Batcher:
             self.pool = WorkerPool(
                 work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1
             )
+
+
+class _StandIn(BatchProcessorStage):
+    """A batch processor whose batches all succeed, ``handle_batch`` being Spark's to call."""
+
+    def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
+        return messages
 
 
 def _worker(processor: BatchProcessorStage) -> Callable[[Batch], BatchResult]:
@@ -104,6 +111,7 @@ class Engine:
 
     :param ack: Settles a stage's result: ``ack(successful, failed)``.
     :param inline: Do everything in the calling thread, for tests.
+    :param stand_in: Let batches of Spark batchers succeed unhandled, for tests.
     :param late: Asked before each chunk and batch; once true, nothing more is begun.
     :raises PipelineError: If a batcher's engine is Spark.
     """
@@ -115,9 +123,11 @@ class Engine:
         clock: Clock | None = None,
         ack: Ack = ack_messages,
         inline: bool = False,
+        stand_in: bool = False,
         late: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_engines(pipeline)
+        if not stand_in:
+            check_engines(pipeline)
         self.pipeline = pipeline
         self.clock = clock or SystemClock()
         self._late = late
@@ -136,6 +146,8 @@ class Engine:
         self.seconds: dict[str, float] = {"process": 0.0, "batch": 0.0, "handle_batch": 0.0}
         #: Called with the successful and the failed of each result that has been settled.
         self.on_settled: Callable[[list[Message], list[Message]], None] = lambda good, bad: None
+        #: Called with each batch before ``handle_batch``.
+        self.on_batch: Callable[[Batch], None] = lambda batch: None
         if telemetry.handlers("topology.init"):
             telemetry.emit(
                 "topology.init",
@@ -266,6 +278,7 @@ class Engine:
             if self._late():
                 return
             batch = make_batch(self.pipeline.name, name, call)
+            self.on_batch(batch)
             lane = batch.info.partition
             if batcher.pool is None:
                 if lane is None:

@@ -40,6 +40,9 @@ class OptionsError(BroadwayError, ValueError):
         self.rule = rule
         self.value = value
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _options_error, (self.path, self.rule, self.value, str(self))
+
     @classmethod
     def unknown(cls, path: str, value: object, valid: Iterable[str]) -> OptionsError:
         """Report a name that no option has, with the valid ones and the nearest of them."""
@@ -59,6 +62,12 @@ class OptionsError(BroadwayError, ValueError):
         error = cls(path, "a value", None)
         error.args = (f"required option {path!r} not found",)
         return error
+
+
+def _options_error(path: str, rule: str, value: object, text: str) -> OptionsError:
+    error = OptionsError(path, rule, value)
+    error.args = (text,)
+    return error
 
 
 class PipelineError(BroadwayError):

@@ -191,9 +191,7 @@ class Message(_Draft):
         self.message_id = message_id
         self.batcher = batcher
         self.batch_key = batch_key
-        self.batch_mode = (
-            batch_mode if type(batch_mode) is BatchMode else BatchMode(batch_mode)
-        )
+        self.batch_mode = batch_mode if type(batch_mode) is BatchMode else BatchMode(batch_mode)
         self.status = status
         self.attempt = attempt
         self.redelivered = redelivered
@@ -223,7 +221,9 @@ class Message(_Draft):
         return f"Message({data}, message_id={self.message_id!r}, status={self.status.kind!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, tuple(getattr(self, name) for name in _Draft.__slots__)
+        values = {name: getattr(self, name) for name in _Draft.__slots__}
+        values["metadata"] = dict(self.metadata)  # a read-only view would not go across
+        return _restore, tuple(values.values())
 
     @property
     def ok(self) -> bool:

@@ -246,7 +246,7 @@ class ProcessProcessor:
             try:
                 return "ok", getattr(_away[number], method)(*arguments)
             except Exception as error:
-                return "raise", error
+                return "raise", _portable_error(error)
 
     def _tell(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
         telemetry.emit(event, measurements, {**metadata, "producer": self._pipeline.producer})

@@ -1,0 +1,127 @@
+"""A pipeline driven by hand: push, let time pass, drain; deterministic, in the calling thread.
+
+The stages are those of every run (:class:`airflow_broadway.core.engine.Engine`); only what feeds
+them and the clock are the test's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.engine import Batch, Engine
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.intake import transformed
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.testing.clock import ManualClock
+from airflow_broadway.testing.dummy import RecordingAcknowledger
+
+__all__ = ["PipelineDriver"]
+
+log = logging.getLogger(__name__)
+
+
+class PipelineDriver:
+    """Drives the stages of ``pipeline``.
+
+    Batches of Spark batchers are recorded in :attr:`batches` and succeed unhandled.
+
+    :param pipeline: A pipeline or its class; any producer, which is never opened.
+    """
+
+    def __init__(
+        self, pipeline: Broadway | type[Broadway], *, clock: ManualClock | None = None
+    ) -> None:
+        self.pipeline = pipeline() if isinstance(pipeline, type) else pipeline
+        self.clock = clock or ManualClock()
+        #: Settles what is pushed as plain data, and remembers.
+        self.acknowledger = RecordingAcknowledger()
+        #: The batches handed to ``handle_batch``, in order.
+        self.batches: list[Batch] = []
+        self.limiter = RateLimiter(self.pipeline.producer.rate_limiting, self.clock)
+        self._engine = Engine(self.pipeline, clock=self.clock, inline=True, stand_in=True)
+        self._engine.on_batch = self.batches.append
+        self._buffer: list[Message] = []
+        self._count = 0
+        self._draining = False
+
+    def message(self, data: Any, **fields: Any) -> Message:
+        """A message of ``data`` with a fresh id, and this driver's acknowledger unless given."""
+        self._count += 1
+        fields.setdefault("message_id", f"test-{self._count}")
+        fields.setdefault("position", self._count)
+        fields.setdefault("received_at", self.clock.now())
+        fields.setdefault("acknowledger", AckRef(self.acknowledger, "test"))
+        return Message(data, **fields)
+
+    def push(self, messages: Iterable[Any]) -> None:
+        """Hand messages, or their data, to the processors: past transformer and rate limiting."""
+        dispatch = [
+            each if type(each) is Message else self.message(each) for each in messages
+        ]
+        self._engine.feed([dispatch] if dispatch else [])
+
+    def produce(self, messages: Sequence[Message]) -> None:
+        """Emit messages as a producer does: through the transformer, and as fast as is allowed.
+
+        A transformer that raises loses the whole list, unsettled; the error is logged.
+        """
+        try:
+            made = transformed(self.pipeline.producer.transformer, messages)
+        except PipelineError as error:
+            log.error(  # noqa: TRY400 - the cause is what matters
+                "%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"}
+            )
+            return
+        self._buffer += made
+        self._release()
+
+    def elapse(self, seconds: float) -> None:
+        """Let time pass: timeouts fire at their instant, rate limits end."""
+        end = self.clock.monotonic() + seconds
+        while True:
+            waits = [end - self.clock.monotonic()]
+            patience = self._engine.patience()
+            if patience is not None:
+                waits.append(patience)
+            if self._buffer:
+                waits.append(self.limiter.wait_seconds())
+            self.clock.advance(max(0.0, min(waits)))
+            self._engine.tick()
+            self._release()
+            if self.clock.monotonic() >= end:
+                return
+
+    def reset_rate_limit(self) -> None:
+        """End the rate limiter's interval now."""
+        self.limiter.reset()
+        self._release()
+
+    def update_rate_limiting(self, **options: Any) -> None:
+        """Change the rate limiting of the running pipeline."""
+        self.limiter.update_rate_limiting(**options)
+        self._release()
+
+    def drain(self, emitted: Sequence[Message] = ()) -> None:
+        """Stop gracefully: what is buffered goes out at its rate, then ``emitted``, which the
+        producer emitted while it prepared to drain; then pending batches are delivered.
+        """
+        while self._buffer:
+            self.elapse(self.limiter.wait_seconds())
+        if emitted:
+            self.produce(emitted)
+        while self._buffer:
+            self.elapse(self.limiter.wait_seconds())
+        self._engine.drain()
+        self._engine.close()
+
+    def _release(self) -> None:
+        """Let out what the rate limit allows of what was produced."""
+        if self._buffer:
+            granted = self.limiter.take(len(self._buffer))
+            dispatch, self._buffer = self._buffer[:granted], self._buffer[granted:]
+            if dispatch:
+                self._engine.feed([dispatch])
