@@ -16,8 +16,9 @@ from airflow.sdk import DAG, Param, TaskGroup
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.operators._common import check_engine
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
-from airflow_broadway.operators.process import BUDGETS, BroadwayProcessorOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 
 if TYPE_CHECKING:
@@ -74,8 +75,12 @@ def make_task_group(
     :raises OptionsError: While the Dag is parsed.
     """
     ref = pipeline.ref()
+    check_engine(ref)
+    merged: Any = {**DEFAULT_ARGS, **(default_args or {})}
     with TaskGroup(
-        group_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **kwargs
+        group_id,
+        default_args=merged,
+        **kwargs,
     ) as group:
         common: dict[str, Any] = {"pipeline": ref, "staging": staging}
         concurrency = pipeline.producer.concurrency
@@ -119,7 +124,7 @@ def _spark_tasks(
         if given:
             raise OptionsError("spark", "no arguments, since no batcher uses Spark", dict(given))
         return []
-    from airflow_broadway.operators.spark_submit import (  # noqa: PLC0415
+    from airflow_broadway.operators.spark_submit import (
         BroadwaySparkSubmitOperator,
     )
 
@@ -187,5 +192,3 @@ def make_dag(
             staging=staging,
         )
     return dag
-
-

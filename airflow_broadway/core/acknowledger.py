@@ -51,7 +51,7 @@ class Scope:
         self._settled: set[tuple[int, Any, str]] = set()
         self._token: Token[Scope | None] | None = None
 
-    def __enter__(self) -> Scope:  # noqa: PYI034 - Python 3.10 has no Self
+    def __enter__(self) -> Scope:
         self._token = _scope.set(self)
         return self
 

@@ -105,9 +105,7 @@ class Broadway:
         """Called with each message; returns it, changed, routed or failed."""
         raise PipelineError(f"{type(self).__name__} defines no handle_message")
 
-    def handle_batch(
-        self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any
-    ) -> Any:
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         """Called with each batch: a list of messages (``engine="python"``) or a Spark DataFrame.
 
         Python: returns the messages.  Spark: returns ``None`` when all succeeded, what
@@ -196,7 +194,8 @@ class Broadway:
         for name, value in given.items():
             if name not in self._options:
                 raise OptionsError.unknown(name, value, self._options)
-        self.name = self._text("name", given.get("name", cls.name or cls.__name__))  # type: ignore[misc]
+        name = given.get("name", cls.name or cls.__name__)
+        self.name = self._text("name", name)  # type: ignore[misc]
         self.context = given.get("context", cls.context)
         self.shutdown = self._seconds(given.get("shutdown", cls.shutdown), rendered)
         self.partition_by = cls.__dict__.get("partition_by", cls.partition_by)
@@ -212,7 +211,9 @@ class Broadway:
 
     @staticmethod
     def _text(path: str, value: object) -> str:
-        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", value):
+        if not isinstance(value, str) or not re.fullmatch(
+            r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", value
+        ):
             raise OptionsError(
                 path, "a name of at most 100 letters, digits, '_', '-' and '.'", value
             )
@@ -243,15 +244,15 @@ class Broadway:
         declared = type(self).processors
         if isinstance(declared, Mapping):
             if len(declared) != 1:
-                raise OptionsError(
-                    "processors", "exactly one set of processors", sorted(declared)
-                )
+                raise OptionsError("processors", "exactly one set of processors", sorted(declared))
             ((name, declared),) = declared.items()
             declared = override(declared, {"name": name}, "processors")
         if not isinstance(declared, Processors):
             raise OptionsError("processors", "Processors(…)", declared)
-        made = given if isinstance(given, Processors) else override(
-            declared, given or {}, "processors", rendered=rendered
+        made = (
+            given
+            if isinstance(given, Processors)
+            else override(declared, given or {}, "processors", rendered=rendered)
         )
         if made.partition_by is None and self.partition_by is not None:
             made = override(made, {"partition_by": self.partition_by}, "processors")
@@ -273,8 +274,8 @@ class Broadway:
             base = declared.get(name, own)
             if not isinstance(base, Batcher):
                 raise OptionsError(path, "a Batcher(…)", base)
-            batcher = own if isinstance(own, Batcher) else override(
-                base, own, path, rendered=rendered
+            batcher = (
+                own if isinstance(own, Batcher) else override(base, own, path, rendered=rendered)
             )
             if batcher.partition_by is None and self.partition_by is not None:
                 batcher = override(batcher, {"partition_by": self.partition_by}, path)

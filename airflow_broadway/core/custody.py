@@ -98,7 +98,8 @@ class Lease:
 
     :param kind: The producer's kind, e.g. ``"sqlite"``.
     :param generation: The execution of a process task that took it; unique for ever.
-    :param owner: For people and sweeps: ``{"dag_id", "run_id", "task_id", "map_index", "try_number"}``.
+    :param owner: For people and sweeps: ``dag_id``, ``run_id``, ``task_id``, ``map_index``,
+        ``try_number``.
     :param seconds: How long it lasts from its start or renewal; greater than 0.
     :param deadline: When it lapses unless renewed; aware UTC.
     :param state: The producer's own: JSON, no secret.

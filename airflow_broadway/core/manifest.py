@@ -5,7 +5,7 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     generations/<generation>.json       a generation was opened (before its first receive)
     <generation>/
         messages/<batcher>/*.parquet    messages that wait for a batcher
-        failed-*.jsonl                  messages that failed, or were settled, before any batch: entries
+        failed-*.jsonl                  entries of messages that no batcher gets
         manifest.json                   written once, exclusively: only now is the execution real
         lease.json                      the lease as last renewed
         journal-intent.json             settling has begun (exclusive)
@@ -14,13 +14,13 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         data-*.parquet                  messages in batch order, with a ``batch`` column
         plan.jsonl                      a header line, then a line per batch
     outcomes/<batcher>/<batch_id>.json  what became of a batch: the first writer wins (exclusive)
-    outcomes/<batcher>/*.entries.jsonl  its exceptions, named by the outcome: entries
-    work/<task>-<try>.json              what a Spark application is to do; a higher try fences it off
+    outcomes/<batcher>/*.entries.jsonl  entries of its exceptions, named by the outcome
+    work/<task>-<try>.json              what a Spark application does; a higher try fences it off
     heartbeat.json                      when the ack sensor last looked
 
 All paths in these files are relative to the run's folder.  JSON lines and Parquet only: nothing
-that a reader executes.  ``version`` is raised when an old reader could misread a file; a reader that
-meets a newer one refuses with one clear error.
+that a reader executes.  ``version`` is raised when an old reader could misread a file; a reader
+that meets a newer one refuses with one clear error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Files(Protocol):
         ...
 
     def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists: durable and all or nothing.  Whether it was written."""
+        """Write a whole file unless it exists, durable, all or nothing; whether it did."""
         ...
 
     def replace(self, path: str, text: str) -> None:
@@ -84,7 +84,7 @@ class Files(Protocol):
         ...
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many.  Not atomic: publish its name afterwards."""
+        """Write a new file of lines, streamed; how many.  Publish its name only afterwards."""
         ...
 
     def lines(self, path: str) -> Iterator[str]:
@@ -161,8 +161,8 @@ class Manifest:
     :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
     :param batchers: Batcher → messages staged for it.
     :param files: Batcher → its Parquet files, in order of arrival.
-    :param entries: Files of entries: one for each message that is in no batcher's files, except
-        those that need none because they get ``rest`` (successes of a pipeline without batchers).
+    :param entries: Files of entries: one line for each message that is in no batcher's files.
+        So ``received`` is the sum of ``batchers`` and of the lines here.
     :param configured: Whether any staged message has an ack configuration of its own.
     :param dropped: Column → messages that carried it although the schema lacks it.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,

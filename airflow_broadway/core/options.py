@@ -2,7 +2,7 @@
 
 A class decorated with :func:`options` is a frozen, keyword-only dataclass whose fields are made by
 :func:`option`.  Building one checks every field; an unknown name is an :class:`OptionsError` that
-lists the valid names and the nearest.  ``docs/options.md`` is rendered from the same declarations.
+lists the valid names and the nearest; ``docs/options.md`` is made of them.
 
 Text that holds ``{{`` is an Airflow template: it passes every rule while the Dag is parsed, and is
 checked once rendered (:func:`override` with ``rendered=True``), when text is also read as the number
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import dataclass_transform
 else:  # not in Python 3.10, on which Spark clusters may still run this module
 
-    def dataclass_transform(**_: object):  # noqa: D103
+    def dataclass_transform(**_: object):
         return lambda cls: cls
 
 
@@ -101,14 +101,15 @@ def at_least(low: int) -> Rule:
 
 
 POSITIVE = Rule("a positive integer", lambda v: _is_int(v) and v > 0, int)
-SECONDS = Rule("a number of seconds greater than 0", lambda v: _is_number(v) and 0 < v < 1e10, float)
+SECONDS = Rule(
+    "a number of seconds greater than 0", lambda v: _is_number(v) and 0 < v < 1e10, float
+)
 SECONDS_OR_ZERO = Rule(
     "a number of seconds of at least 0", lambda v: _is_number(v) and 0 <= v < 1e10, float
 )
 FRACTION = Rule("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1, float)
 BOOL = Rule("True or False", lambda v: type(v) is bool, _read_bool)
 TEXT = Rule("a non-empty string", lambda v: isinstance(v, str) and v != "")
-JSON = Rule("a JSON value", lambda v: _is_json(v))
 ANY = Rule("any value", lambda v: True)
 FUNCTION = Rule("a function of one argument", lambda v: callable(v) and _takes(v, 1))
 
@@ -121,8 +122,11 @@ def _is_json(value: object) -> bool:
     return True
 
 
+JSON = Rule("a JSON value", _is_json)
+
+
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    import inspect  # noqa: PLC0415 - slow to import, and most options hold no function
+    import inspect
 
     try:
         inspect.signature(function).bind(*range(count))
@@ -143,9 +147,7 @@ def option(
     :param doc: What it does: one or two sentences, with unit and range.
     :param nested: The class of options that it holds, where it holds one.
     """
-    return dataclasses.field(
-        default=default, metadata={"rule": rule, "doc": doc, "nested": nested}
-    )
+    return dataclasses.field(default=default, metadata={"rule": rule, "doc": doc, "nested": nested})
 
 
 class Options:
@@ -183,9 +185,7 @@ def options(cls: type[T]) -> type[T]:
     made: Any = dataclass(frozen=True, kw_only=True)(cls)
     build = made.__init__
     valid = {field.name for field in dataclasses.fields(made)}
-    required = [
-        field.name for field in dataclasses.fields(made) if field.default is MISSING
-    ]
+    required = [field.name for field in dataclasses.fields(made) if field.default is MISSING]
 
     def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
         if args:
@@ -300,9 +300,13 @@ class RetryPolicy(Options):
         default=5, rule=POSITIVE, doc="Recorded failures after which a message is retried no more."
     )
     backoff: float = option(
-        default=60.0, rule=SECONDS_OR_ZERO, doc="Seconds before the second attempt; doubled for each more."
+        default=60.0,
+        rule=SECONDS_OR_ZERO,
+        doc="Seconds before the second attempt; doubled for each more.",
     )
-    max_backoff: float = option(default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds.")
+    max_backoff: float = option(
+        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds."
+    )
     jitter: float = option(
         default=0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
     )
@@ -317,7 +321,9 @@ class RetryPolicy(Options):
 class Processors(Options):
     """The processors: how ``handle_message`` is run."""
 
-    name: str = option(default="default", rule=TEXT, doc="The key that callbacks get as ``processor``.")
+    name: str = option(
+        default="default", rule=TEXT, doc="The key that callbacks get as ``processor``."
+    )
     concurrency: int = option(
         default=AUTO,
         rule=POSITIVE,
@@ -353,7 +359,9 @@ class Processors(Options):
         self._default("min_demand", self.max_demand // 2)
         if self.min_demand >= self.max_demand:
             raise OptionsError(
-                "Processors.min_demand", f"less than max_demand ({self.max_demand})", self.min_demand
+                "Processors.min_demand",
+                f"less than max_demand ({self.max_demand})",
+                self.min_demand,
             )
 
     @property
@@ -426,7 +434,7 @@ class Batcher(Options):
     schema: str | None = option(
         default=None,
         rule=TEXT.or_none(),
-        doc="The columns of ``data`` as Spark DDL, e.g. ``\"origin string, delay double\"``.",
+        doc='The columns of ``data`` as Spark DDL, e.g. ``"origin string, delay double"``.',
     )
     own_application: bool = option(
         default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
@@ -446,6 +454,6 @@ class Batcher(Options):
                 )
         self._default("max_demand", self.batch_size)
         if isinstance(self.schema, str) and not _is_template(self.schema):
-            from airflow_broadway.core.schema import parse_schema  # noqa: PLC0415
+            from airflow_broadway.core.schema import parse_schema
 
             parse_schema(self.schema)

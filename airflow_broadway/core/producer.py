@@ -189,7 +189,9 @@ class Producer(Options):
         """
         data = message.acknowledger.data
         own = data if isinstance(data, Delivery) else Delivery()
-        name = (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
+        name = (
+            (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
+        )
         return self.decide(
             self.actions[name], message.attempt, message.status.text if failed else "", stage
         )
@@ -212,4 +214,4 @@ class Producer(Options):
     def _delay(self, attempt: int) -> float:
         policy = self.retry
         delay = min(policy.backoff * 2.0 ** min(attempt - 1, 60), policy.max_backoff)
-        return delay * (1.0 + policy.jitter * random.uniform(-1.0, 1.0))  # noqa: S311 - no secret
+        return delay * (1.0 + policy.jitter * random.uniform(-1.0, 1.0))

@@ -33,7 +33,7 @@ __all__ = [
 SHOWN = 200
 
 #: Under this name, because Python 3.10 has no ``datetime.UTC``.
-UTC = timezone.utc  # noqa: UP017
+UTC = timezone.utc
 
 Convert = Callable[[Any], Any]
 
@@ -58,7 +58,7 @@ class MisfitError(ConversionError):
         return f"{self.path}: expected {self.rule}, got {self.shown}"
 
 
-class Refusal(Exception):  # noqa: N818  # never leaves this module
+class Refusal(Exception):  # never leaves this module
     """A value refused, on its way out to where its whole path is known."""
 
     def __init__(self, rule: str, value: object) -> None:

@@ -16,10 +16,10 @@ from airflow_broadway.core.custody import RELEASE, Action, Entry, SettleReport
 from airflow_broadway.core.manifest import BatchPlan, Outcome, PlannedBatch, dump_entry, paths
 from airflow_broadway.core.message import AckRef, BatchInfo, Trigger
 from airflow_broadway.core.pool import WorkerPool
+from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.operators._process import entry_of
 from airflow_broadway.staging.planner import read_batch
-from airflow_broadway.staging.store import StagedRun
+from airflow_broadway.staging.run import StagedRun
 
 log = logging.getLogger(__name__)
 
@@ -168,14 +168,14 @@ class PythonBatches:
             producer_env(
                 self._pipeline,
                 generation=generation,
-                owner=record.lease.owner,
+                owner=record.lease["owner"],
                 store=self._run.store,
                 connections=self._connections,
                 clock=self._clock,
             )
         )
         try:
-            return custodian.settle_now(record.lease, entries)
+            return custodian.settle_now(self._run.lease(generation), entries)
         finally:
             custodian.close()
 
@@ -233,4 +233,3 @@ def _count(counts: dict[str, int], pool: WorkerPool[PlannedBatch, Outcome | None
         else:
             counts["successful"] += outcome.successful
             counts["failed"] += outcome.failed
-

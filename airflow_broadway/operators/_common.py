@@ -22,7 +22,8 @@ from airflow_broadway.core.run import RunInfo
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.staging.store import StagedRun, Store
+    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.store import Store
 
 
 class AirflowConnections:
@@ -75,7 +76,7 @@ def declared(ref: Mapping[str, Any]) -> Broadway | None:
 
     Loading it then would be work at import.
     """
-    import sys  # noqa: PLC0415
+    import sys
 
     path = str(ref["class"])
     if is_dag_file(path) or path.partition(":")[0] in sys.modules:
@@ -129,7 +130,8 @@ def load_pipeline(ref: Mapping[str, Any], context: Context) -> Broadway:
 
 def staging_root(staging: str | None) -> str:
     """The staging root's URI: the operator's, else ``[broadway] staging``, else a folder of
-    AIRFLOW_HOME."""
+    AIRFLOW_HOME.
+    """
     if staging:
         return staging
     home = os.environ.get("AIRFLOW_HOME", os.path.expanduser("~/airflow"))
@@ -138,8 +140,9 @@ def staging_root(staging: str | None) -> str:
 
 def open_store(staging: str | None) -> Store:
     """The staging root, through Airflow's object storage: ``s3://conn_id@bucket/…`` names the
-    connection."""
-    from airflow_broadway.staging.store import Store  # noqa: PLC0415 - pyarrow, s3fs: slow to load
+    connection.
+    """
+    from airflow_broadway.staging.store import Store
 
     uri = staging_root(staging)
     if "://" not in uri:
@@ -153,7 +156,7 @@ def open_store(staging: str | None) -> Store:
 
 def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
     """The folder of this run."""
-    from airflow_broadway.staging.store import StagedRun  # noqa: PLC0415
+    from airflow_broadway.staging.run import StagedRun
 
     ti = context["ti"]
     return StagedRun(open_store(staging), pipeline=pipeline, dag_id=ti.dag_id, run_id=ti.run_id)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Self
 
 from airflow_broadway.core.custody import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
@@ -41,7 +42,7 @@ class LeaseKeeper:
         self._lapsed: list[str] = []
         self._thread = threading.Thread(target=self._keep, name="lease-keeper", daemon=True)
 
-    def __enter__(self) -> LeaseKeeper:
+    def __enter__(self) -> Self:
         if self._leases:
             self._thread.start()
         return self

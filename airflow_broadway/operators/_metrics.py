@@ -6,7 +6,7 @@ Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from airflow.providers.common.compat.sdk import Stats
@@ -16,7 +16,7 @@ from airflow_broadway.core.custody import QueueDepth
 __all__ = ["Metric", "Metrics"]
 
 
-class Metric(str, Enum):
+class Metric(StrEnum):
     """Every name there is, with its kind and meaning."""
 
     #: Counter: messages received by process tasks.

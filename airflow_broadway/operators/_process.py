@@ -6,72 +6,42 @@ messages that their lease gives back.
 
 from __future__ import annotations
 
-import json
 import logging
-import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from airflow_broadway.core.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, is_settled
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import (
+    ACK,
     RELEASE,
-    Action,
     Custodian,
-    Delivery,
-    Entry,
     Lease,
-    SettleReport,
     Settlement,
+    SettleReport,
     Source,
-    Verdict,
 )
-from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.manifest import Manifest, paths
+from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
+from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.manifest import Manifest
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.processor import ChunkResult
 from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.rate_limiter import RateLimiter, RateState
+from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._leases import LeaseKeeper
+from airflow_broadway.staging.rows import Rows
+from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
-from airflow_broadway.staging.store import StagedRun
-from airflow_broadway.staging.writer import ProcessWriter
+from airflow_broadway.staging.store import host_name
+from airflow_broadway.staging.writer import ProcessWriter, Written
 
 log = logging.getLogger(__name__)
 
-#: Messages asked for at a time: enough that a broker's round trip is shared by many, few enough that
-#: what a stop gives back unprocessed is soon handled elsewhere.
+#: Messages asked for at a time: enough that a broker's round trip is shared by many, few enough
+#: that what a stop gives back unprocessed is soon handled elsewhere.
 DEMAND = 1000
-
-#: Seconds that one receive waits, so that a stop is noticed.
-RECEIVE_TIMEOUT = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """When a process task stops pulling; see :class:`BroadwayProcessorOperator`."""
-
-    max_messages: int | None = None
-    max_bytes: int | None = None
-    max_seconds: float | None = 300.0
-    wait_seconds: float = 0.0
-    idle_seconds: float = 1.0
-
-
-def entry_of(message: Message, verdict: Verdict) -> Entry:
-    """The entry that settles ``message`` by ``verdict``."""
-    data = message.acknowledger.data
-    delivery = data if isinstance(data, Delivery) else Delivery()
-    return Entry(
-        message.message_id,
-        delivery.receipt,
-        verdict,
-        message.attempt,
-        delivery.payload,
-        delivery.properties,
-    )
 
 
 class Process:
@@ -82,16 +52,21 @@ class Process:
     """
 
     def __init__(
-        self, run: StagedRun, pipeline: Broadway, *, env: ProducerEnv, budget: Budget
+        self,
+        run: StagedRun,
+        pipeline: Broadway,
+        *,
+        env: ProducerEnv,
+        budget: Budget,
+        rate_state: RateState | None = None,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
         self._env = env
         self._budget = budget
         self._clock = env.clock
+        self._rate_state = rate_state
         self._stopped = ""
-        self._received = 0
-        self._received_bytes = 0
         self._failed = 0
         self._settled_now = SettleReport()
         self._custodian: Custodian | None = None
@@ -107,20 +82,23 @@ class Process:
         """
         started = self._clock.now()
         source = self._pipeline.producer.source(self._env)
+        self._source_lease = source.lease
         try:
             owner = self._env.owner
             self._run.open_generation(
-                source.lease,
+                lease=source.lease,
                 task_id=owner["task_id"],
                 map_index=owner["map_index"],
                 try_number=owner["try_number"],
             )
             try:
-                with self._keeper(source.lease) as keeper:
-                    writer = ProcessWriter(self._run, self._env.generation, self._pipeline)
-                    self._handle_all(source, writer)
+                with (
+                    self._keeper(source.lease) as keeper,
+                    ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
+                ):
+                    intake = self._handle_all(source, writer)
                     keeper.check()
-                    manifest = self._publish(source.lease, writer, started.isoformat())
+                    manifest = self._publish(source.lease, writer, intake, started.isoformat())
             except BaseException:
                 # Nothing of this execution counts: give back now what would else wait for the
                 # lease to lapse.
@@ -139,107 +117,91 @@ class Process:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _handle_all(self, source: Source, writer: ProcessWriter) -> None:
+    def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
-        pool = ProcessorPool(self._pipeline, finish=writer.convert)
+        pool = ProcessorPool(self._pipeline, convert=Rows)
+        intake = self._intake(source, acknowledger)
         number = 0
         try:
-            for chunk, result in pool.map(self._dispatches(source, acknowledger)):
+            for chunk, result in pool.map(intake):
+                if not chunk:
+                    continue
                 self._failed += len(result.failed)
-                if self._pipeline.batchers and result.successful:
+                if self._pipeline.batchers:
                     writer.messages(number, result.successful)
+                else:
+                    self._note_settled(result.successful, writer)
+                self._note_settled(result.failed, writer)
                 for message in _unaccounted(chunk, result):
                     writer.entry(entry_of(message, RELEASE))
                 number += 1
         finally:
             pool.close()
+        if intake.error is not None:
+            raise intake.error
+        return intake
 
-    def _dispatches(
-        self, source: Source, acknowledger: RunAcknowledger
-    ) -> Iterator[list[Message]]:
-        for messages in self._receive(source):
-            yield self._taken(messages, acknowledger)
-
-    def _taken(
-        self, messages: Sequence[Message], acknowledger: RunAcknowledger
-    ) -> list[Message]:
-        transform = self._pipeline.producer.transformer
-        generation = self._env.generation
-        taken = []
+    @staticmethod
+    def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
+        """Keep a line for each message that a callback settled and that goes no further."""
         for message in messages:
-            taken_message = message.with_acknowledger(
-                AckRef(acknowledger, generation, message.acknowledger.data)
-            )
-            if transform is not None:
-                taken_message = transform(taken_message)
-                if type(taken_message) is not Message:
-                    raise PipelineError(
-                        f"the transformer must return a Message, got: {taken_message!r:.200}"
-                    )
-            taken.append(taken_message)
-        return taken
+            if is_settled(message):
+                writer.entry(entry_of(message, ACK), settled=True)
 
-    def _receive(self, source: Source) -> Iterator[Sequence[Message]]:
-        """What the source gives within the budget, secured."""
-        budget, clock = self._budget, self._clock
-        start = last = clock.monotonic()
-        while not self._stopped:
-            now = clock.monotonic()
-            limit = budget.idle_seconds if self._received else max(
-                budget.wait_seconds, budget.idle_seconds
-            )
-            demand = DEMAND
-            if budget.max_messages is not None:
-                demand = min(demand, budget.max_messages - self._received)
-            if demand <= 0:
-                return self.stop("max_messages")
-            if budget.max_bytes is not None and self._received_bytes >= budget.max_bytes:
-                return self.stop("max_bytes")
-            if budget.max_seconds is not None:
-                left = budget.max_seconds - (now - start)
-                if left <= 0:
-                    return self.stop("max_seconds")
-                limit = min(limit, left)
-            messages = source.secure(
-                source.receive(demand, timeout=min(RECEIVE_TIMEOUT, limit))
-            )
-            if messages:
-                self._received += len(messages)
-                self._received_bytes += sum(message.size for message in messages)
-                last = clock.monotonic()
-                yield messages
-            elif clock.monotonic() - last >= limit:
-                return self.stop("empty")
-        return None
+    def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Intake:
+        producer = self._pipeline.producer
+        return Intake(
+            source,
+            self._budget,
+            clock=self._clock,
+            limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
+            demand=max(DEMAND, self._pipeline.processors.chunk_size),
+            transformer=producer.transformer,
+            accept=lambda messages: [
+                message.with_acknowledger(
+                    AckRef(acknowledger, self._env.generation, message.acknowledger.data)
+                )
+                for message in messages
+            ],
+            stop=lambda: self._stopped,
+        )
 
     def settle_now(self, judged: list[Judged]) -> None:
         """Carry verdicts out at the broker, for ``ack_immediately``."""
         entries = [entry_of(message, verdict) for message, verdict in judged]
-        self._settled_now += self._open_custodian().settle_now(self._lease, entries)
+        self._settled_now += self._open_custodian().settle_now(self._source_lease, entries)
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _publish(self, lease: Lease, writer: ProcessWriter, started_at: str) -> Manifest:
-        staged = writer.close()
+    def _publish(
+        self, lease: Lease, writer: ProcessWriter, intake: Intake, started_at: str
+    ) -> Manifest:
+        written: Written = writer.close()
+        staged = sum(written.batchers.values()) + written.entry_count
+        if staged != intake.received:
+            raise StagingError(
+                f"received {intake.received} messages and staged {staged}: all of them are given"
+                " back; this is an error in airflow-broadway, please report it"
+            )
         manifest = Manifest(
             generation=self._env.generation,
             root_id=self._run.store.root_id(),
-            host=socket.gethostname(),
+            host=host_name(),
             lease=lease.to_json(),
-            received=self._received,
-            received_bytes=self._received_bytes,
+            received=intake.received,
+            received_bytes=intake.received_bytes,
             failed=self._failed,
             settled_now=self._settled_now.to_json(),
-            batchers=staged.counts,
-            files=staged.files,
-            entries=staged.entries,
-            configured=staged.configured,
-            dropped=staged.dropped,
-            stopped=self._stopped,
+            batchers=written.batchers,
+            files=written.files,
+            entries=written.entries,
+            configured=written.configured,
+            dropped=written.dropped,
+            stopped=intake.ended,
             started_at=started_at,
             ended_at=self._clock.now().isoformat(),
         )
-        self._run.files.replace(paths.lease(lease.generation), _dumps(lease))
+        self._run.put_lease(lease)
         self._run.publish(manifest)
         log.info(
             "Received %d messages (%d bytes) in generation %s; %d failed; to batchers: %s;"
@@ -306,10 +268,7 @@ class _Sink:
         self._writer = writer
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        for message, verdict in successful:
-            if verdict.action is not Action.ACK:  # a plain success gets ``rest``
-                self._writer.entry(entry_of(message, verdict))
-        for message, verdict in failed:
+        for message, verdict in [*successful, *failed]:
             self._writer.entry(entry_of(message, verdict))
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
@@ -332,7 +291,3 @@ def _unaccounted(chunk: list[Message], result: ChunkResult) -> list[Message]:
                 " message as it was given, changed by its put_… functions"
             )
     return [message for message in chunk if message.message_id not in seen]
-
-
-def _dumps(lease: Lease) -> str:
-    return json.dumps(lease.to_json(), sort_keys=True)

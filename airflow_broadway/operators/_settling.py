@@ -11,11 +11,11 @@ from typing import Any
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody import RELEASE, Custodian, Lease, SettleReport, Settlement
+from airflow_broadway.core.custody import RELEASE, Custodian, Settlement, SettleReport
 from airflow_broadway.core.manifest import Manifest, paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.staging.run import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, plans_of, settle_generation
-from airflow_broadway.staging.store import GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,7 @@ class RunSettler:
         if built.complete or final:
             self._settle(record, custodian, built.settlement)
             return
-        lease = self._lease(record)
-        held = custodian.renew(lease)
+        held = custodian.renew(self._run.lease(record.generation))
         if held is None:
             log.error(
                 "The lease of generation %s has lapsed: its broker gives these messages to the next"
@@ -126,7 +125,7 @@ class RunSettler:
             )
             self._settle(record, custodian, built.settlement)
         else:
-            self._run.files.replace(paths.lease(record.generation), json.dumps(held.to_json()))
+            self._run.put_lease(held)
 
     def _settle(
         self, record: GenerationRecord, custodian: Custodian, settlement: Settlement
@@ -134,19 +133,13 @@ class RunSettler:
         report = settle_generation(self._run, record, custodian, settlement)
         log.info("Settled generation %s (%s): %s.", record.generation, record.task_id, report)
 
-    def _lease(self, record: GenerationRecord) -> Lease:
-        try:
-            return Lease.from_json(json.loads(self._run.files.read(paths.lease(record.generation))))
-        except FileNotFoundError:
-            return record.lease
-
     def _open(self, record: GenerationRecord) -> Custodian:
         if self._custodian is None:
             self._custodian = self._pipeline.producer.custodian(
                 producer_env(
                     self._pipeline,
                     generation=record.generation,
-                    owner=record.lease.owner,
+                    owner=record.lease["owner"],
                     store=self._run.store,
                     connections=self._connections,
                     clock=self._clock,

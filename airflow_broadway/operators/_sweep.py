@@ -9,8 +9,8 @@ from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.staging.run import GenerationRecord, StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import settle_generation
-from airflow_broadway.staging.store import GenerationRecord, StagedRun, iter_unsettled
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -44,7 +44,7 @@ def give_back(
                 producer_env(
                     pipeline,
                     generation=record.generation,
-                    owner=record.lease.owner,
+                    owner=record.lease["owner"],
                     store=run.store,
                     connections=connections,
                 )
@@ -62,7 +62,7 @@ def _release(run: StagedRun, record: GenerationRecord, custodian: Custodian) -> 
         log.warning("Could not give back generation %s: %s", record.generation, error)
         return
     log.info(
-        "Gave back %d messages of generation %s (run %s, %s, try %d), which is dead; %d had lapsed.",
+        "Gave back %d messages of the dead generation %s (run %s, %s, try %d); %d had lapsed.",
         report.released,
         record.generation,
         run.run_id,

@@ -62,7 +62,7 @@ class BroadwayBatcherOperator(BaseOperator):
         self.staging = staging
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.staging.planner import plan_batches  # noqa: PLC0415 - pyarrow
+        from airflow_broadway.staging.planner import plan_batches
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
@@ -95,7 +95,7 @@ class BroadwayBatcherOperator(BaseOperator):
         return reference
 
     def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
-        from airflow_broadway.operators._batches import PythonBatches  # noqa: PLC0415 - pyarrow
+        from airflow_broadway.operators._batches import PythonBatches
 
         batches = PythonBatches(run, pipeline, plan, try_number=context["ti"].try_number)
         self._batches = batches

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-    from airflow_broadway.operators._process import Budget, Process
+    from airflow_broadway.core.intake import Budget
+    from airflow_broadway.operators._process import Process
 
 __all__ = ["BUDGETS", "BroadwayProcessorOperator"]
 
@@ -52,7 +53,9 @@ BUDGET_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def check_budgets(owner: str, given: Mapping[str, Any], *, rendered: bool = False) -> dict[str, Any]:
+def check_budgets(
+    owner: str, given: Mapping[str, Any], *, rendered: bool = False
+) -> dict[str, Any]:
     """The budgets, each checked; text is a template while the Dag is parsed, and read afterwards.
 
     :raises OptionsError: Naming the argument, the rule and the value.
@@ -77,6 +80,27 @@ def check_budgets(owner: str, given: Mapping[str, Any], *, rendered: bool = Fals
             f"{owner}.max_seconds", "a bound here or for max_messages (a run has an end)", None
         )
     return read
+
+
+def budget_of(operator: Any, context: Context) -> Budget:
+    """The budget of this execution: the run's params where set, else the operator's arguments.
+
+    A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
+
+    :raises OptionsError: If one, once rendered, breaks its rule.
+    """
+    from airflow_broadway.core.intake import Budget
+
+    params = context["params"]
+    given = {
+        name: getattr(operator, name) if params.get(name) is None else params[name]
+        for name in BUDGETS
+    }
+    read = check_budgets(operator.task_id, given, rendered=True)
+    if operator.execution_timeout is not None:
+        bound = 0.8 * operator.execution_timeout.total_seconds()
+        read["max_seconds"] = min(bound, read["max_seconds"] or bound)
+    return Budget(**read)
 
 
 class BroadwayProcessorOperator(BaseOperator):
@@ -132,7 +156,7 @@ class BroadwayProcessorOperator(BaseOperator):
         self._process: Process | None = None
 
     @classmethod
-    def partial(cls, **kwargs: Any) -> OperatorPartial:  # type: ignore[override]
+    def partial(cls, **kwargs: Any) -> OperatorPartial:
         """Map it, e.g. ``.partial(task_id="pull", pipeline=…).expand(producer_index=[0, 1])``.
 
         Here too the pipeline becomes its reference at once: a class kept as an argument would put
@@ -148,8 +172,8 @@ class BroadwayProcessorOperator(BaseOperator):
         return super().partial(**kwargs)
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.operators._process import Process  # noqa: PLC0415 - pyarrow
-        from airflow_broadway.operators._sweep import give_back  # noqa: PLC0415
+        from airflow_broadway.operators._process import Process
+        from airflow_broadway.operators._sweep import give_back
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
@@ -167,19 +191,9 @@ class BroadwayProcessorOperator(BaseOperator):
                 store=run.store,
                 connections=connections,
             ),
-            budget=self._budget(context),
+            budget=budget_of(self, context),
         )
         return self._process.run()
-
-    def _budget(self, context: Context) -> Budget:
-        from airflow_broadway.operators._process import Budget  # noqa: PLC0415
-
-        params = context["params"]
-        given = {
-            name: getattr(self, name) if params.get(name) is None else params[name]
-            for name in BUDGETS
-        }
-        return Budget(**check_budgets(self.task_id, given, rendered=True))
 
     def on_kill(self) -> None:
         if self._process is not None:

@@ -11,9 +11,8 @@ from airflow.providers.common.compat.sdk import (
     BaseSensorOperator,
     PokeReturnValue,
     conf,
-    timezone,
 )
-
+from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.core.errors import OptionsError
@@ -110,7 +109,7 @@ class BroadwayAckSensor(BaseSensorOperator):
             return done
         states = self._states(context)
         left = self.timeout - self._elapsed(context)
-        self.defer(
+        return self.defer(
             trigger=BroadwayAckTrigger(
                 dag_id=context["ti"].dag_id,
                 run_id=context["ti"].run_id,
@@ -120,7 +119,6 @@ class BroadwayAckSensor(BaseSensorOperator):
             ),
             method_name="resume",
         )
-        return None
 
     def poke(self, context: Context) -> bool | PokeReturnValue:
         done = self._look(context)
@@ -131,7 +129,8 @@ class BroadwayAckSensor(BaseSensorOperator):
             # A young run is looked at often: an empty one then ends in seconds, and a long one
             # costs no more than its interval says.
             wait = min(max(1.0, elapsed / 4), self.poke_interval)
-            raise AirflowRescheduleException(timezone.utcnow() + timedelta(seconds=wait))
+            again = timezone.utcnow() + timedelta(seconds=wait)
+            raise AirflowRescheduleException(again)  # type: ignore[no-untyped-call]
         return False
 
     def _elapsed(self, context: Context) -> float:
@@ -145,7 +144,7 @@ class BroadwayAckSensor(BaseSensorOperator):
 
         :raises AirflowException: When all is done, and a watched task failed or the sum is off.
         """
-        from airflow_broadway.operators._settling import RunSettler  # noqa: PLC0415 - pyarrow
+        from airflow_broadway.operators._settling import RunSettler
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
@@ -235,7 +234,7 @@ def _interval(given: timedelta | float | None, lease: float | None) -> float:
 
 def _runs_inline() -> bool:
     """Whether this is ``dag.test()``, which waits for a trigger before it runs another task."""
-    from airflow.sdk.execution_time import task_runner  # noqa: PLC0415
+    from airflow.sdk.execution_time import task_runner
 
     comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
     return type(comms).__name__ == "InProcessSupervisorComms"

@@ -1,4 +1,4 @@
-"""Watch the tasks of a run from the triggerer, and wake the ack sensor when there is work for it."""
+"""Watch the tasks of a run from the triggerer, and wake the ack sensor when it has work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asgiref.sync import sync_to_async
-
 from airflow.triggers.base import BaseTrigger, TriggerEvent
+from asgiref.sync import sync_to_async
 
 __all__ = ["BroadwayAckTrigger"]
 
@@ -35,7 +34,7 @@ class BroadwayAckTrigger(BaseTrigger):
         finished: int,
         poke_interval: float,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dag_id = dag_id
         self.run_id = run_id
         self.watch = watch
@@ -55,7 +54,7 @@ class BroadwayAckTrigger(BaseTrigger):
         )
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance  # noqa: PLC0415
+        from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 
         count = sync_to_async(RuntimeTaskInstance.get_ti_count)
         waited = 0.0
@@ -73,4 +72,4 @@ class BroadwayAckTrigger(BaseTrigger):
             )
             if finished != self.finished:
                 break
-        yield TriggerEvent({"status": "look"})
+        yield TriggerEvent({"status": "look"})  # type: ignore[no-untyped-call]

@@ -1,0 +1,122 @@
+"""Run a pipeline whose batchers are all Python in one task, on real custody."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
+
+from airflow_broadway.operators._common import (
+    AirflowConnections,
+    load_pipeline,
+    open_run,
+    owner_of,
+    pipeline_ref,
+    producer_env,
+)
+from airflow_broadway.operators.process import (
+    BUDGET_DEFAULTS,
+    BUDGETS,
+    budget_of,
+    check_budgets,
+    refuse_backfill,
+)
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_broadway.core.custody import Lease
+
+__all__ = ["BroadwayRunOperator"]
+
+
+class BroadwayRunOperator(BaseOperator):
+    """Run a pipeline whose batchers are all ``engine="python"`` in this one task.
+
+    Nothing is staged: messages are handled, batched and settled at their broker as their outcomes
+    come.  The choice for low latency, with ``schedule="@continuous"`` and ``wait_seconds``, so that
+    a quiet queue does not fill the metadata database with empty runs.
+
+    The arguments are those of :class:`BroadwayProcessorOperator`.
+    """
+
+    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#e8f0fe"
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        producer_index: int = 0,
+        max_messages: int | str | None = BUDGET_DEFAULTS["max_messages"],
+        max_bytes: int | str | None = BUDGET_DEFAULTS["max_bytes"],
+        max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],
+        wait_seconds: float | str = BUDGET_DEFAULTS["wait_seconds"],
+        idle_seconds: float | str = BUDGET_DEFAULTS["idle_seconds"],
+        staging: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.pipeline = pipeline_ref(pipeline)
+        self.producer_index = producer_index
+        self.max_messages = max_messages
+        self.max_bytes = max_bytes
+        self.max_seconds = max_seconds
+        self.wait_seconds = wait_seconds
+        self.idle_seconds = idle_seconds
+        self.staging = staging
+        check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
+        self._stopped = ""
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        from airflow_broadway.core.local import run_local
+        from airflow_broadway.operators._sweep import give_back
+        from airflow_broadway.staging.settlement import record_settled
+
+        pipeline = load_pipeline(self.pipeline, context)
+        refuse_backfill(context, pipeline.producer.kind)
+        run = open_run(context, self.staging, pipeline.name)
+        connections = AirflowConnections()
+        give_back(run, pipeline, context, connections)
+        generation = uuid.uuid4().hex
+        ti = context["ti"]
+        budget = budget_of(self, context)
+
+        def opened(lease: Lease) -> None:
+            run.open_generation(
+                lease=lease,
+                task_id=ti.task_id,
+                map_index=-1 if ti.map_index is None else ti.map_index,
+                try_number=ti.try_number,
+            )
+
+        report = run_local(
+            pipeline,
+            max_messages=budget.max_messages,
+            max_bytes=budget.max_bytes,
+            max_seconds=budget.max_seconds,
+            wait_seconds=budget.wait_seconds,
+            idle_seconds=budget.idle_seconds,
+            env=producer_env(
+                pipeline,
+                generation=generation,
+                owner=owner_of(context),
+                index=self.producer_index,
+                store=run.store,
+                connections=connections,
+            ),
+            stop=lambda: self._stopped,
+            on_lease=opened,
+        )
+        record_settled(run, run.generation(generation), report.settled)
+        self.log.info("Done: %s", report.to_json())
+        if not report.balanced:
+            raise AirflowException(f"The sum does not balance: {report.to_json()}")
+        settled = report.settled.to_json()
+        return {"received": report.received, "failed": report.failed, **settled}
+
+    def on_kill(self) -> None:
+        self._stopped = "signal"
