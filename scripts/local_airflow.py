@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,18 @@ from typing import IO, Any, Self
 
 import psutil
 
+from scripts.airflow_api import AirflowApi, ApiError, LocalAirflowError
 from scripts.airflow_env import DEFAULT_PORT
+
+__all__ = [
+    "ApiError",
+    "LocalAirflow",
+    "LocalAirflowError",
+    "end_leftovers",
+    "free_port",
+    "kill_by_token",
+    "processes_with",
+]
 
 #: What an Airflow consists of, and the arguments of ``airflow`` that start it.  Logs are read from
 #: the disk that all share, so no component serves them: those servers listen on every address.
@@ -54,21 +65,6 @@ _HEALTH = {
 #: Carried by every process of one :class:`LocalAirflow`.
 TOKEN_VARIABLE = "BROADWAY_LOCAL_AIRFLOW"
 
-#: States in which a DAG run is over.
-FINISHED = frozenset({"success", "failed"})
-
-
-class LocalAirflowError(RuntimeError):
-    """Airflow did not do what was asked of it; the message ends with the log that tells why."""
-
-
-class ApiError(LocalAirflowError):
-    """The REST API answered with an error."""
-
-    def __init__(self, method: str, path: str, status: int, body: str) -> None:
-        super().__init__(f"{method} {path}: {status} {body}")
-        self.status = status
-
 
 def free_port(preferred: int = 0) -> int:
     """Return ``preferred`` if nothing listens on it, else the next free one; any free one if 0."""
@@ -83,7 +79,7 @@ def free_port(preferred: int = 0) -> int:
     raise LocalAirflowError(f"No free port from {preferred} to {preferred + 99}.")
 
 
-class LocalAirflow:
+class LocalAirflow(AirflowApi):
     """One Airflow, started and stopped; as a context manager, started and healthy inside.
 
     :param env: The whole environment of its processes, from
@@ -109,14 +105,13 @@ class LocalAirflow:
         }
         self.home = Path(env["AIRFLOW_HOME"])
         self.port = int(env.get("AIRFLOW__API__PORT", DEFAULT_PORT))
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}")
         self.log_dir = log_dir
         self.components = tuple(components)
         self._started: dict[str, datetime] = {}
         #: The running components, by name.
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lock: IO[str] | None = None
-        self._jwt: str | None = None
 
     # ------------------------------------------------------------------------------------- life
     def __enter__(self) -> Self:
@@ -161,6 +156,7 @@ class LocalAirflow:
             and stamp.read_text() == version
         ):
             return
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         with self._log("migrate").open("wb") as log:
             code = subprocess.run(
                 [*_airflow(), "db", "migrate"],
@@ -195,12 +191,10 @@ class LocalAirflow:
         health: dict[str, str] = {}
 
         def healthy() -> bool:
-            self.check_alive()
             health.update(self.health())
             return all(health.get(name) == "healthy" for name in self.components)
 
-        with self._explain("api-server"):
-            _wait(healthy, timeout, lambda: f"Airflow is not healthy: {health}")
+        self._wait(healthy, timeout, lambda: f"Airflow is not healthy: {health}", "api-server")
 
     def health(self) -> dict[str, str]:
         """Return each component's health in its own word, or ``"no answer"`` for all."""
@@ -259,205 +253,6 @@ class LocalAirflow:
             self._lock.close()
             self._lock = None
 
-    # -------------------------------------------------------------------------------------- API
-    def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """Call ``/api/v2`` + ``path`` and return the JSON of its answer, ``None`` if it is empty.
-
-        :raises ApiError: The answer's status is 400 or higher.
-        """
-        url = f"{self.url}/api/v2{path}"
-        if query:
-            url += "?" + urllib.parse.urlencode(query, doseq=True)
-        if self._jwt is None:
-            self._jwt = self._log_in()
-        try:
-            return _call(method, url, body, self._jwt)
-        except ApiError as error:
-            if error.status != http.client.UNAUTHORIZED:
-                raise
-        self._jwt = self._log_in()
-        return _call(method, url, body, self._jwt)
-
-    def _log_in(self) -> str:
-        # With "all are administrators" a GET hands out a token, and nobody has a password to POST.
-        return str(_call("GET", f"{self.url}/auth/token", None, None)["access_token"])
-
-    def wait_for_dag(self, dag_id: str, timeout: float = 60.0) -> dict[str, Any]:
-        """Wait until the DAG processor has found ``dag_id``; return the API's description of it."""
-        found: dict[str, Any] = {}
-
-        def known() -> bool:
-            self.check_alive()
-            try:
-                found.update(self.api("GET", f"/dags/{_quote(dag_id)}"))
-            except ApiError as error:
-                if error.status != http.client.NOT_FOUND:
-                    raise
-            return bool(found)
-
-        def complaint() -> str:
-            errors = self.api("GET", "/importErrors")["import_errors"]
-            return f"No DAG {dag_id!r}; import errors: " + (
-                "\n".join(f"{error['filename']}:\n{error['stack_trace']}" for error in errors)
-                or "none"
-            )
-
-        with self._explain("dag-processor"):
-            _wait(known, timeout, complaint)
-        return found
-
-    def trigger(
-        self,
-        dag_id: str,
-        conf: Mapping[str, Any] | None = None,
-        *,
-        run_id: str | None = None,
-        logical_date: datetime | None = None,
-    ) -> str:
-        """Start a run of ``dag_id`` and return its run id."""
-        body = {
-            "conf": dict(conf or {}),
-            "dag_run_id": run_id,
-            "logical_date": logical_date.astimezone(UTC).isoformat() if logical_date else None,
-        }
-        run = self.api("POST", f"/dags/{_quote(dag_id)}/dagRuns", body)
-        return str(run["dag_run_id"])
-
-    def dag_run(self, dag_id: str, run_id: str) -> dict[str, Any]:
-        """Return the API's description of a run."""
-        return dict(self.api("GET", _run(dag_id, run_id)))
-
-    def wait_for_run(self, dag_id: str, run_id: str, timeout: float = 300.0) -> str:
-        """Wait until the run is over and return its state, ``success`` or ``failed``."""
-        state = ""
-
-        def over() -> bool:
-            nonlocal state
-            self.check_alive()
-            state = str(self.dag_run(dag_id, run_id)["state"])
-            return state in FINISHED
-
-        def complaint() -> str:
-            tasks = {
-                f"{task['task_id']}[{task['map_index']}]": task["state"]
-                for task in self.task_instances(dag_id, run_id)
-            }
-            return f"The run {run_id!r} of {dag_id!r} is still {state!r}; its tasks: {tasks}"
-
-        with self._explain("scheduler"):
-            _wait(over, timeout, complaint)
-        return state
-
-    def task_instances(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Return the API's descriptions of a run's task instances, mapped ones each for itself."""
-        answer = self.api("GET", _run(dag_id, run_id) + "/taskInstances", limit=1000)
-        return list(answer["task_instances"])
-
-    def task_instance(
-        self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
-    ) -> dict[str, Any]:
-        """Return the API's description of one task instance."""
-        return dict(self.api("GET", _task(dag_id, run_id, task_id, map_index)))
-
-    def wait_for_task(
-        self,
-        dag_id: str,
-        run_id: str,
-        task_id: str,
-        states: Sequence[str | None] = ("success",),
-        *,
-        map_index: int = -1,
-        timeout: float = 120.0,
-    ) -> dict[str, Any]:
-        """Wait until a task instance is in one of ``states``; return the API's description of it.
-
-        A mapped task instance that is not made yet counts as one without a state.
-        """
-        found: dict[str, Any] = {}
-
-        def there() -> bool:
-            self.check_alive()
-            try:
-                found.update(self.task_instance(dag_id, run_id, task_id, map_index))
-            except ApiError as error:
-                if error.status != http.client.NOT_FOUND:
-                    raise
-            return bool(found) and found["state"] in states
-
-        with self._explain("scheduler"):
-            _wait(there, timeout, lambda: f"{task_id}[{map_index}] is still {found.get('state')!r}")
-        return found
-
-    def clear(
-        self,
-        dag_id: str,
-        run_id: str,
-        task_ids: Sequence[str | tuple[str, int]],
-        *,
-        downstream: bool = False,
-        upstream: bool = False,
-        only_failed: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Clear tasks as the UI does; return what was cleared.
-
-        :param task_ids: Task ids, or pairs of task id and map index.
-        """
-        body = {
-            "dry_run": False,
-            "dag_run_id": run_id,
-            "task_ids": [task if isinstance(task, str) else list(task) for task in task_ids],
-            "include_downstream": downstream,
-            "include_upstream": upstream,
-            "only_failed": only_failed,
-        }
-        answer = self.api("POST", f"/dags/{_quote(dag_id)}/clearTaskInstances", body)
-        return list(answer["task_instances"])
-
-    def set_state(
-        self, dag_id: str, run_id: str, task_id: str, state: str, *, map_index: int = -1
-    ) -> None:
-        """Mark a task instance ``success``, ``failed`` or ``skipped``, as the UI does."""
-        self.api("PATCH", _task(dag_id, run_id, task_id, map_index), {"new_state": state})
-
-    def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
-        """Mark a whole run ``success``, ``failed`` or ``queued``, as the UI does."""
-        self.api("PATCH", _run(dag_id, run_id), {"state": state})
-
-    def delete_run(self, dag_id: str, run_id: str) -> None:
-        """Delete a run, as the UI does."""
-        self.api("DELETE", _run(dag_id, run_id))
-
-    def pause(self, dag_id: str, paused: bool = True) -> None:
-        """Pause a DAG, or let it go on."""
-        self.api("PATCH", f"/dags/{_quote(dag_id)}", {"is_paused": paused})
-
-    def xcom(
-        self,
-        dag_id: str,
-        run_id: str,
-        task_id: str,
-        key: str = "return_value",
-        *,
-        map_index: int = -1,
-    ) -> Any:
-        """Return the value of an XCom.
-
-        :raises ApiError: With status 404 if there is none.
-        """
-        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/xcomEntries/{_quote(key)}"
-        return self.api("GET", path, map_index=map_index, deserialize=False)["value"]
-
-    def task_log(
-        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, *, map_index: int = -1
-    ) -> str:
-        """Return what one try of a task instance has logged, a line for an event."""
-        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/logs/{try_number}"
-        content = self.api("GET", path, map_index=map_index, full_content=True)["content"]
-        return "\n".join(
-            line if isinstance(line, str) else f"{line.get('timestamp') or ''} {line['event']}"
-            for line in content
-        )
-
     def processes_of_tasks(self) -> list[psutil.Process]:
         """Return every process of this Airflow that is not a component itself, e.g. to kill one."""
         components = {process.pid for process in self.processes.values()}
@@ -479,34 +274,44 @@ class LocalAirflow:
         end = self.component_log(log)
         return LocalAirflowError(f"{what}.  The end of {self._log(log)}:\n{end}")
 
-    @contextlib.contextmanager
-    def _explain(self, log: str) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise self._failure(str(error), log) from None
-
     def _take_home(self) -> None:
-        """Make this the only Airflow on its home, and end what a killed one left running."""
-        self.home.mkdir(parents=True, exist_ok=True)
-        lock = (self.home / "local_airflow.lock").open("a+")
-        try:
-            # The kernel releases it with the process, however that dies; no child inherits it.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            told = lock.read().split()
-            lock.close()
+        """Make this the only Airflow of ours on its home."""
+        lock = _lock_home(self.home)
+        if lock is None:
+            told = (self.home / _LOCK).read_text().split()
             where = f" at {told[1]}, process {told[2]}" if len(told) == 3 else ""
-            raise LocalAirflowError(f"An Airflow runs on {self.home} already{where}.") from None
-        lock.seek(0)
-        if told := lock.read().split():
-            kill_by_token(told[0])
-        lock.seek(0)
-        lock.truncate()
+            raise LocalAirflowError(f"An Airflow runs on {self.home} already{where}.")
         lock.write(f"{self.token} {self.url} {os.getpid()}")
         lock.flush()
         self._lock = lock
+
+
+#: In AIRFLOW_HOME: locked while an Airflow of ours runs there; tells its token, URL and process.
+_LOCK = "local_airflow.lock"
+
+
+def _lock_home(home: Path) -> IO[str] | None:
+    """Lock ``home``, end what a killed predecessor left running; ``None`` if one runs there now."""
+    home.mkdir(parents=True, exist_ok=True)
+    lock = (home / _LOCK).open("a+")
+    try:
+        # The kernel releases it with the process, however that dies; no child inherits it.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    lock.seek(0)
+    if told := lock.read().split():
+        kill_by_token(told[0])
+    lock.truncate(0)
+    return lock
+
+
+def end_leftovers(home: Path) -> None:
+    """End what a killed :class:`LocalAirflow` left running on ``home``: its port becomes free."""
+    lock = _lock_home(home)
+    if lock is not None:
+        lock.close()
 
 
 def processes_with(token: str) -> list[psutil.Process]:
@@ -532,41 +337,6 @@ def kill_by_token(token: str, timeout: float = 10.0) -> None:
 def _airflow() -> list[str]:
     # Not the script in the environment's bin: its first line breaks when the checkout is moved.
     return [sys.executable, "-m", "airflow"]
-
-
-def _wait(done: Callable[[], bool], timeout: float, complaint: Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{complaint()}, after {timeout:g} s")
-        time.sleep(0.25)
-
-
-def _call(method: str, url: str, body: Any, token: str | None) -> Any:
-    headers = {"Accept": "application/json", "Content-Type": "application/json"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            content = reply.read()
-    except urllib.error.HTTPError as error:
-        raise ApiError(method, url, error.code, error.read().decode(errors="replace")) from None
-    return json.loads(content) if content else None
-
-
-def _quote(part: str) -> str:
-    return urllib.parse.quote(part, safe="")
-
-
-def _run(dag_id: str, run_id: str) -> str:
-    return f"/dags/{_quote(dag_id)}/dagRuns/{_quote(run_id)}"
-
-
-def _task(dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
-    path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}"
-    return path if map_index < 0 else f"{path}/{map_index}"
 
 
 def main() -> None:
