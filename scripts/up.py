@@ -12,7 +12,13 @@ import time
 from types import FrameType
 
 from scripts.airflow_env import DEFAULT_PORT, ROOT, airflow_env, home_of
-from scripts.local_airflow import LocalAirflow, LocalAirflowError, free_port, kill_by_token
+from scripts.local_airflow import (
+    LocalAirflow,
+    LocalAirflowError,
+    end_leftovers,
+    free_port,
+    kill_by_token,
+)
 
 #: Seconds until every component must have reported itself healthy.
 PATIENCE = 120.0
@@ -49,6 +55,7 @@ def main() -> int:
     """Run Airflow until interrupted; 0 if that is how it ended."""
     dags = ROOT / "dags"
     dags.mkdir(exist_ok=True)
+    end_leftovers(home_of(ROOT))
     try:
         port = free_port(int(os.environ.get("PORT", DEFAULT_PORT)))
     except ValueError:

@@ -1,0 +1,282 @@
+"""Airflow's REST API as the scripts and tests use it: what a person does in the UI, and waiting.
+
+Standard library only.  Every method raises :class:`ApiError` if the API answers with an error.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+#: States in which a DAG run is over.
+FINISHED = frozenset({"success", "failed"})
+
+
+class LocalAirflowError(RuntimeError):
+    """Airflow did not do what was asked of it; the message tells why, with the end of a log."""
+
+
+class ApiError(LocalAirflowError):
+    """The REST API answered with an error."""
+
+    def __init__(self, method: str, path: str, status: int, body: str) -> None:
+        super().__init__(f"{method} {path}: {status} {body}")
+        self.status = status
+
+
+class AirflowApi:
+    """The API of the Airflow at ``url``, whose users are all administrators."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._jwt: str | None = None
+
+    def check_alive(self) -> None:
+        """Called again and again while waiting; raises if there is nothing left to wait for."""
+
+    def _failure(self, what: str, log: str) -> LocalAirflowError:
+        """Return the error to raise for ``what``; ``log`` is the component likely to tell why."""
+        return LocalAirflowError(what)
+
+    def _wait(
+        self, done: Callable[[], bool], timeout: float, complaint: Callable[[], str], log: str
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        while True:
+            self.check_alive()
+            if done():
+                return
+            if time.monotonic() >= deadline:
+                raise self._failure(f"{complaint()}, after {timeout:g} s", log)
+            time.sleep(0.25)
+
+    def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """Call ``/api/v2`` + ``path`` and return the JSON of its answer, ``None`` if it is empty.
+
+        :raises ApiError: The answer's status is 400 or higher.
+        """
+        url = f"{self.url}/api/v2{path}"
+        if query:
+            url += "?" + urllib.parse.urlencode(query, doseq=True)
+        if self._jwt is None:
+            self._jwt = self._log_in()
+        try:
+            return _call(method, url, body, self._jwt)
+        except ApiError as error:
+            if error.status != http.client.UNAUTHORIZED:
+                raise
+        self._jwt = self._log_in()
+        return _call(method, url, body, self._jwt)
+
+    def _log_in(self) -> str:
+        # With "all are administrators" a GET hands out a token, and nobody has a password to POST.
+        return str(_call("GET", f"{self.url}/auth/token", None, None)["access_token"])
+
+    def wait_for_dag(self, dag_id: str, timeout: float = 60.0) -> dict[str, Any]:
+        """Wait until the DAG processor has found ``dag_id``; return the API's description of it."""
+        found: dict[str, Any] = {}
+
+        def known() -> bool:
+            try:
+                found.update(self.api("GET", f"/dags/{_quote(dag_id)}"))
+            except ApiError as error:
+                if error.status != http.client.NOT_FOUND:
+                    raise
+            return bool(found)
+
+        def complaint() -> str:
+            errors = self.api("GET", "/importErrors")["import_errors"]
+            return f"No DAG {dag_id!r}; import errors: " + (
+                "\n".join(f"{error['filename']}:\n{error['stack_trace']}" for error in errors)
+                or "none"
+            )
+
+        self._wait(known, timeout, complaint, "dag-processor")
+        return found
+
+    def trigger(
+        self,
+        dag_id: str,
+        conf: Mapping[str, Any] | None = None,
+        *,
+        run_id: str | None = None,
+        logical_date: datetime | None = None,
+    ) -> str:
+        """Start a run of ``dag_id`` and return its run id."""
+        body = {
+            "conf": dict(conf or {}),
+            "dag_run_id": run_id,
+            "logical_date": logical_date.astimezone(UTC).isoformat() if logical_date else None,
+        }
+        run = self.api("POST", f"/dags/{_quote(dag_id)}/dagRuns", body)
+        return str(run["dag_run_id"])
+
+    def dag_run(self, dag_id: str, run_id: str) -> dict[str, Any]:
+        """Return the API's description of a run."""
+        return dict(self.api("GET", _run(dag_id, run_id)))
+
+    def wait_for_run(self, dag_id: str, run_id: str, timeout: float = 300.0) -> str:
+        """Wait until the run is over and return its state, ``success`` or ``failed``."""
+        state = ""
+
+        def over() -> bool:
+            nonlocal state
+            state = str(self.dag_run(dag_id, run_id)["state"])
+            return state in FINISHED
+
+        def complaint() -> str:
+            tasks = {
+                f"{task['task_id']}[{task['map_index']}]": task["state"]
+                for task in self.task_instances(dag_id, run_id)
+            }
+            return f"The run {run_id!r} of {dag_id!r} is still {state!r}; its tasks: {tasks}"
+
+        self._wait(over, timeout, complaint, "scheduler")
+        return state
+
+    def task_instances(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
+        """Return the API's descriptions of a run's task instances, mapped ones each for itself."""
+        answer = self.api("GET", _run(dag_id, run_id) + "/taskInstances", limit=1000)
+        return list(answer["task_instances"])
+
+    def task_instance(
+        self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
+    ) -> dict[str, Any]:
+        """Return the API's description of one task instance."""
+        return dict(self.api("GET", _task(dag_id, run_id, task_id, map_index)))
+
+    def wait_for_task(
+        self,
+        dag_id: str,
+        run_id: str,
+        task_id: str,
+        states: Sequence[str | None] = ("success",),
+        *,
+        map_index: int = -1,
+        timeout: float = 120.0,
+    ) -> dict[str, Any]:
+        """Wait until a task instance is in one of ``states``; return the API's description of it.
+
+        A mapped task instance that is not made yet counts as one without a state.
+        """
+        found: dict[str, Any] = {}
+
+        def there() -> bool:
+            try:
+                found.update(self.task_instance(dag_id, run_id, task_id, map_index))
+            except ApiError as error:
+                if error.status != http.client.NOT_FOUND:
+                    raise
+            return bool(found) and found["state"] in states
+
+        self._wait(
+            there,
+            timeout,
+            lambda: f"{task_id}[{map_index}] is still {found.get('state')!r}",
+            "scheduler",
+        )
+        return found
+
+    def clear(
+        self,
+        dag_id: str,
+        run_id: str,
+        task_ids: Sequence[str | tuple[str, int]],
+        *,
+        downstream: bool = False,
+        upstream: bool = False,
+        only_failed: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Clear tasks as the UI does; return what was cleared.
+
+        :param task_ids: Task ids, or pairs of task id and map index.
+        """
+        body = {
+            "dry_run": False,
+            "dag_run_id": run_id,
+            "task_ids": [task if isinstance(task, str) else list(task) for task in task_ids],
+            "include_downstream": downstream,
+            "include_upstream": upstream,
+            "only_failed": only_failed,
+        }
+        answer = self.api("POST", f"/dags/{_quote(dag_id)}/clearTaskInstances", body)
+        return list(answer["task_instances"])
+
+    def set_state(
+        self, dag_id: str, run_id: str, task_id: str, state: str, *, map_index: int = -1
+    ) -> None:
+        """Mark a task instance ``success``, ``failed`` or ``skipped``, as the UI does."""
+        self.api("PATCH", _task(dag_id, run_id, task_id, map_index), {"new_state": state})
+
+    def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
+        """Mark a whole run ``success``, ``failed`` or ``queued``, as the UI does."""
+        self.api("PATCH", _run(dag_id, run_id), {"state": state})
+
+    def delete_run(self, dag_id: str, run_id: str) -> None:
+        """Delete a run, as the UI does."""
+        self.api("DELETE", _run(dag_id, run_id))
+
+    def pause(self, dag_id: str, paused: bool = True) -> None:
+        """Pause a DAG, or let it go on."""
+        self.api("PATCH", f"/dags/{_quote(dag_id)}", {"is_paused": paused})
+
+    def xcom(
+        self,
+        dag_id: str,
+        run_id: str,
+        task_id: str,
+        key: str = "return_value",
+        *,
+        map_index: int = -1,
+    ) -> Any:
+        """Return the value of an XCom.
+
+        :raises ApiError: With status 404 if there is none.
+        """
+        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/xcomEntries/{_quote(key)}"
+        return self.api("GET", path, map_index=map_index, deserialize=False)["value"]
+
+    def task_log(
+        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, *, map_index: int = -1
+    ) -> str:
+        """Return what one try of a task instance has logged, a line for an event."""
+        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/logs/{try_number}"
+        content = self.api("GET", path, map_index=map_index, full_content=True)["content"]
+        return "\n".join(
+            line if isinstance(line, str) else f"{line.get('timestamp') or ''} {line['event']}"
+            for line in content
+        )
+
+
+def _call(method: str, url: str, body: Any, token: str | None) -> Any:
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            content = reply.read()
+    except urllib.error.HTTPError as error:
+        raise ApiError(method, url, error.code, error.read().decode(errors="replace")) from None
+    return json.loads(content) if content else None
+
+
+def _quote(part: str) -> str:
+    return urllib.parse.quote(part, safe="")
+
+
+def _run(dag_id: str, run_id: str) -> str:
+    return f"/dags/{_quote(dag_id)}/dagRuns/{_quote(run_id)}"
+
+
+def _task(dag_id: str, run_id: str, task_id: str, map_index: int) -> str:
+    path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}"
+    return path if map_index < 0 else f"{path}/{map_index}"
