@@ -342,7 +342,7 @@ class Processors(Options):
         " ``max_demand - min_demand`` messages.  10 as in Broadway.",
     )
     min_demand: int = option(
-        default=AUTO, rule=at_least(0), doc="Less than ``max_demand``; half of it unless given."
+        default=AUTO, rule=at_least(0), doc="Less than ``max_demand``; half of it unless given, as in Broadway."
     )
     partition_by: Callable[[Any], int] | None = option(
         default=None,
@@ -400,19 +400,20 @@ class Batcher(Options):
             int,
         ),
         doc="Messages in a full batch, or ``(initial, splitter)``: ``splitter(message, acc)``"
-        ' returns ``("cont", acc)``, or ``("emit", acc)`` to close the batch with this message.',
+        ' returns ``("cont", acc)``, or ``("emit", acc)`` to close the batch with this message.'
+        "  100 with Python, 100,000 with Spark.",
     )
     batch_bytes: int | None = option(
         default=AUTO,
         rule=POSITIVE.or_none(),
         doc="A batch is closed before its payloads, as received, pass this many bytes together;"
-        " a single larger message is a batch of its own.",
+        " a single larger message is a batch of its own.  None with Python, 128 MiB with Spark.",
     )
     batch_timeout: float | None = option(
         default=AUTO,
         rule=SECONDS.or_none(),
         doc="Seconds from a batch's first message until it is closed unfilled.  ``None``: at the"
-        " end of the run.",
+        " end of the run.  1 with Python, None with Spark.",
     )
     concurrency: int = option(default=1, rule=POSITIVE, doc="Batches handled at a time.")
     max_demand: int = option(

@@ -1,0 +1,79 @@
+"""Which room may import which: arrows point down only (see the picture in docs/architecture.md)."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import airflow_broadway
+
+PACKAGE = Path(airflow_broadway.__file__).parent
+
+#: Room → what its modules must not load, directly or through others.
+CLIENTS = ["pika", "boto3", "botocore", "confluent_kafka", "google.cloud", "s3fs"]
+BARRED = {
+    "core": [*CLIENTS, "airflow", "pyspark", "pyarrow", "fsspec", "tenacity"],
+    "producers": [*CLIENTS, "airflow", "pyspark", "pyarrow"],
+    "spark": [*CLIENTS, "airflow", "pyarrow"],
+    "staging": [*CLIENTS, "airflow", "pyspark"],
+    "testing": [*CLIENTS, "airflow", "pyspark", "pyarrow"],
+    "operators": [*CLIENTS, "pyspark", "pyarrow"],
+    "sensors": [*CLIENTS, "pyspark", "pyarrow"],
+    "triggers": [*CLIENTS, "pyspark", "pyarrow"],
+}
+
+#: Rooms of one row never import each other.
+ROWS = {
+    "core": ["producers", "staging", "spark", "testing", "operators", "sensors", "triggers"],
+    "producers": ["staging", "spark", "testing", "operators", "sensors", "triggers"],
+    "staging": ["producers", "spark", "testing", "operators", "sensors", "triggers"],
+    "spark": ["producers", "staging", "testing", "operators", "sensors", "triggers"],
+    "testing": ["staging", "spark", "operators", "sensors", "triggers"],
+}
+
+#: Modules that serve operators inside a running task, and are loaded only there.
+IN_TASKS = {
+    "airflow_broadway.operators._batches",
+    "airflow_broadway.operators._process",
+    "airflow_broadway.operators._settling",
+    "airflow_broadway.operators._sweep",
+}
+
+SCRIPT = """
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+barred = {barred!r}
+found = sorted(m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in barred))
+assert not found, found[:5]
+"""
+
+
+def modules(room: str) -> list[str]:
+    folder = PACKAGE / room
+    found = pkgutil.walk_packages([str(folder)], prefix=f"airflow_broadway.{room}.")
+    return [f"airflow_broadway.{room}", *(m.name for m in found if m.name not in IN_TASKS)]
+
+
+@pytest.mark.parametrize("room", BARRED)
+def test_a_room_loads_nothing_that_is_barred_from_it(room: str) -> None:
+    barred = BARRED[room] + [f"airflow_broadway.{other}" for other in ROWS.get(room, [])]
+    script = SCRIPT.format(modules=modules(room), barred=barred)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_package_itself_loads_neither_airflow_nor_spark() -> None:
+    script = SCRIPT.format(
+        modules=["airflow_broadway"], barred=[*CLIENTS, "airflow", "pyspark", "pyarrow"]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
