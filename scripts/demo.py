@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,15 +22,15 @@ from rich.console import Console
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
-from scripts.demo_report import Expected, Run, make_report, mistakes, show
+from scripts.demo_report import Expected, Run, make_report, show, shown
 from scripts.demo_screen import Screen
 from scripts.load_flights import FLIGHTS, add_arguments, flights, load
-from scripts.local_airflow import FINISHED, LocalAirflow, LocalAirflowError, free_port
+from scripts.local_airflow import LocalAirflow, LocalAirflowError, free_port
 
 DAG_ID = "flights"
 
-OUTPUT = FLIGHTS_QUEUE.parent / "output"
-REPORT = ROOT / "build" / "demo.json"
+#: Where the queue and the output lie, and beside it the report.
+FOLDER = FLIGHTS_QUEUE.parent
 
 #: Seconds between two looks at the run.
 PAUSE = 0.5
@@ -45,21 +46,32 @@ class DemoError(RuntimeError):
 class Demo:
     """One demo, from an empty queue to the report.
 
+    :param folder: Where the queue and the output go, in place of an earlier demo's.
+    :param home: AIRFLOW_HOME.
     :param messages: How many flights; all if ``None``.
     :param seed: Choose them at random by it.
     """
 
-    def __init__(self, screen: Screen, *, messages: int | None, seed: int | None) -> None:
+    def __init__(
+        self, screen: Screen, folder: Path, home: Path, *, messages: int | None, seed: int | None
+    ) -> None:
         self.screen = screen
+        self.folder = folder
+        self.home = home
+        self.output = folder / "output"
         self.messages = messages
         self.seed = seed
         self.expected = Expected()
-        self.queue = SqliteQueue(FLIGHTS_QUEUE, "flights")
+        self.queue = SqliteQueue(folder / FLIGHTS_QUEUE.name, "flights")
         self.seconds: dict[str, float] = {}
-        env = airflow_env(port=free_port(DEFAULT_PORT))
+        connection = {"conn_type": "broadway_sqlite", "host": self.queue.path}
+        env = {
+            **airflow_env(port=free_port(DEFAULT_PORT), home=home),
+            "AIRFLOW_CONN_FLIGHTS_QUEUE": json.dumps(connection),
+        }
         # The triggerer has nothing to do here.
         parts = ("api-server", "scheduler", "dag-processor")
-        self.airflow = LocalAirflow(env, home_of(ROOT) / "logs" / "components", components=parts)
+        self.airflow = LocalAirflow(env, home / "logs" / "components", components=parts)
         self._running: str | None = None
 
     def run(self) -> dict[str, Any]:
@@ -77,7 +89,7 @@ class Demo:
         self.screen.step(f"Airflow is healthy at {self.airflow.url}")
         runs = list(self._drain())
         self.seconds["total"] = time.monotonic() - begun
-        return make_report(self.expected, runs, self.queue, OUTPUT, self.seconds)
+        return make_report(self.expected, runs, self.queue, self.output, self.seconds)
 
     def stop(self) -> None:
         """Stop Airflow; a run that is still going ends as failed, and its messages go back."""
@@ -92,15 +104,16 @@ class Demo:
 
     # ------------------------------------------------------------------------------------ steps
     def _fill(self) -> None:
-        folder = FLIGHTS_QUEUE.parent
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.output, ignore_errors=True)
+        for old in self.folder.glob(f"{FLIGHTS_QUEUE.name}*"):
+            old.unlink()
         wanted = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
         begun = time.monotonic()
         source = self.expected.watch(flights(self.messages, self.seed))
         sent = load(self.queue, source, progress=lambda n: self.screen.loading(n, wanted))
         self.seconds["load"] = time.monotonic() - begun
-        self.screen.step(f"Sent {sent:,} flights to {FLIGHTS_QUEUE.relative_to(ROOT)}")
+        self.screen.step(f"Sent {sent:,} flights to {shown(Path(self.queue.path))}")
 
     def _end_old_runs(self) -> None:
         """End what a killed demo, or an interrupted `make up`, left: its queue is no more."""
@@ -130,7 +143,7 @@ class Demo:
                 time.sleep(1.0)
 
     def _run_once(self) -> Run:
-        run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(OUTPUT)})
+        run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(self.output)})
         self.screen.step(f"Triggered the DAG {DAG_ID}, run {run_id}")
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -138,19 +151,19 @@ class Demo:
             dag_run = self.airflow.dag_run(DAG_ID, run_id)
             tasks = self.airflow.task_instances(DAG_ID, run_id)
             self.screen.running(tasks, self.queue.depth(), self.expected.sent)
-            if dag_run["state"] in FINISHED:
+            if dag_run["state"] in ("success", "failed"):
                 break
             if time.monotonic() > deadline:
                 raise DemoError(f"run {run_id} is not finished after {PATIENCE:g} s")
             time.sleep(PAUSE)
         self._running = None
         self.screen.step(f"The run's state is {dag_run['state']}")
-        return Run(dag_run, tasks, _ack_report(run_id))
+        return Run(dag_run, tasks, _ack_report(self.home, run_id))
 
 
-def _ack_report(run_id: str) -> Mapping[str, Any]:
+def _ack_report(home: Path, run_id: str) -> Mapping[str, Any]:
     """The report that the ack sensor left in the run's staging folder, whether or not it failed."""
-    for path in (home_of(ROOT) / "broadway").glob(f"*/{DAG_ID}/*/report.json"):
+    for path in (home / "broadway").glob(f"*/{DAG_ID}/*/report.json"):
         report = json.loads(path.read_text())
         if report["run_id"] == run_id:
             return dict(report)
@@ -164,6 +177,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "--keep", action="store_true", help="leave Airflow running afterwards, until Ctrl-C"
     )
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help="where the queue and the output go"
+    )
+    parser.add_argument("--home", type=Path, default=home_of(ROOT), help="Airflow's home")
     options = parser.parse_args(None if arguments is None else list(arguments))
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     signal.signal(signal.SIGINT, _interrupt)
@@ -171,13 +188,20 @@ def main(arguments: Iterable[str] | None = None) -> int:
     screen = Screen(console)
     demo = None
     try:
-        demo = Demo(screen, messages=options.messages, seed=options.seed)
+        demo = Demo(
+            screen,
+            options.folder.resolve(),
+            options.home.resolve(),
+            messages=options.messages,
+            seed=options.seed,
+        )
         report = demo.run()
         screen.close()
-        REPORT.write_text(json.dumps(report, indent=2) + "\n")
-        show(report, console)
-        if wrong := mistakes(report):
-            raise DemoError("; ".join(wrong))
+        path = demo.folder.with_suffix(".json")
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        show(report, path, console)
+        if report["mistakes"]:
+            raise DemoError("; ".join(report["mistakes"]))
         if options.keep:
             console.print(f"\nAirflow keeps running at {demo.airflow.url}/dags/{DAG_ID}; Ctrl-C.")
             while True:

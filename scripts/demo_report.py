@@ -303,17 +303,25 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------- showing
-def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print the report for people."""
+def shown(path: Path) -> str:
+    """A path as people want to read it: from the checkout, if it lies there."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
+    """Print the report for people.
+
+    :param path: Where it lies as JSON.
+    """
     console.print()
     console.print(_sum_table(report))
     console.print(_batch_table(report))
     console.print(_stage_table(report))
     console.print(_result_table(report))
-    output = Path(report["output"]["path"]).relative_to(ROOT)
+    output = shown(Path(report["output"]["path"]))
     console.print(
         f"{report['output']['rows']:,} rows in {output}/flights, hourly statistics in"
-        f" {output}/hours, this report in build/demo.json."
+        f" {output}/hours, this report in {shown(path)}."
         f"  {report['seconds']['total']:.0f} s in all.",
         markup=False,
     )

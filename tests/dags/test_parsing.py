@@ -13,8 +13,9 @@ import pytest
 
 from scripts.airflow_env import ROOT, airflow_env
 
+#: As in ``dags/.airflowignore``: what is named so is imported by DAG files, and is none itself.
 FILES = sorted(
-    path for path in (ROOT / "dags").glob("*.py") if "DAG" in path.read_text(encoding="utf-8")
+    path for path in (ROOT / "dags").glob("*.py") if not path.name.endswith("_pipeline.py")
 )
 
 
@@ -46,7 +47,7 @@ def test_a_dag_file_parses_without_network(path: Path, home: Path) -> None:
     _, told = parse(path, home, 1)
 
     assert told["errors"] == {}
-    assert told["dags"] or path.name.endswith("_pipeline.py")
+    assert told["dags"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
