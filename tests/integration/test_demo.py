@@ -1,0 +1,206 @@
+"""``make demo``, from the flights to the report: what it says is compared with the files it leaves.
+
+The full run's numbers stand here as they are in the data, counted by hand and not by the demo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, home_of
+
+pytestmark = [pytest.mark.airflow, pytest.mark.spark]
+
+FLIGHTS = 336_776
+NEVER_DEPARTED = 8_255
+DELAYED = {"EWR": 28_942, "JFK": 22_650, "LGA": 19_182}
+ON_TIME = 257_747
+ROWS = 328_521
+
+
+@dataclass
+class Finished:
+    """A demo that has ended."""
+
+    code: int
+    text: str
+    folder: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return dict(json.loads(self.folder.with_suffix(".json").read_text()))
+
+    @property
+    def queue(self) -> SqliteQueue:
+        return SqliteQueue(self.folder / "queue.db", "flights")
+
+    def rows(self, *columns: str) -> Any:
+        folder = self.folder / "output" / "flights"
+        found = ds.dataset(folder, format="parquet", partitioning="hive")
+        return found.to_table(columns=list(columns) or None)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    # One home for all tests here: its database is made once.
+    home = home_of(ROOT, "airflow-test-demo")
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "scripts.demo"),
+            *("--folder", str(folder), "--home", str(home), *arguments),
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def run(folder: Path, *arguments: str) -> Finished:
+    process = start(folder, *arguments)
+    try:
+        text, _ = process.communicate(timeout=800)
+    finally:
+        end(process)
+    return Finished(process.returncode, text, folder)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return run(tmp_path_factory.mktemp("full") / "demo")
+
+
+@pytest.mark.timeout(900)
+class TestEveryFlight:
+    """All 336,776 flights."""
+
+    def test_the_demo_succeeds(self, full: Finished) -> None:
+        assert full.code == 0, full.text
+        assert full.report["mistakes"] == []
+
+    def test_the_output_has_every_departed_flight_once(self, full: Finished) -> None:
+        rows = full.rows("message_id")
+
+        assert rows.num_rows == ROWS
+        assert pc.count_distinct(rows["message_id"]).as_py() == ROWS
+
+    def test_flights_are_routed_by_delay_and_grouped_by_airport(self, full: Finished) -> None:
+        rows = full.rows("batcher", "origin", "dep_delay")
+        delayed = rows.filter(pc.field("dep_delay") > 15)
+
+        assert rows.num_rows - delayed.num_rows == ON_TIME
+        assert set(delayed["batcher"].to_pylist()) == {"delayed"}
+        assert Counter(delayed["origin"].to_pylist()) == DELAYED
+        assert Counter(rows["batcher"].to_pylist()) == {
+            "delayed": sum(DELAYED.values()),
+            "on_time": ON_TIME,
+        }
+
+    def test_departure_is_schedule_and_delay(self, full: Finished) -> None:
+        rows = full.rows("scheduled_at", "departed_at", "dep_delay")
+        minutes: Any = pc.minutes_between(rows["scheduled_at"], rows["departed_at"])
+
+        assert minutes.to_pylist() == rows["dep_delay"].to_pylist()
+
+    def test_the_hours_add_up_to_the_flights(self, full: Finished) -> None:
+        folder = full.folder / "output" / "hours"
+        hours = ds.dataset(folder, format="parquet", partitioning="hive").to_table()
+        rows = full.rows("dep_delay")
+
+        assert pc.sum(hours["flights"]).as_py() == ROWS
+        assert pc.sum(hours["minutes"]).as_py() == pc.sum(rows["dep_delay"]).as_py()
+
+    def test_flights_that_never_departed_are_dead_letters_and_only_they(
+        self, full: Finished
+    ) -> None:
+        letters = full.queue.dead_letters(limit=None)
+
+        assert len(letters) == NEVER_DEPARTED
+        assert {letter.reason for letter in letters} == {"never departed"}
+        assert {letter.attempt for letter in letters} == {1}
+        assert all(json.loads(letter.body)["dep_delay"] is None for letter in letters)
+
+    def test_the_queue_is_empty_and_no_lease_is_left(self, full: Finished) -> None:
+        depth = full.queue.depth()
+
+        assert (depth.ready, depth.delayed, depth.leased) == (0, 0, 0)
+        assert full.queue.leases() == []
+
+    def test_the_report_accounts_for_every_message(self, full: Finished) -> None:
+        report = full.report
+
+        assert report["received"] == FLIGHTS
+        assert report["failed"] == NEVER_DEPARTED
+        assert sum(report["sum"].values()) == FLIGHTS
+        assert report["sum"]["acked"] == ROWS
+        assert report["sum"]["dead_lettered"] == NEVER_DEPARTED
+        for told in report["batchers"].values():
+            assert sum(told["triggers"].values()) == told["batches"]
+
+    def test_the_report_is_printed(self, full: Finished) -> None:
+        for words in ("received", "336,776", "dead lettered", "8,255", "messages/s", "Try next"):
+            assert words in full.text
+        # A process's output that is no terminal has no colours, and no line drawn over.
+        assert "\x1b" not in full.text
+
+
+@pytest.mark.timeout(300)
+def test_a_small_demo_accounts_for_every_message(tmp_path: Path) -> None:
+    done = run(tmp_path / "demo", "--messages", "5000", "--seed", "3")
+
+    assert done.code == 0, done.text
+    assert done.report["received"] == 5_000
+    assert done.report["mistakes"] == []
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start(tmp_path / "demo", "--messages", "5000")
+    yield process
+    end(process)
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_no_process_behind(interrupted: subprocess.Popen[str]) -> None:
+    # Given a demo whose run has begun
+    assert interrupted.stdout is not None
+    for line in interrupted.stdout:
+        if "Triggered" in line:
+            break
+    time.sleep(2.0)
+    family = psutil.Process(interrupted.pid).children(recursive=True)
+    assert family
+
+    # When its user presses Ctrl-C
+    interrupted.send_signal(signal.SIGINT)
+    text = interrupted.stdout.read()
+    code = interrupted.wait(60)
+
+    # Then it says so, and all it started has ended
+    assert code == 130
+    assert "Stopping Airflow" in text
+    assert "Traceback" not in text
+    assert [process for process in family if process.is_running()] == []
