@@ -32,10 +32,13 @@ from typing import IO, Any, Self
 
 import psutil
 
-from scripts.airflow_api import AirflowApi, ApiError, LocalAirflowError
+from scripts.airflow_api import FINISHED, AirflowApi, ApiError, LocalAirflowError
 from scripts.airflow_env import DEFAULT_PORT
 
 __all__ = [
+    "COMPONENTS",
+    "FINISHED",
+    "TOKEN_VARIABLE",
     "ApiError",
     "LocalAirflow",
     "LocalAirflowError",
