@@ -6,8 +6,6 @@ the folder.  :class:`Bucket` leans on what object stores promise: an upload appe
 conditional put (``If-None-Match: *``) appears only if there was none.
 """
 
-# ruff: noqa: D102 - the protocol has the docstrings
-
 from __future__ import annotations
 
 import errno

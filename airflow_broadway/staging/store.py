@@ -7,8 +7,6 @@ instead of finding nothing.  A :class:`Folder` is one folder of it, and implemen
 :class:`airflow_broadway.core.manifest.Files`.
 """
 
-# ruff: noqa: D102 - the protocol has the docstrings
-
 from __future__ import annotations
 
 import json

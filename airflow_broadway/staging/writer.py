@@ -19,6 +19,7 @@ from airflow_broadway.core.custody import Delivery, Entry
 from airflow_broadway.core.manifest import dump_entry
 from airflow_broadway.core.message import BatchMode, Message
 from airflow_broadway.core.schema import Schema, parse_schema
+from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrow_schema import columns_from_rows
 from airflow_broadway.staging.backends import Sink
 from airflow_broadway.staging.errors import translated
@@ -71,8 +72,6 @@ class ProcessWriter:
             name: _Parts(self._files, f"{generation}/messages/{name}", pipeline, name)
             for name in pipeline.batchers
         }
-        self._dropped: Counter[str] = Counter()
-        self._configured = False
         self._entries = _Entries(self._files, f"{generation}/failed-00000.jsonl")
         self._written: Written | None = None
 
@@ -98,12 +97,14 @@ class ProcessWriter:
             row = message.data
             if type(row) is not StagedRow:
                 row = self._rows.row(message)
-            if row.dropped is not None:
-                self._dropped.update(row.dropped)
-            delivery = message.acknowledger.data
-            if type(delivery) is Delivery and (delivery.on_success or delivery.on_failure):
-                self._configured = True
-            self._parts[message.batcher].add(chunk, message, row)
+            part = self._parts[message.batcher]
+            part.messages.append(message)
+            part.staged.append(row)
+            part.chunks.append(chunk)
+            data = row[0]
+            part.bytes += message.size if type(data) is tuple else max(len(data), message.size)
+            if part.bytes >= GROUP_BYTES or len(part.messages) >= GROUP_ROWS:
+                part.write()
 
     def entry(self, entry: Entry, *, settled: bool = False) -> None:
         """Stage the verdict on a message that no batcher gets; from any thread.
@@ -126,12 +127,15 @@ class ProcessWriter:
                 self.abort()
                 raise
             used = {name: parts for name, parts in self._parts.items() if parts.rows}
+            dropped: Counter[str] = Counter()
+            for parts in used.values():
+                dropped.update(parts.dropped)
             self._written = Written(
                 {name: parts.rows for name, parts in used.items()},
                 {name: parts.paths for name, parts in used.items()},
                 [self._entries.path] if self._entries.count else [],
-                self._configured,
-                dict(self._dropped),
+                any(parts.configured for parts in used.values()),
+                dict(dropped),
                 self._entries.count,
             )
         return self._written
@@ -150,6 +154,8 @@ class _Parts:
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.paths: list[str] = []
         self.rows = 0
+        self.configured = False
+        self.dropped: Counter[str] = Counter()
         self._files = files
         self._folder = folder
         self._arrow = message_schema(options, producer)
@@ -161,21 +167,13 @@ class _Parts:
         self._clear()
 
     def _clear(self) -> None:
-        self._messages: list[Message] = []
-        self._staged: list[StagedRow] = []
-        self._chunks: list[int] = []
-        self._bytes = 0
+        # What waits for the next row group.
+        self.messages: list[Message] = []
+        self.staged: list[StagedRow] = []
+        self.chunks: list[int] = []
+        self.bytes = 0
 
-    def add(self, chunk: int, message: Message, row: StagedRow) -> None:
-        self._messages.append(message)
-        self._staged.append(row)
-        self._chunks.append(chunk)
-        data = row.data
-        self._bytes += message.size if type(data) is tuple else max(len(data), message.size)
-        if len(self._messages) >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
-            self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
         table = self._table()
         self._clear()
         if self._file is None:
@@ -193,8 +191,8 @@ class _Parts:
             file.commit()
 
     def close(self) -> None:
-        if self._messages:
-            self._write()
+        if self.messages:
+            self.write()
         self._finish()
 
     def abort(self) -> None:
@@ -203,7 +201,7 @@ class _Parts:
             file.abort()
 
     def _table(self) -> pa.Table:
-        messages, staged = self._messages, self._staged
+        messages, staged = self.messages, self.staged
         acks = [message.acknowledger for message in messages]
         deliveries: list[Delivery] = [
             ack.data if type(ack.data) is Delivery else _PLAIN for ack in acks
@@ -219,7 +217,7 @@ class _Parts:
             "redelivered": [message.redelivered for message in messages],
             "received_at": _instants(messages),
             "position": [message.position for message in messages],
-            "chunk": self._chunks,
+            "chunk": self.chunks,
             "size": [message.size for message in messages],
             "_receipt": [delivery.receipt for delivery in deliveries],
             "_on_success": [delivery.on_success for delivery in deliveries],
@@ -231,11 +229,17 @@ class _Parts:
         else:
             columns["data_bytes"] = [each if type(each) is bytes else None for each in data]
             columns["data_json"] = [None if type(each) is bytes else each for each in data]
+        for row in staged:
+            if row.dropped is not None:
+                self.dropped.update(row.dropped)
+        if not self.configured:
+            own = (*columns["_on_success"], *columns["_on_failure"])
+            self.configured = any(name is not None for name in own)
         if self._keeps_payload:
             columns["_payload"] = [delivery.payload for delivery in deliveries]
             columns["_properties"] = [delivery.properties for delivery in deliveries]
         arrays = [
-            pa.array(column, type=field.type) if type(column) is list else column
+            array_of(column, field.type) if type(column) is list else column
             for field, column in ((field, columns[field.name]) for field in self._arrow)
         ]
         return pa.Table.from_arrays(arrays, schema=self._arrow)
@@ -250,7 +254,7 @@ def _instants(messages: list[Message]) -> pa.Array[Any]:
             last = message.received_at
             microseconds = (last - _EPOCH) // _MICROSECOND
         values.append(microseconds)
-    instants: pa.Array[Any] = pa.array(values, type=pa.int64()).view(INSTANT)
+    instants: pa.Array[Any] = array_of(values, pa.int64()).view(INSTANT)
     return instants
 
 
@@ -264,8 +268,8 @@ def _maps(rows: list[dict[str, str]]) -> pa.Array[Any]:
             items.extend(row.values())
         offsets.append(len(keys))
     text = pa.string()
-    start: Any = pa.array(offsets, type=pa.int32())
-    given = pa.array(keys, text), pa.array(items, text)
+    start: Any = array_of(offsets, pa.int32())
+    given = array_of(keys, text), array_of(items, text)
     made: pa.Array[Any] = pa.MapArray.from_arrays(start, *given)
     return made
 
