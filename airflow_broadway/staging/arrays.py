@@ -1,12 +1,16 @@
-"""Arrow arrays from Python lists."""
+"""Arrow arrays from Python lists, and Arrow's functions on them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
-__all__ = ["array_of"]
+__all__ = ["array_of", "compute"]
+
+#: Arrow's functions; most are made when the module is loaded, and unknown to type checkers.
+compute: Any = pyarrow.compute
 
 
 def array_of(values: list[Any], kind: pa.DataType) -> pa.Array[Any]:

@@ -1,0 +1,203 @@
+"""Read planned batches back as messages, for batchers that run Python."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from airflow_broadway.core.custody import Delivery
+from airflow_broadway.core.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.message import NO_ACK, AckRef, BatchMode, Message
+from airflow_broadway.staging.arrow_schema import from_arrow
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.tables import ParquetFile
+
+__all__ = ["BatchReader", "StagedReceipt", "messages_of", "read_batch"]
+
+#: Bytes of row groups that are kept between batches: small batches share groups.
+CACHE_BYTES = 64 * 1024 * 1024
+
+
+class StagedReceipt(NamedTuple):
+    """What settling one staged message needs.
+
+    :param source: Index of its generation in :attr:`BatchPlan.generations`.
+    :param acked: A callback settled it at once: nobody is to settle it again.
+    """
+
+    message_id: str
+    source: int
+    delivery: Delivery
+    acked: bool
+
+
+#: Makes the acknowledger of a message.
+AckRefOf = Callable[[StagedReceipt], AckRef]
+
+
+class BatchReader:
+    """Reads the batches of one plan, cheapest in the plan's order; used from one thread."""
+
+    def __init__(self, run: StagedRun, plan: BatchPlan) -> None:
+        run.store.check_root(plan.root_id, plan.host)
+        self._files = run.files
+        self._plan = plan
+        #: Data file → for each row group its first and last batch.
+        self._bounds: dict[int, list[tuple[int, int]]] = {}
+        self._cache: OrderedDict[tuple[int, int], tuple[pa.Table, list[int]]] = OrderedDict()
+        self._cached = 0
+
+    def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
+        """Return the messages of a batch, in order of arrival at the batcher.
+
+        Data is what the message had: bytes, the values of its JSON, or a ``dict`` by the schema.
+
+        :param ack_ref_of: Makes each message's acknowledger; settled at once, it has none.
+        """
+        found: list[tuple[int, Message]] = []
+        for file in planned.files:
+            for group, (first, last) in enumerate(self._group_bounds(file)):
+                if _meets(planned.rows, first, last):
+                    table, batches = self._group(file, group)
+                    for low, high in planned.rows:
+                        start = bisect.bisect_left(batches, low)
+                        stop = bisect.bisect_right(batches, high)
+                        if start < stop:
+                            part = table.slice(start, stop - start)
+                            made = messages_of(part, self._plan.schema, ack_ref_of)
+                            found.extend(zip(batches[start:stop], made, strict=True))
+        if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
+            found.sort(key=lambda each: each[0])  # stable: each batch stays in order of arrival
+        return [message for _, message in found]
+
+    def _group_bounds(self, file: int) -> list[tuple[int, int]]:
+        if file not in self._bounds:
+            with self._open(file) as opened:
+                self._bounds[file] = [
+                    opened.bounds(group, "batch") for group in range(opened.groups)
+                ]
+        return self._bounds[file]
+
+    def _group(self, file: int, group: int) -> tuple[pa.Table, list[int]]:
+        key = file, group
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        with self._open(file) as opened:
+            table = opened.read(group)
+        batches: Any = table["batch"].to_pylist()
+        kept = table, batches
+        self._cache[key] = kept
+        self._cached += table.nbytes
+        while self._cached > CACHE_BYTES and len(self._cache) > 1:
+            _, (dropped, _) = self._cache.popitem(last=False)
+            self._cached -= dropped.nbytes
+        return kept
+
+    def _open(self, file: int) -> ParquetFile:
+        return ParquetFile(self._files, f"{self._plan.path}/{self._plan.data[file]}")
+
+
+def read_batch(
+    run: StagedRun,
+    plan: BatchPlan,
+    planned: PlannedBatch,
+    ack_ref_of: AckRefOf | None = None,
+) -> list[Message]:
+    """Read one batch; :class:`BatchReader` reads many of a plan more cheaply."""
+    return BatchReader(run, plan).read(planned, ack_ref_of)
+
+
+def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
+    """Whether one of the sorted ranges has a number from ``first`` to ``last``."""
+    at = bisect.bisect_left(ranges, first, key=lambda each: each[1])
+    return at < len(ranges) and ranges[at][0] <= last
+
+
+def messages_of(
+    table: pa.Table, schema: str | None, ack_ref_of: AckRefOf | None = None
+) -> list[Message]:
+    """The rows of a message file, or of a Python batcher's data file, as messages."""
+    names = table.column_names
+    column: dict[str, list[Any]] = {
+        name: table[name].to_pylist()
+        for name in names
+        if name not in ("data", "data_bytes", "data_json", "metadata", "received_at")
+    }
+    flush = column["_flush" if "_flush" in column else "flush"]
+    sizes = column["_size" if "_size" in column else "size"]
+    receipts = _receipts(column) if ack_ref_of is not None else iter(())
+    values = zip(
+        _data(table, schema),
+        column["message_id"],
+        [json.loads(text) for text in column["batch_key"]],
+        flush,
+        from_arrow(table["metadata"]),
+        column["attempt"],
+        column["redelivered"],
+        from_arrow(table["received_at"]),
+        column["position"],
+        sizes,
+        strict=True,
+    )
+    made: list[Message] = []
+    for data, message_id, key, at_once, metadata, attempt, again, at, position, size in values:
+        acknowledger = NO_ACK
+        if ack_ref_of is not None:
+            receipt = next(receipts)
+            acknowledger = NO_ACK if receipt.acked else ack_ref_of(receipt)
+        made.append(
+            Message(
+                data,
+                metadata=metadata,
+                acknowledger=acknowledger,
+                message_id=message_id,
+                batch_key=key,
+                batch_mode=BatchMode.FLUSH if at_once else BatchMode.BULK,
+                attempt=attempt,
+                redelivered=again,
+                received_at=at,
+                position=position,
+                size=size,
+            )
+        )
+    return made
+
+
+def _data(table: pa.Table, schema: str | None) -> list[Any]:
+    if schema is not None:
+        return from_arrow(table["data"])
+    texts: list[Any] = table["data_json"].to_pylist()
+    blobs: list[Any] = table["data_bytes"].to_pylist()
+    return [
+        json.loads(text) if blob is None else blob
+        for text, blob in zip(texts, blobs, strict=True)
+    ]
+
+
+def _receipts(column: dict[str, list[Any]]) -> Iterator[StagedReceipt]:
+    nothing = [None] * len(column["message_id"])
+    for message_id, source, receipt, success, failure, acked, payload, properties in zip(
+        column["message_id"],
+        column["source"],
+        column["_receipt"],
+        column["_on_success"],
+        column["_on_failure"],
+        column["_acked"],
+        column.get("_payload", nothing),
+        column.get("_properties", nothing),
+        strict=True,
+    ):
+        delivery = Delivery(
+            receipt=receipt,
+            payload=payload,
+            properties=properties,
+            on_success=success,
+            on_failure=failure,
+        )
+        yield StagedReceipt(message_id, source, delivery, acked)
