@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 _BATCH = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
 
 
-class SparkLost(BroadwayError):  # noqa: N818 - what happened, as LeaseLapsed is
+class SparkLost(BroadwayError):
     """Spark is gone: what was running has no outcome."""
 
 
-class Stopped(BroadwayError):  # noqa: N818
+class Stopped(BroadwayError):
     """The application is being stopped: what was running has no outcome."""
 
 
@@ -134,7 +134,7 @@ class BatchRunner:
         """
         app = self._app
         app.fence.check(batch.sources)
-        started, clock = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017
+        started, clock = datetime.now(timezone.utc), time.monotonic()
         session = new_session(app.spark)
         self._name_jobs(session, batch, lane)
         info = BatchInfo(

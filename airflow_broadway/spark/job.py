@@ -85,6 +85,11 @@ def _check(reference: str) -> int:
     except BroadwayError as error:
         print(error, file=sys.stderr)  # noqa: T201 - this is what the operator reads
         return REFUSED
+    if "airflow" in sys.modules:
+        print(  # noqa: T201
+            "The pipeline's module imports Airflow: that costs the driver seconds, and fails where it"
+            " is not installed."
+        )
     return 0
 
 

@@ -367,7 +367,7 @@ def plain_key(key: Any) -> Any:
 
 def as_utc(value: datetime) -> datetime:
     """An instant that Spark collected (naive, in the driver's own zone) as aware UTC."""
-    return value.astimezone(timezone.utc)  # noqa: UP017 - Python 3.10
+    return value.astimezone(timezone.utc)
 
 
 def to_python(value: Any, kind: DataType | Schema) -> Any:

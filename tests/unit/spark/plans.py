@@ -75,6 +75,7 @@ class Staged:
         self.uri = f"file://{root}"
         self.files = LocalFiles(root)
         self.pipeline = pipeline
+        self.root_id = "root"
         self.lease()
 
     def lease(self, *, generation: str = GENERATION, seconds: float = 3600) -> None:
@@ -128,7 +129,7 @@ class Staged:
             messages=position,
             batches=len(planned),
             triggers={"size": len(planned)},
-            root_id="root",
+            root_id=self.root_id,
             host="host",
         )
         self.files.write_lines(

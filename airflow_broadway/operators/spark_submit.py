@@ -1,0 +1,475 @@
+"""Run ``handle_batch`` on Spark: one application for all batches that have no outcome yet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
+from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+
+import airflow_broadway
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
+from airflow_broadway.core.manifest import BatchPlan, Outcome, PlannedBatch, Work, paths
+from airflow_broadway.operators._common import (
+    AirflowConnections,
+    check_engine,
+    load_pipeline,
+    open_run,
+    pipeline_ref,
+    run_info,
+)
+from airflow_broadway.operators._shipping import check_import, ship
+from airflow_broadway.operators._spark_home import (
+    check_java,
+    check_master,
+    default_conf,
+    find_spark,
+    s3_settings,
+)
+from airflow_broadway.spark.fence import CURE, Fence, highest_try
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_broadway.staging.run import StagedRun
+
+__all__ = ["BroadwaySparkSubmitOperator"]
+
+#: Batches of which the log says one by one how they were settled.
+TOLD = 100
+
+
+class _SubmitHook(SparkSubmitHook):
+    """The provider's hook, with a program by its full path, variables, and a last step before."""
+
+    _prepare: Callable[[], list[str]]
+    _driver_env: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        hook: SparkSubmitHook,
+        *,
+        binary: str,
+        env: Mapping[str, str],
+        prepare: Callable[[], list[str]],
+    ) -> _SubmitHook:
+        """The same hook, with more.
+
+        :param env: Variables of the process; unlike ``env_vars`` they never become settings, which
+            would show on the command line.
+        :param prepare: Called right before Spark is started; returns the application's arguments.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(hook.__dict__)
+        made._connection = {**made._connection, "spark_binary": binary}
+        made._driver_env = dict(env)
+        made._prepare = prepare
+        return made
+
+    def submit(self, application: str = "", **kwargs: Any) -> str | None:
+        self._application_args = self._prepare()
+        return super().submit(application, **kwargs)
+
+    def _build_spark_submit_command(self, application: str) -> list[str]:
+        command: list[str] = super()._build_spark_submit_command(application)
+        self._env = {**self._driver_env, **(self._env or {})}
+        return command
+
+
+class _Plan(NamedTuple):
+    """A plan, and those of its batches that have no outcome."""
+
+    head: BatchPlan
+    open: list[PlannedBatch]
+
+
+class BroadwaySparkSubmitOperator(SparkSubmitOperator):
+    """Run ``handle_batch`` of a pipeline on all batches that have no outcome yet.
+
+    One Spark application does it, started with the arguments and the connection of
+    :class:`SparkSubmitOperator`; the code of the pipeline goes with it.  Nothing is started when
+    nothing is to be done.  Returns a reference: how many batches, and how many of them failed
+    whole.
+
+    :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
+    :param batches: The outputs of the batcher tasks; a skipped task's ``None`` is passed over.
+        (templated)
+    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+    :param check_pipeline: Whether to load the pipeline in a process of its own, as the driver will,
+        before Spark is started.
+    :param kwargs: Anything :class:`SparkSubmitOperator` takes but ``application``,
+        ``application_args`` and ``java_class``.
+    :raises OptionsError: While the Dag is parsed, if the pipeline is a class of the Dag file, which
+        no Spark driver can import.
+    """
+
+    template_fields: Sequence[str] = (
+        "pipeline",
+        "batches",
+        "staging",
+        *SparkSubmitOperator.template_fields,
+    )
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#e8eaf6"
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        batches: Any,
+        staging: str | None = None,
+        check_pipeline: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for name in ("application", "application_args", "java_class"):
+            if kwargs.get(name):
+                raise OptionsError(
+                    name, "nothing: the application is airflow-broadway's own", kwargs[name]
+                )
+        # A batcher that had no message skipped itself.
+        kwargs.setdefault("trigger_rule", "all_done_min_one_success")
+        kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
+        super().__init__(**kwargs)
+        self.pipeline = pipeline_ref(pipeline)
+        check_engine(self.pipeline)
+        self.batches = batches
+        self.staging = staging
+        self.check_pipeline = check_pipeline
+
+    # -- for those who keep leases -----------------------------------------------------------------
+
+    def _before_submit(self, context: Context, run: StagedRun) -> None:
+        """Called right before Spark is started; not when there is nothing to do."""
+
+    def _after_submit(self, context: Context, run: StagedRun) -> None:
+        """Called when the application has ended, however it did, before its outcomes are read."""
+
+    # ----------------------------------------------------------------------------------------------
+
+    def execute(  # type: ignore[override] # the parent returns nothing
+        self, context: Context
+    ) -> dict[str, Any]:
+        pipeline = load_pipeline(self.pipeline, context)
+        run = open_run(context, self.staging, pipeline.name)
+        plans = [self._read(run, path) for path in self._paths()]
+        total = sum(plan.head.batches for plan in plans)
+        left = sum(len(plan.open) for plan in plans)
+        if not left:
+            self.log.info("All %d batches have an outcome: nothing to do.", total)
+            self._tell_settled(run, plans)
+            return self._reference(run, plans)
+        void = self._void(run, plans)
+        if len(void) == left:
+            return self._nothing_held(run, plans, void)
+        self.log.info("%d of %d batches have no outcome yet.", left - len(void), total)
+        error = self._submit(context, run, pipeline, plans)
+        after = [_Plan(plan.head, self._without_outcome(run, plan)) for plan in plans]
+        self._check_complete(run, after, total, error)
+        return self._reference(run, after)
+
+    def on_kill(self) -> None:
+        # Without a hook nothing was started, and the parent would look up its connection.
+        if self._hook is not None:
+            super().on_kill()
+
+    # -- what there is to do -----------------------------------------------------------------------
+
+    def _paths(self) -> list[str]:
+        """The plans that the batcher tasks made."""
+        return list(dict.fromkeys(str(each["plan"]) for each in _references(self.batches)))
+
+    def _read(self, run: StagedRun, path: str) -> _Plan:
+        head, batches = BatchPlan.read(run.files, path)
+        run.store.check_root(head.root_id, head.host)
+        done = set(run.files.list(paths.outcomes(head.batcher)))
+        return _Plan(head, [each for each in batches if f"{each.batch_id}.json" not in done])
+
+    def _without_outcome(self, run: StagedRun, plan: _Plan) -> list[PlannedBatch]:
+        done = set(run.files.list(paths.outcomes(plan.head.batcher)))
+        return [each for each in plan.open if f"{each.batch_id}.json" not in done]
+
+    def _void(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, str]:
+        """Batches without an outcome whose messages this run no longer holds, and why."""
+        work = Work(name="", try_number=sys.maxsize, pipeline=self.pipeline, run={}, plans=[])
+        fence = Fence(run.files, work, clock=run.clock, fresh_for=float("inf"))
+        void: dict[str, str] = {}
+        for plan in plans:
+            for batch in plan.open:
+                try:
+                    fence.check(batch.sources)
+                except LeaseLapsed as error:
+                    void[batch.batch_id] = str(error)
+        return void
+
+    def _nothing_held(
+        self, run: StagedRun, plans: Sequence[_Plan], void: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """End a task that has batches without an outcome, and holds none of their messages."""
+        generations = {name for plan in plans for each in plan.open for name in each.sources}
+        if all(_is_settled(run, name) for name in generations):
+            self.log.info(
+                "%d batches have no outcome, and their messages went back to the broker: the run"
+                " was settled before they were handled.",
+                len(void),
+            )
+            self._tell_settled(run, plans)
+            return self._reference(run, plans)
+        raise AirflowFailException(
+            f"{len(void)} batches have no outcome, and cannot get one: {next(iter(void.values()))}"
+        )
+
+    # -- the application ---------------------------------------------------------------------------
+
+    def _submit(
+        self, context: Context, run: StagedRun, pipeline: Broadway, plans: Sequence[_Plan]
+    ) -> Exception | None:
+        """Run the application; returns what it ended with, if that was an error."""
+        heads = [plan.head for plan in plans if plan.open]
+        # A job id of a cluster outlives the clearing of its task: another list of work is not its.
+        text = json.dumps([head.path for head in heads])
+        self.external_id_key = f"spark_job_id_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        self._submitted = (run, plans)
+        uri = run.spark_uri()
+        with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
+            self._prepare(uri, Path(folder))
+            self._before_submit(context, run)
+            try:
+                self._hook = self._make_hook(uri, lambda: self._write_work(context, run, heads))
+                super().execute(context)
+            except AirflowException as error:
+                return error
+            finally:
+                self._after_submit(context, run)
+        return None
+
+    def _prepare(self, uri: str, folder: Path) -> None:
+        """Find Spark, ship the code, and complete the arguments.
+
+        :raises BroadwayError: With one sentence on what is missing.
+        """
+        master, deploy_mode, binary = self._target()
+        env = {**os.environ, **{k: str(v) for k, v in (self.env_vars or {}).items()}}
+        program = find_spark(binary, env)
+        client = deploy_mode != "cluster"
+        env = {**program.env, **env}
+        if program.bundled and client:
+            check_java(env)
+        own = [each.strip() for each in (self.py_files or "").split(",") if each.strip()]
+        shipment = ship(str(self.pipeline["class"]), folder)
+        self.log.info("Shipping the packages %s to Spark.", shipment.packages)
+        if self.check_pipeline and all("://" not in each for each in own):
+            for warning in check_import(self.pipeline, shipment, py_files=own):
+                self.log.warning("%s", warning)
+        self.py_files = ",".join([str(shipment.zip), *own])
+        self.application = str(shipment.launcher)
+        conf = dict(self.conf or {})
+        conf |= default_conf(master, conf, properties_file=self.properties_file, env=env)
+        s3_conf, secret = self._s3(uri, conf)
+        self.conf = {**conf, **s3_conf}
+        variables = dict(program.env)
+        if client:
+            variables |= _python_variables(conf, env) | secret
+        elif secret:
+            self.log.warning(
+                "In cluster mode no credentials of %s are handed to Spark: it uses its own chain of"
+                " providers for %s.",
+                self.staging,
+                uri,
+            )
+        self._program, self._variables = program, variables
+
+    def _target(self) -> tuple[str, str, str]:
+        """Master, deploy mode and program of the connection.
+
+        :raises ConnectionMissing: If it is not defined: the provider would go on with yarn.
+        """
+        try:
+            AirflowConnections().get(self._conn_id)
+        except ConnectionMissing:
+            example = json.dumps(
+                {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
+            )
+            raise ConnectionMissing(
+                f"the Spark connection {self._conn_id!r} is not defined; add it under Admin →"
+                f" Connections, or set AIRFLOW_CONN_{self._conn_id.upper()}={example!r}"
+            ) from None
+        found = super()._get_hook()._connection
+        master = check_master(self._conn_id, str(found["master"]))
+        return master, str(found["deploy_mode"] or "client"), str(found["spark_binary"])
+
+    def _s3(self, uri: str, conf: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+        if not uri.startswith("s3a://"):
+            return {}, {}
+        from airflow_broadway.operators._common import staging_root
+
+        authority = staging_root(self.staging).partition("://")[2].partition("/")[0]
+        conn_id = authority.rpartition("@")[0]
+        connection = AirflowConnections().get(conn_id) if conn_id else None
+        return s3_settings(uri, connection, conf)
+
+    def _make_hook(self, uri: str, prepare: Callable[[], str]) -> _SubmitHook:
+        def arguments() -> list[str]:
+            return ["--run", uri, "--work", prepare(), "--host", socket.gethostname()]
+
+        return _SubmitHook.of(
+            super()._get_hook(),
+            binary=self._program.binary,
+            env=self._variables,
+            prepare=arguments,
+        )
+
+    def _write_work(self, context: Context, run: StagedRun, heads: Sequence[BatchPlan]) -> str:
+        """Write the work file, which fences earlier tries off; returns its path.
+
+        Its number rises over retries and clears alike.
+        """
+        ti = context["ti"]
+        index = getattr(ti, "map_index", -1)
+        name = re.sub(r"[^A-Za-z0-9_.]", "_", ti.task_id) + (f".{index}" if index >= 0 else "")
+        while True:
+            number = highest_try(run.files, name) + 1
+            path = paths.work(name, number)
+            work = Work(
+                name=name,
+                try_number=number,
+                pipeline=self.pipeline,
+                run=run_info(context).to_json(),
+                plans=[head.path for head in heads],
+                package_version=airflow_broadway.__version__,
+            )
+            if run.files.create(path, work.dumps()):
+                return path
+
+    def is_job_succeeded(self, status: str) -> bool:
+        # A job of a cluster may have ended well long ago, and its batches have been cleared since.
+        if not super().is_job_succeeded(status):
+            return False
+        run, plans = self._submitted
+        return not any(self._without_outcome(run, plan) for plan in plans)
+
+    # -- what came of it ---------------------------------------------------------------------------
+
+    def _check_complete(
+        self, run: StagedRun, plans: Sequence[_Plan], total: int, error: Exception | None
+    ) -> None:
+        left = sum(len(plan.open) for plan in plans)
+        if not left:
+            if error is not None:
+                self.log.warning("Every batch has an outcome, but Spark ended with: %s", error)
+            return
+        void = self._void(run, plans)
+        text = f"{left} of {total} batches have no outcome"
+        if len(void) == left:
+            raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
+        if void:
+            text += f" ({len(void)} of them never will: {CURE})"
+        cause = f".\n{error}" if error else ""
+        raise AirflowException(
+            f"{text}; the others stand.  A retry, or clearing this task, runs only those{cause}"
+        ) from error
+
+    def _reference(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, Any]:
+        counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
+        for plan in plans:
+            for outcome in _outcomes(run, plan.head):
+                counts["batches"] += 1
+                counts["failed"] += bool(outcome.error)
+                counts["messages"] += outcome.successful + outcome.failed + outcome.missing
+                counts["failed_messages"] += outcome.failed
+        if counts["failed"]:
+            self.log.error(
+                "%d of %d batches failed whole: see their outcomes, and the driver's log.",
+                counts["failed"],
+                counts["batches"],
+            )
+        return {**counts, "plans": [plan.head.path for plan in plans]}
+
+    def _tell_settled(self, run: StagedRun, plans: Sequence[_Plan]) -> None:
+        """Say when and how batches were settled, and how to run them again all the same."""
+        generations = sorted({name for plan in plans for name in plan.head.generations})
+        settled = {name: _settled_at(run, name) for name in generations}
+        if not any(settled.values()):
+            return
+        told = 0
+        for plan in plans:
+            for outcome in _outcomes(run, plan.head):
+                told += 1
+                if told > TOLD:
+                    break
+                self.log.info(
+                    "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
+                    outcome.batcher,
+                    outcome.batch_id,
+                    outcome.successful,
+                    outcome.failed,
+                    f" ({outcome.error})" if outcome.error else "",
+                    outcome.writer,
+                    outcome.started_at,
+                )
+        for name, when in settled.items():
+            self.log.info("Generation %s: %s.", name, when or "not settled yet")
+        self.log.info(
+            "The messages are settled, so clearing this task runs nothing.  To handle the batches"
+            " again from staging: airflow-broadway replay --dag-id %s --run-id %s",
+            run.dag_id,
+            run.run_id,
+        )
+
+
+def _references(batches: Any) -> Iterator[Mapping[str, Any]]:
+    """The references in whatever a template renders, without those of skipped tasks."""
+    if isinstance(batches, Mapping):
+        if batches.get("plan"):
+            yield batches
+    elif batches is not None and not isinstance(batches, str):
+        for each in batches:
+            yield from _references(each)
+
+
+def _outcomes(run: StagedRun, head: BatchPlan) -> Iterator[Outcome]:
+    _, batches = BatchPlan.read(run.files, head.path)
+    done = set(run.files.list(paths.outcomes(head.batcher)))
+    for batch in batches:
+        if f"{batch.batch_id}.json" in done:
+            path = paths.outcome(head.batcher, batch.batch_id)
+            yield Outcome.loads(run.files.read(path), path)
+
+
+def _is_settled(run: StagedRun, generation: str) -> bool:
+    return run.files.exists(paths.intent(generation)) or run.files.exists(paths.settled(generation))
+
+
+def _settled_at(run: StagedRun, generation: str) -> str:
+    """How a generation was settled, for people; empty if it was not."""
+    try:
+        value = json.loads(run.files.read(paths.settled(generation)))
+    except FileNotFoundError:
+        return "being settled" if run.files.exists(paths.intent(generation)) else ""
+    report = value.get("report", value)
+    counts = {name: n for name, n in report.items() if isinstance(n, int) and n}
+    counts.pop("version", None)
+    when = next((value[name] for name in ("settled_at", "at", "ended_at") if name in value), "")
+    shown = ", ".join(f"{name} {count}" for name, count in counts.items()) or "nothing to settle"
+    return f"settled {when}: {shown}".replace("settled :", "settled:")
+
+
+def _python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """The worker's Python for the driver, and for executors unless someone chose theirs."""
+    made: dict[str, str] = {}
+    if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
+        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
+    if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
+        made["PYSPARK_PYTHON"] = sys.executable
+    return made
