@@ -167,7 +167,7 @@ class _Source:
                 self._lease = replace(lease, deadline=deadline)
             self._position += len(messages)
             left = limit - self._clock.monotonic()
-            if messages or demand < 1 or left <= 0:
+            if messages or demand < 1 or left < 1e-6:  # a clock may have no finer step
                 return messages
             self._clock.sleep(min(pause, left))
             pause = min(2 * pause, longest)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.testing.contract import CustodyContract
+from tests.contract.sqlite_harness import SqliteHarness
+
+
+class TestSqlite(CustodyContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqliteHarness:
+        return SqliteHarness(str(tmp_path / "queue.db"))
