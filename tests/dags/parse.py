@@ -50,7 +50,8 @@ def main(path: str) -> None:
         "clients": loaded,
         "dags": {dag_id: DagSerialization.to_dict(dag) for dag_id, dag in sorted(bag.dags.items())},
     }
-    sys.stdout.write("\n" + json.dumps(told))
+    # Sorted, as where Airflow compares versions: it keeps its own fields in sets.
+    sys.stdout.write("\n" + json.dumps(told, sort_keys=True))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""The README's code does what the README says, as a newcomer would copy it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.local_airflow import LocalAirflow
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PIPELINE, DAG, SEND, TEST = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's own folder, with the README's files and its ``/data`` in it."""
+    for name, text in {
+        "orders_pipeline.py": PIPELINE,
+        "orders.py": DAG,
+        "send.py": SEND,
+        "test_orders.py": TEST,
+    }.items():
+        (tmp_path / name).write_text(text.replace("/data/", f"{tmp_path}/data/"))
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+def python(project: Path, *arguments: str, timeout: float = 60.0) -> str:
+    home = project / "airflow"
+    env = airflow_env(home=home, dags=project)
+    for name, connection in re.findall(r"export (AIRFLOW_CONN_\w+)='(.*)'", README):
+        env[name] = connection.replace("/data/", f"{project}/data/")
+    if "orders_run.py" in arguments:
+        LocalAirflow(env, home / "logs").migrate()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=project,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_its_pipeline_passes_its_test(project: Path) -> None:
+    told = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_orders.py")
+
+    assert "1 passed" in told
+
+
+def test_its_dag_parses(project: Path) -> None:
+    text = python(project, str(Path(__file__).with_name("parse.py")), str(project / "orders.py"))
+
+    told = json.loads(text.splitlines()[-1])
+    assert told["errors"] == {}
+    assert list(told["dags"]) == ["orders"]
+
+
+@pytest.mark.airflow
+@pytest.mark.spark
+def test_its_dag_writes_what_was_sent(project: Path) -> None:
+    # Given the README's message in the README's queue
+    python(project, "send.py")
+
+    # When the DAG runs once
+    (project / "orders_run.py").write_text("from orders import dag\n\ndag.test()\n")
+    told = python(project, "orders_run.py", timeout=240.0)
+
+    # Then Spark has written the order, and the queue is empty
+    rows = ds.dataset(project / "data" / "orders", format="parquet", partitioning="hive")
+    [row] = rows.to_table(columns=["customer", "amount"]).to_pylist()
+    assert row == {"customer": "ada", "amount": 12.5}, told
+    depth = SqliteQueue(project / "data" / "queue.db", "orders").depth()
+    assert (depth.ready, depth.leased, depth.dead) == (0, 0, 0), told
+
+
+def test_its_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
