@@ -189,7 +189,9 @@ class Broadway:
 
     # -- options -------------------------------------------------------------------------------
 
-    def _configure(self, given: Mapping[str, Any], *, rendered: bool) -> None:
+    def _configure(
+        self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True
+    ) -> None:
         cls = type(self)
         for name, value in given.items():
             if name not in self._options:
@@ -208,6 +210,18 @@ class Broadway:
         self.producer = self._producer(given.get("producer"), rendered)
         self.processors = self._processors(given.get("processors"), rendered)
         self.batchers = self._batchers(given.get("batchers"), rendered)
+        if prepare:
+            self._prepare_for_start(given, rendered)
+
+    def _prepare_for_start(self, given: Mapping[str, Any], rendered: bool) -> None:
+        changed: Any = self.producer.prepare_for_start(self)
+        if not isinstance(changed, Mapping):
+            raise PipelineError(
+                f"expected {type(self.producer).__name__}.prepare_for_start to return a mapping of"
+                f" options, got: {changed!r:.200}"
+            )
+        if changed:
+            self._configure({**given, **changed}, rendered=rendered, prepare=False)
 
     @staticmethod
     def _text(path: str, value: object) -> str:

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 #: Seconds that one receive waits at most, so that a stop is noticed.
 _PATIENCE = 1.0
 
+#: The least time worth waiting: what is less is the rounding of floats.
+_TICK = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -173,7 +176,8 @@ class Intake:
         patience = self._patience()
         if patience is not None:
             seconds.append(patience)
-        return max(0.0, min(seconds))
+        least = min(seconds)
+        return max(_TICK, least) if least > 0 else 0.0
 
     def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
         started = self._clock.monotonic()

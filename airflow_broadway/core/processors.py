@@ -128,7 +128,8 @@ class ProcessorPool:
 
     def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
         if self._partition is None:
-            share = -(-len(dispatch) // self._count)
+            sharers = 1 if self._pool is None else self._count
+            share = -(-len(dispatch) // sharers)
             size = max(1, min(self._size, share))
             if len(dispatch) <= size:
                 if dispatch:
@@ -142,7 +143,8 @@ class ProcessorPool:
             lanes.setdefault(self._partition(message), []).append(message)
         longest = max(map(len, lanes.values()), default=0)
         for start in range(0, longest, self._size):
-            for lane, messages in lanes.items():
+            for lane in sorted(lanes):
+                messages = lanes[lane]
                 if start < len(messages):
                     yield lane, messages[start : start + self._size]
 

@@ -181,6 +181,14 @@ class Producer(Options):
         """How full the queue is, or ``None`` where the broker does not tell."""
         return None
 
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """Called once when a pipeline with this producer has been built, in every process.
+
+        May check the pipeline as a whole (by raising :class:`OptionsError`), and may return options
+        that replace the pipeline's own; they are checked like any others.
+        """
+        return {}
+
     def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
         """What is done with a message that succeeded or failed, by its own configuration first.
 

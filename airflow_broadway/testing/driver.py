@@ -21,6 +21,9 @@ from airflow_broadway.testing.dummy import RecordingAcknowledger
 
 __all__ = ["PipelineDriver"]
 
+#: The least time that a clock moves by: what is less is the rounding of floats.
+_TICK = 1e-6
+
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +75,7 @@ class PipelineDriver:
         try:
             made = transformed(self.pipeline.producer.transformer, messages)
         except PipelineError as error:
-            log.error(  # noqa: TRY400 - the cause is what matters
+            log.error(
                 "%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"}
             )
             return
@@ -89,10 +92,12 @@ class PipelineDriver:
                 waits.append(patience)
             if self._buffer:
                 waits.append(self.limiter.wait_seconds())
-            self.clock.advance(max(0.0, min(waits)))
+            step = min(waits)
+            if step > 0:
+                self.clock.advance(max(step, _TICK))
             self._engine.tick()
             self._release()
-            if self.clock.monotonic() >= end:
+            if self.clock.monotonic() >= end - _TICK:
                 return
 
     def reset_rate_limit(self) -> None:

@@ -1,0 +1,337 @@
+"""The pipeline that a case describes: its options, and callbacks that follow its rules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.message import NO_ACK, OK, AckRef, Status, ack_immediately
+from airflow_broadway.testing import DummyProducer
+from tests.conformance.observed import Case, Observed, freeze, status_of
+
+
+class NeedsThrowError(Exception):
+    """The case needs ``throw``, which Python has not."""
+
+
+def needs_throw(value: Any) -> bool:
+    """Whether a case, or a part of it, has a ``throw``."""
+    if isinstance(value, dict):
+        return value.get("op") == "throw" or any(map(needs_throw, value.values()))
+    return isinstance(value, list) and any(map(needs_throw, value))
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+class Missing:
+    """What ``drop`` leaves in place of a message."""
+
+
+DROP = Missing()
+
+
+def _holds(when: dict[str, Any], message: Message) -> bool:
+    data = message.data
+    number = data if type(data) is int else None
+    tests: dict[str, Callable[[Any], bool]] = {
+        "always": bool,
+        "data": lambda value: bool(data == value),
+        "data_in": lambda value: data in value,
+        "data_odd": lambda value: number is not None and (number % 2 == 1) == value,
+        "data_even": lambda value: number is not None and (number % 2 == 0) == value,
+        "data_gte": lambda value: number is not None and number >= value,
+        "status": lambda value: message.status.kind == value,
+    }
+    return all(tests[name](value) for name, value in when.items())
+
+
+def apply_rules(rules: list[dict[str, Any]], message: Message) -> Any:
+    """The message as the first rule that holds for it leaves it."""
+    for rule in rules:
+        if _holds(rule["when"], message):
+            result: Any = message
+            for op in rule["do"]:
+                result = _do(op, result)
+                if not isinstance(result, Message):
+                    return result
+            return result
+    return message
+
+
+def _do(op: dict[str, Any], message: Message) -> Any:
+    match op["op"]:
+        case "fail":
+            return message.failed(op["reason"])
+        case "raise":
+            raise RuntimeError(op["message"])
+        case "exit":
+            sys.exit(op["reason"])
+        case "return":
+            return op["value"]
+        case "put_data":
+            return message.put_data(op["value"])
+        case "add":
+            return message.update_data(lambda data: data + op["n"])
+        case "put_batcher":
+            return message.put_batcher(op["value"])
+        case "put_batch_key":
+            return message.put_batch_key(freeze(op["value"]))
+        case "put_batch_key_parity":
+            return message.put_batch_key("odd" if message.data % 2 else "even")
+        case "put_batch_mode":
+            return message.put_batch_mode(op["value"])
+        case "configure_ack":
+            return message.configure_ack(**op["options"])
+        case "ack_immediately":
+            return message.ack_immediately()
+        case "set_status_ok":
+            return message.with_status(OK)
+        case "set_status_error":
+            return message.with_status(Status("error", op.get("reason", "manual")))
+        case "drop":
+            return DROP
+        case other:
+            raise NotImplementedError(f"the runner knows no operation {other!r}")
+
+
+def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
+    """What a callback of a whole list returns by its rules."""
+    rules = spec.get("each", [])
+    result: list[Any] = [apply_rules(rules, message) for message in messages]
+    result = [each for each in result if each is not DROP]
+    for op in spec.get("batch", []):
+        match op["op"]:
+            case "raise":
+                raise RuntimeError(op["message"])
+            case "raise_if_any":
+                if any(each.data == op["data"] for each in messages):
+                    raise RuntimeError(op.get("message", "raised"))
+            case "exit":
+                sys.exit(op["reason"])
+            case "return":
+                return op["value"]
+            case "reverse":
+                result.reverse()
+            case "append_copy_of_first":
+                result.append(result[0])
+            case "ack_immediately":
+                result = ack_immediately(result)
+            case other:
+                raise NotImplementedError(f"the runner knows no operation {other!r}")
+    return result
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def partition_function(spec: dict[str, Any] | None) -> Callable[[Message], int] | None:
+    """The function that a case's ``partition_by`` names."""
+    if spec is None:
+        return None
+    if spec["fn"] == "data":
+        return lambda message: int(message.data)
+    if spec["fn"] == "bucket_le":
+        return lambda message: 0 if message.data <= spec["n"] else 1
+    raise NotImplementedError(f"the runner knows no function {spec['fn']!r}")
+
+
+def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple[str, Any]]]:
+    if spec["fn"] != "countdown":
+        raise NotImplementedError(f"the runner knows no splitter {spec['fn']!r}")
+
+    def split(message: Message, acc: Any) -> tuple[str, Any]:
+        left = acc - message.data * spec.get("weight", 1)
+        return ("cont", left) if left > 0 else ("emit", spec["reset"])
+
+    return spec["init"], split
+
+
+def _batcher(spec: dict[str, Any]) -> Batcher:
+    options: dict[str, Any] = {"engine": "python"}
+    for name, value in spec.items():
+        if name == "name":
+            continue
+        if name == "batch_size" and isinstance(value, dict):
+            value = _splitter(value)
+        elif name == "batch_timeout":
+            value = value / 1000
+        elif name == "partition_by":
+            value = partition_function(value)
+        options[name] = value
+    return Batcher(**options)
+
+
+def _wrap(event: Message) -> Message:
+    if event.data == "kill":
+        raise RuntimeError("Error raised")
+    return event.put_data(f"{event.data} transformed")
+
+
+def _producer(spec: dict[str, Any]) -> DummyProducer:
+    options: dict[str, Any] = {}
+    if spec.get("concurrency"):
+        options["concurrency"] = spec["concurrency"]
+    limit = spec.get("rate_limiting")
+    if limit:
+        options["rate_limiting"] = RateLimiting(
+            allowed_messages=limit["allowed_messages"], interval=limit["interval"] / 1000
+        )
+    if spec.get("transformer"):
+        options["transformer"] = {"wrap": _wrap}[spec["transformer"]]
+    return DummyProducer(**options)
+
+
+def class_attributes(case: Case) -> dict[str, Any]:
+    """The options of a case, as attributes of a pipeline class."""
+    given = case["given"]
+    processor = dict(given.get("processor", {}))
+    if "partition_by" in processor:
+        processor["partition_by"] = partition_function(processor["partition_by"])
+    attributes: dict[str, Any] = {
+        "name": given.get("name", "Case"),
+        "producer": _producer(given.get("producer") or {}),
+        "processors": Processors(**processor),
+        "batchers": {spec["name"]: _batcher(spec) for spec in given.get("batchers", [])},
+    }
+    root = partition_function(given.get("partition_by"))
+    if root is not None:
+        attributes["partition_by"] = staticmethod(root)
+    if "context" in given:
+        attributes["context"] = given["context"]
+    return attributes
+
+
+# -- the pipeline ----------------------------------------------------------------------------------
+
+
+def make_pipeline(case: Case, seen: Observed) -> Broadway:
+    """The pipeline of a case; its callbacks and acks go to ``seen``."""
+    given = case["given"]
+    attributes = class_attributes(case)
+    sequence = seen.sequence if seen.sequence is not None else []
+
+    def note(entry: list[Any], into: list[Any] | None, value: Any) -> None:
+        sequence.append(entry)
+        if into is not None:
+            into.append(value)
+
+    def handle_message(self: Broadway, processor: str, message: Message, context: Any) -> Any:
+        note(["handle_message", message.data], seen.handle_message, message.data)
+        return apply_rules(given.get("handle_message", []), message)
+
+    def prepare_messages(self: Broadway, messages: list[Message], context: Any) -> Any:
+        data = [message.data for message in messages]
+        note(["prepare_messages", data], seen.prepare_messages, data)
+        return apply_callback(given["prepare_messages"], messages)
+
+    def handle_failed(self: Broadway, messages: list[Message], context: Any) -> Any:
+        data = [message.data for message in messages]
+        note(["handle_failed", data], seen.handle_failed, data)
+        if seen.handle_failed_status is not None:
+            seen.handle_failed_status.append([status_of(message) for message in messages])
+        return apply_callback(given["handle_failed"], messages)
+
+    def handle_batch(
+        self: Broadway, batcher: str, messages: list[Message], info: Any, context: Any
+    ) -> Any:
+        data = [message.data for message in messages]
+        batch = {
+            "batcher": batcher,
+            "batch_key": info.batch_key,
+            "partition": info.partition,
+            "size": info.size,
+            "trigger": info.trigger.value,
+            "data": data,
+        }
+        note(["handle_batch", batcher, data], seen.batches, batch)
+        return apply_callback(given.get("handle_batch") or {}, messages)
+
+    attributes["handle_message"] = handle_message
+    if "prepare_messages" in given:
+        attributes["prepare_messages"] = prepare_messages
+    if "handle_failed" in given:
+        attributes["handle_failed"] = handle_failed
+    if not given.get("no_handle_batch"):
+        attributes["handle_batch"] = handle_batch
+    made: type[Broadway] = type("Case", (Broadway,), attributes)
+    return made()
+
+
+class Recorder:
+    """The acknowledger of a case's messages: writes each call into what was seen."""
+
+    def __init__(self, seen: Observed) -> None:
+        self._seen = seen
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        self._note("ack", self._seen.acks, ack_ref, successful, failed)
+
+    def _note(
+        self,
+        name: str,
+        into: list[Any] | None,
+        ack_ref: Any,
+        successful: list[Message],
+        failed: list[Message],
+    ) -> None:
+        good, bad = [each.data for each in successful], [each.data for each in failed]
+        call = {"ack_ref": ack_ref, "successful": good, "failed": bad}
+        if bad and name == "ack":
+            call["failed_status"] = [status_of(each) for each in failed]
+        if into is not None:
+            into.append(call)
+        if self._seen.sequence is not None:
+            self._seen.sequence.append([name, ack_ref, good, bad])
+
+
+class ConfigurableRecorder(Recorder):
+    """One that can be configured."""
+
+    def configure(self, ack_ref: Any, ack_data: Any, options: dict[str, Any]) -> Any:
+        if self._seen.configured is not None:
+            self._seen.configured.append({"ack_ref": ack_ref, "options": dict(options)})
+        return ack_data
+
+
+class RaisingRecorder(Recorder):
+    """One that raises."""
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        self._note("ack_raised", self._seen.ack_calls_that_raised, ack_ref, successful, failed)
+        raise PipelineError("ack failed")
+
+
+class Nothing:
+    """Something that cannot acknowledge."""
+
+
+def acknowledgers(seen: Observed) -> dict[str, Any]:
+    """The acknowledgers that a case's messages may name."""
+    return {
+        "recording": ConfigurableRecorder(seen),
+        "no_configure": Recorder(seen),
+        "raising": RaisingRecorder(seen),
+        "missing": Nothing(),
+        "noop": NO_ACK.acknowledger,
+    }
+
+
+def make_message(spec: dict[str, Any], known: dict[str, Any], number: int) -> Message:
+    """A message of a case."""
+    fields: dict[str, Any] = {
+        name: spec[name] for name in ("batcher", "batch_mode", "metadata") if name in spec
+    }
+    if "batch_key" in spec:
+        fields["batch_key"] = freeze(spec["batch_key"])
+    acknowledger = known[spec.get("acknowledger", "recording")]
+    return Message(
+        spec["data"],
+        acknowledger=AckRef(acknowledger, freeze(spec.get("ack_ref", "r"))),
+        message_id=f"m-{number}",
+        position=number,
+        **fields,
+    )

@@ -1,0 +1,31 @@
+"""Broadway's own behaviour, case by case.
+
+``python -m pytest tests/conformance`` runs ``cases.json``; ``--cases FILE`` any file like it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conformance.observed import Case, differences
+from tests.conformance.pipelines import needs_throw
+from tests.conformance.units import UNITS
+from tests.conformance.ways import Way
+
+
+def test_case(case: Case, way: Way | None) -> None:
+    if needs_throw(case):
+        pytest.skip("needs `throw`, which Python has not")
+    if case["type"] == "unit":
+        check = UNITS.get(case["id"])
+        if check is None:
+            pytest.fail(f"no check for the unit case {case['id']}: {case['title']}")
+        check(case)
+        return
+    if way is None:
+        pytest.fail(f"no way runs the case {case['id']}: {case['title']}")
+    found = differences(case, way.run(case))
+    if found:
+        pytest.fail(
+            f"{case['id']} by {way.name}: {case['title']}\n" + "\n".join(found), pytrace=False
+        )

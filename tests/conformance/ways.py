@@ -1,0 +1,182 @@
+"""The ways of running a case.  Another way is another entry of :data:`WAYS`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_broadway import Message
+from airflow_broadway.core import telemetry
+from airflow_broadway.testing import PipelineDriver
+from tests.conformance.observed import Case, Observed
+from tests.conformance.pipelines import acknowledgers, make_message, make_pipeline
+
+#: Seconds that the oracle let pass in each step, and beyond each ``elapse_ms``.
+STEP, MARGIN = 0.040, 0.060
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of running cases.
+
+    :param applies: Whether this way can run a pipeline case; the first way runs all.
+    :param run: Runs it.
+    """
+
+    name: str
+    applies: Callable[[Case], bool]
+    run: Callable[[Case], Observed]
+
+
+class _Codes(logging.Handler):
+    """Collects the codes of logged errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.codes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        code = getattr(record, "code", None)
+        if code is not None:
+            self.codes.append(code)
+
+
+@contextmanager
+def watched(case: Case, seen: Observed) -> Iterator[None]:
+    """Collect error codes, and telemetry where the case asks for it or for indices."""
+    logger = logging.getLogger("airflow_broadway")
+    codes = _Codes()
+    logger.addHandler(codes)
+    expect = case["expect"]
+    handlers = []
+    if case["given"].get("capture_telemetry"):
+        handlers.append(telemetry.attach(_telemetry_into(seen), events=_SPANS))
+    if "handle_message_columns" in expect:
+        handlers.append(telemetry.attach(_indices_into(seen), events=["processor.message.start"]))
+    if any("batch_processor" in batch for batch in expect.get("batches", [])):
+        handlers.append(telemetry.attach(_indices_into(seen), events=["batch_processor.start"]))
+    columns: list[Any] = seen.__dict__.setdefault("_processors", [])
+    processors: list[Any] = seen.__dict__.setdefault("_batch_processors", [])
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            telemetry.detach(handler)
+        logger.removeHandler(codes)
+        seen.errors = codes.codes
+        if seen.handle_message is not None and "handle_message_columns" in expect:
+            seen.handle_message = columns
+        for batch, index in zip(seen.batches or [], processors, strict=False):
+            batch["batch_processor"] = index
+
+
+_SPANS = [event for event in telemetry.EVENTS if event not in ("topology.init", "run.stop")]
+
+
+def _indices_into(seen: Observed) -> telemetry.Handler:
+    def handle(event: str, measurements: Any, metadata: Any) -> None:
+        if event == "processor.message.start":
+            seen.__dict__["_processors"].append([metadata["message"].data, metadata["index"]])
+        else:
+            seen.__dict__["_batch_processors"].append(metadata["index"])
+
+    return handle
+
+
+def _telemetry_into(seen: Observed) -> telemetry.Handler:
+    def handle(event: str, measurements: Any, metadata: Any) -> None:
+        entry: dict[str, Any] = {
+            "event": event,
+            "measurements": sorted(measurements),
+            "metadata_keys": sorted(metadata),
+        }
+        for name, value in metadata.items():
+            if name == "message":
+                entry[name] = value.data
+            elif isinstance(value, list):
+                entry[name] = [each.data for each in value if isinstance(each, Message)]
+            elif name == "batch_info":
+                entry["trigger"] = value.trigger.value
+        if seen.telemetry is not None:
+            seen.telemetry.append(entry)
+
+    return handle
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def run_driven(case: Case) -> Observed:
+    """Run a case by the test kit's driver, on a clock moved by hand."""
+    seen = Observed()
+    known = acknowledgers(seen)
+    numbers = itertools.count()
+
+    def messages(specs: list[dict[str, Any]]) -> list[Message]:
+        return [make_message(spec, known, next(numbers)) for spec in specs]
+
+    with watched(case, seen):
+        driver = PipelineDriver(make_pipeline(case, seen))
+        producer = case["given"].get("producer") or {}
+        for step in case["given"]["steps"]:
+            ((kind, value),) = step.items()
+            match kind:
+                case "push":
+                    driver.push(messages(value))
+                case "produce":
+                    driver.produce(messages(value))
+                case "produce_raw":
+                    raw = [{"data": event, "ack_ref": "r"} for event in value]
+                    driver.produce(messages(raw))
+                case "elapse_ms":
+                    driver.elapse(value / 1000 + MARGIN)
+                case "reset_rate_limit":
+                    driver.reset_rate_limit()
+                case "update_rate_limiting":
+                    options = dict(value)
+                    if "interval" in options:
+                        options["interval"] /= 1000
+                    driver.update_rate_limiting(**options)
+                case "checkpoint":
+                    handled = list(seen.handle_message or [])
+                    if seen.checkpoints is not None:
+                        seen.checkpoints.append({"checkpoint": value, "handled": handled})
+                case "drain":
+                    driver.drain(emitted=messages(producer.get("during_drain", [])))
+                    continue
+                case other:
+                    raise NotImplementedError(f"the runner knows no step {other!r}")
+            driver.elapse(STEP)
+    return seen
+
+
+# -- by run_local ----------------------------------------------------------------------------------
+
+
+def _is_one_push(case: Case) -> bool:
+    steps = case["given"].get("steps", [])
+    return [*map(list, steps)] == [["push"], ["drain"]] and not case["given"].get("producer")
+
+
+def run_local(case: Case) -> Observed:
+    """Run a case by ``run_local``: all that is pushed at once, then drained."""
+    seen = Observed()
+    known = acknowledgers(seen)
+    [push, _] = case["given"]["steps"]
+    with watched(case, seen):
+        pipeline = make_pipeline(case, seen)
+        report = pipeline.run_local(
+            [make_message(spec, known, number) for number, spec in enumerate(push["push"])]
+        )
+    assert report.received == len(push["push"])
+    return seen
+
+
+WAYS = [
+    Way("driver", lambda case: True, run_driven),
+    Way("run_local", _is_one_push, run_local),
+]
