@@ -222,7 +222,9 @@ class PlannedBatch:
     sources: dict[str, int]
 
     def dumps(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        # asdict copies deeply, and a plan may have 100,000 of these.
+        value = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(value, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

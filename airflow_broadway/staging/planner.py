@@ -265,7 +265,9 @@ class _Planning:
         self.column = [-1] * count
         rows = _rows(table)
         if self._messages or isinstance(self._options.batch_size, tuple):
-            self._messages = messages_of(table, self._options.schema)
+            self._messages = messages_of(
+                table, self._options.schema, batcher=self._batcher
+            )
         stage, timed = self._stage, self._options.batch_timeout is not None
         if not timed and not pc.any(table["flush"]).as_py():
             # Without flushes and timeouts it makes no difference how messages arrived in chunks.

@@ -19,8 +19,8 @@ from airflow_broadway.staging.tables import ParquetFile
 
 __all__ = ["BatchReader", "StagedReceipt", "messages_of", "read_batch"]
 
-#: Bytes of row groups that are kept between batches: small batches share groups.
-CACHE_BYTES = 64 * 1024 * 1024
+#: Messages of row groups that are kept between batches: small batches share groups.
+CACHED_MESSAGES = 32_768
 
 
 class StagedReceipt(NamedTuple):
@@ -41,36 +41,38 @@ AckRefOf = Callable[[StagedReceipt], AckRef]
 
 
 class BatchReader:
-    """Reads the batches of one plan, cheapest in the plan's order; used from one thread."""
+    """Reads the batches of one Python batcher's plan, cheapest in its order; for one thread.
 
-    def __init__(self, run: StagedRun, plan: BatchPlan) -> None:
+    :param ack_ref_of: Makes each message's acknowledger; one settled at once has none.
+    """
+
+    def __init__(
+        self, run: StagedRun, plan: BatchPlan, ack_ref_of: AckRefOf | None = None
+    ) -> None:
         run.store.check_root(plan.root_id, plan.host)
+        self._ack_ref_of = ack_ref_of
         self._files = run.files
         self._plan = plan
         #: Data file → for each row group its first and last batch.
         self._bounds: dict[int, list[tuple[int, int]]] = {}
-        self._cache: OrderedDict[tuple[int, int], tuple[pa.Table, list[int]]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], tuple[list[int], list[Message]]] = OrderedDict()
         self._cached = 0
 
-    def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
+    def read(self, planned: PlannedBatch) -> list[Message]:
         """Return the messages of a batch, in order of arrival at the batcher.
 
         Data is what the message had: bytes, the values of its JSON, or a ``dict`` by the schema.
-
-        :param ack_ref_of: Makes each message's acknowledger; settled at once, it has none.
         """
         found: list[tuple[int, Message]] = []
         for file in planned.files:
             for group, (first, last) in enumerate(self._group_bounds(file)):
-                if _meets(planned.rows, first, last):
-                    table, batches = self._group(file, group)
-                    for low, high in planned.rows:
-                        start = bisect.bisect_left(batches, low)
-                        stop = bisect.bisect_right(batches, high)
-                        if start < stop:
-                            part = table.slice(start, stop - start)
-                            made = messages_of(part, self._plan.schema, ack_ref_of)
-                            found.extend(zip(batches[start:stop], made, strict=True))
+                if not _meets(planned.rows, first, last):
+                    continue
+                batches, messages = self._group(file, group)
+                for low, high in planned.rows:
+                    start = bisect.bisect_left(batches, low)
+                    stop = bisect.bisect_right(batches, high, start)
+                    found.extend(zip(batches[start:stop], messages[start:stop], strict=True))
         if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
             found.sort(key=lambda each: each[0])  # stable: each batch stays in order of arrival
         return [message for _, message in found]
@@ -83,7 +85,8 @@ class BatchReader:
                 ]
         return self._bounds[file]
 
-    def _group(self, file: int, group: int) -> tuple[pa.Table, list[int]]:
+    def _group(self, file: int, group: int) -> tuple[list[int], list[Message]]:
+        """A row group's batches and messages, each row's at its place."""
         key = file, group
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -91,12 +94,12 @@ class BatchReader:
         with self._open(file) as opened:
             table = opened.read(group)
         batches: Any = table["batch"].to_pylist()
-        kept = table, batches
+        kept = batches, messages_of(table, self._plan.schema, self._ack_ref_of, self._plan.batcher)
         self._cache[key] = kept
-        self._cached += table.nbytes
-        while self._cached > CACHE_BYTES and len(self._cache) > 1:
-            _, (dropped, _) = self._cache.popitem(last=False)
-            self._cached -= dropped.nbytes
+        self._cached += table.num_rows
+        while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
+            _, (_, dropped) = self._cache.popitem(last=False)
+            self._cached -= len(dropped)
         return kept
 
     def _open(self, file: int) -> ParquetFile:
@@ -110,7 +113,7 @@ def read_batch(
     ack_ref_of: AckRefOf | None = None,
 ) -> list[Message]:
     """Read one batch; :class:`BatchReader` reads many of a plan more cheaply."""
-    return BatchReader(run, plan).read(planned, ack_ref_of)
+    return BatchReader(run, plan, ack_ref_of).read(planned)
 
 
 def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
@@ -120,7 +123,10 @@ def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
 
 
 def messages_of(
-    table: pa.Table, schema: str | None, ack_ref_of: AckRefOf | None = None
+    table: pa.Table,
+    schema: str | None,
+    ack_ref_of: AckRefOf | None = None,
+    batcher: str = "default",
 ) -> list[Message]:
     """The rows of a message file, or of a Python batcher's data file, as messages."""
     names = table.column_names
@@ -157,6 +163,7 @@ def messages_of(
                 metadata=metadata,
                 acknowledger=acknowledger,
                 message_id=message_id,
+                batcher=batcher,
                 batch_key=key,
                 batch_mode=BatchMode.FLUSH if at_once else BatchMode.BULK,
                 attempt=attempt,
