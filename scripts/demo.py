@@ -201,7 +201,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         path.write_text(json.dumps(report, indent=2) + "\n")
         show(report, path, console)
         if report["mistakes"]:
-            raise DemoError("; ".join(report["mistakes"]))
+            logs = shown(demo.home / "logs" / f"dag_id={DAG_ID}")
+            raise DemoError("\n  ".join(["", *report["mistakes"], f"The tasks' logs: {logs}"]))
         if options.keep:
             console.print(f"\nAirflow keeps running at {demo.airflow.url}/dags/{DAG_ID}; Ctrl-C.")
             while True:

@@ -313,14 +313,18 @@ def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
 
     :param path: Where it lies as JSON.
     """
-    console.print()
-    console.print(_sum_table(report))
-    console.print(_batch_table(report))
-    console.print(_stage_table(report))
-    console.print(_result_table(report))
+    for title, table in {
+        "Every message received is in exactly one class": _sum_table(report),
+        "Batches": _batch_table(report),
+        "Stages": _stage_table(report),
+        "What the flights say": _result_table(report),
+    }.items():
+        # Not as the table's title, which is wrapped at the table's width.
+        console.print(f"\n{title}", style="bold")
+        console.print(table)
     output = shown(Path(report["output"]["path"]))
     console.print(
-        f"{report['output']['rows']:,} rows in {output}/flights, hourly statistics in"
+        f"\n{report['output']['rows']:,} rows in {output}/flights, hourly statistics in"
         f" {output}/hours, this report in {shown(path)}."
         f"  {report['seconds']['total']:.0f} s in all.",
         markup=False,
@@ -337,15 +341,16 @@ Try next:
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        words = number == 0 or column == "by trigger"
+        table.add_column(column, justify="left" if words else "right", no_wrap=True)
     return table
 
 
 def _sum_table(report: Mapping[str, Any]) -> Table:
-    table = _table("Every message, in exactly one class", "", "messages")
+    table = _table("class", "messages")
     table.add_row("received", f"{report['received']:,}")
     for name, count in report["sum"].items():
         table.add_row(f"  {name.replace('_', ' ')}", f"{count:,}")
@@ -356,7 +361,7 @@ def _sum_table(report: Mapping[str, Any]) -> Table:
 
 
 def _batch_table(report: Mapping[str, Any]) -> Table:
-    table = _table("Batches", "batcher", "messages", "batches", "by trigger")
+    table = _table("batcher", "messages", "batches", "by trigger")
     for name, told in report["batchers"].items():
         triggers = ", ".join(f"{count} {name}" for name, count in told["triggers"].items())
         table.add_row(name, f"{told['messages']:,}", f"{told['batches']:,}", triggers)
@@ -364,7 +369,7 @@ def _batch_table(report: Mapping[str, Any]) -> Table:
 
 
 def _stage_table(report: Mapping[str, Any]) -> Table:
-    table = _table("Stages", "stage", "messages", "seconds", "messages/s")
+    table = _table("stage", "messages", "seconds", "messages/s")
     for stage in report["stages"]:
         rate = stage["messages_per_second"]
         table.add_row(
@@ -377,9 +382,7 @@ def _stage_table(report: Mapping[str, Any]) -> Table:
 
 
 def _result_table(report: Mapping[str, Any]) -> Table:
-    table = _table(
-        "What the flights say", "airport", "flights", "delayed", "worst hour", "mean delay then"
-    )
+    table = _table("airport", "flights", "delayed", "worst hour", "mean delay then")
     for row in report["results"]:
         table.add_row(
             row["airport"],
