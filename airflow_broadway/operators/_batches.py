@@ -6,19 +6,28 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from airflow_broadway.core.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, is_settled
 from airflow_broadway.core.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import RELEASE, Action, Entry, SettleReport
-from airflow_broadway.core.manifest import BatchPlan, Outcome, PlannedBatch, dump_entry, paths
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.manifest import (
+    BatchPlan,
+    Outcome,
+    PlannedBatch,
+    Work,
+    dump_entry,
+    paths,
+)
 from airflow_broadway.core.message import AckRef, BatchInfo, Trigger
 from airflow_broadway.core.pool import WorkerPool
 from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.planner import read_batch
+from airflow_broadway.spark.fence import Fence
+from airflow_broadway.staging.reader import BatchReader
 from airflow_broadway.staging.run import StagedRun
 
 log = logging.getLogger(__name__)
@@ -40,14 +49,18 @@ class PythonBatches:
         connections: AirflowConnections | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._plan = plan
+        self.run_folder = run
+        self.pipeline = pipeline
+        self.plan = plan
         self._try_number = try_number
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
         self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}"
         self._stopped = threading.Event()
+        # The fence of Spark's driver; a Python batcher's task has no later try beside it.
+        self._fence = Fence(
+            run.files, Work(name="", try_number=0, pipeline={}, run={}, plans=[]), clock=self._clock
+        )
 
     def stop(self) -> None:
         """Start no further batch.  Called from a signal handler."""
@@ -55,13 +68,10 @@ class PythonBatches:
 
     def run(self) -> dict[str, int]:
         """Run them; counts of batches, of messages by result, and of batches without an outcome."""
-        options = self._pipeline.batchers[self._plan.batcher]
-        stages = [
-            _Stage(self, BatchProcessorStage(self._pipeline, self._plan.batcher, index=index))
-            for index in range(options.concurrency)
-        ]
+        options = self.pipeline.batchers[self.plan.batcher]
+        stages = [_Stage(self, index) for index in range(options.concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
-            [stage.handle for stage in stages], name=f"batch-{self._plan.batcher}", ordered=False
+            [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
         )
         counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
         try:
@@ -76,30 +86,24 @@ class PythonBatches:
         return counts
 
     def _batches(self) -> Iterator[PlannedBatch]:
-        _, batches = BatchPlan.read(self._run.files, self._plan.path)
+        _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
         return batches
 
     # -- one batch -----------------------------------------------------------------------------
 
-    def handle(self, stage: BatchProcessorStage, planned: PlannedBatch) -> Outcome | None:
+    def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
         """Run one batch, unless it has an outcome or its messages are no longer held."""
-        path = paths.outcome(self._plan.batcher, planned.batch_id)
-        if self._run.files.exists(path):
-            return Outcome.loads(self._run.files.read(path), path)
+        path = paths.outcome(self.plan.batcher, planned.batch_id)
+        if self.run_folder.files.exists(path):
+            return Outcome.loads(self.run_folder.files.read(path), path)
         if self._stopped.is_set() or not self._held(planned):
             return None
         started = self._clock.now()
         tick = self._clock.monotonic()
-        sink = _BatchSink(self, planned)
-        acknowledger = RunAcknowledger(self._pipeline.producer, sink)
-        messages = read_batch(
-            self._run,
-            self._plan,
-            planned,
-            lambda source, data: AckRef(acknowledger, source, data),
-        )
+        stage.sink.begin()
+        messages = stage.reader.read(planned)
         info = BatchInfo(
-            self._plan.batcher,
+            self.plan.batcher,
             planned.batch_key,
             planned.partition,
             planned.size,
@@ -108,23 +112,18 @@ class PythonBatches:
             planned.redelivered,
             self._try_number,
         )
-        result = stage.handle(messages, info)
-        if not self._held(planned):
+        result = stage.processor.handle(messages, info)
+        if not self._held(planned, fresh=True):
             return None
-        return self._record(
-            planned, result, sink, started.isoformat(), self._clock.monotonic() - tick
-        )
+        seconds = self._clock.monotonic() - tick
+        return self._record(planned, result, stage.sink, started.isoformat(), seconds)
 
-    def _held(self, planned: PlannedBatch) -> bool:
-        for generation in planned.sources:
-            if self._run.void(generation):
-                log.error(
-                    "Batch %s: this run no longer holds its messages (generation %s was given back"
-                    " or has lapsed): clear `process`.",
-                    planned.batch_id,
-                    generation,
-                )
-                return False
+    def _held(self, planned: PlannedBatch, *, fresh: bool = False) -> bool:
+        try:
+            self._fence.check(planned.sources, fresh=fresh)
+        except LeaseLapsed as error:
+            log.error("Batch %s: %s.", planned.batch_id, error)
+            return False
         return True
 
     def _record(
@@ -135,15 +134,15 @@ class PythonBatches:
         started_at: str,
         seconds: float,
     ) -> Outcome:
-        entries = [*sink.entries, *(entry_of(message, RELEASE) for message in result.missing)]
+        sink.keep([(message, RELEASE) for message in result.missing if not is_settled(message)])
         name: str | None = None
-        if entries:
-            name = paths.outcome_entries(self._plan.batcher, planned.batch_id, self._writer)
-            self._run.files.write_lines(name, map(dump_entry, entries))
+        if sink.lines:
+            name = paths.outcome_entries(self.plan.batcher, planned.batch_id, self._writer)
+            self.run_folder.files.write_lines(name, sink.lines)
         outcome = Outcome(
             batch_id=planned.batch_id,
-            batcher=self._plan.batcher,
-            plan=self._plan.path,
+            batcher=self.plan.batcher,
+            plan=self.plan.path,
             successful=len(result.successful),
             failed=len(result.failed),
             missing=len(result.missing),
@@ -155,66 +154,86 @@ class PythonBatches:
             seconds=round(seconds, 6),
             settled_now=sink.settled_now.to_json(),
         )
-        path = paths.outcome(self._plan.batcher, planned.batch_id)
-        if not self._run.files.create(path, outcome.dumps()):
+        path = paths.outcome(self.plan.batcher, planned.batch_id)
+        if not self.run_folder.files.create(path, outcome.dumps()):
             log.warning("Another try recorded batch %s first; this one's result is void.", path)
-            return Outcome.loads(self._run.files.read(path), path)
+            return Outcome.loads(self.run_folder.files.read(path), path)
         return outcome
 
     def settle_now(self, generation: str, entries: list[Entry]) -> SettleReport:
         """Carry out verdicts at the broker, for ``ack_immediately``."""
-        record = self._run.generation(generation)
-        custodian = self._pipeline.producer.custodian(
+        record = self.run_folder.generation(generation)
+        custodian = self.pipeline.producer.custodian(
             producer_env(
-                self._pipeline,
+                self.pipeline,
                 generation=generation,
                 owner=record.lease["owner"],
-                store=self._run.store,
+                store=self.run_folder.store,
                 connections=self._connections,
                 clock=self._clock,
             )
         )
         try:
-            return custodian.settle_now(self._run.lease(generation), entries)
+            report: SettleReport = custodian.settle_now(self.run_folder.lease(generation), entries)
+            return report
         finally:
             custodian.close()
 
 
 class _Stage:
-    """A batch processor and the batches it is given."""
+    """One of the batch processors: what its thread needs."""
 
-    def __init__(self, batches: PythonBatches, stage: BatchProcessorStage) -> None:
+    def __init__(self, batches: PythonBatches, index: int) -> None:
+        plan, pipeline = batches.plan, batches.pipeline
         self._batches = batches
-        self._stage = stage
+        self.processor = BatchProcessorStage(pipeline, plan.batcher, index=index)
+        self.sink = _BatchSink(batches)
+        acknowledger = RunAcknowledger(pipeline.producer, self.sink)
+        self.reader = BatchReader(
+            batches.run_folder,
+            plan,
+            lambda receipt: AckRef(
+                acknowledger, plan.generations[receipt.source], receipt.delivery
+            ),
+        )
 
     def handle(self, planned: PlannedBatch) -> Outcome | None:
-        return self._batches.handle(self._stage, planned)
+        return self._batches.handle(self, planned)
 
 
 class _BatchSink:
-    """Keeps the verdicts of one batch."""
+    """Keeps the verdicts of one batch, as lines of its entries file."""
 
-    def __init__(self, batches: PythonBatches, planned: PlannedBatch) -> None:
+    def __init__(self, batches: PythonBatches) -> None:
         self._batches = batches
-        self.entries: list[Entry] = []
+        self._sources = {name: index for index, name in enumerate(batches.plan.generations)}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with another batch."""
+        self.lines: list[str] = []
         self.settled_now = SettleReport()
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        self.entries += [
-            entry_of(message, verdict)
-            for message, verdict in successful
-            if verdict.action is not Action.ACK
-        ]
-        self.entries += [entry_of(message, verdict) for message, verdict in failed]
+        # A plain success needs no line: it gets what the settlement gives the rest.
+        self.keep([judged for judged in successful if judged[1].action is not Action.ACK])
+        self.keep(failed)
+
+    def keep(self, judged: Sequence[Judged], *, settled: bool = False) -> None:
+        """Keep a line for each."""
+        for message, verdict in judged:
+            source = self._sources[message.acknowledger.ref]
+            entry = entry_of(message, verdict)
+            self.lines.append(dump_entry(entry, source=source, settled=settled))
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         by_generation: dict[str, list[Entry]] = {}
-        for message, verdict in [*successful, *failed]:
-            by_generation.setdefault(message.acknowledger.ref, []).append(
-                entry_of(message, verdict)
-            )
+        for message, verdict in (*successful, *failed):
+            entries = by_generation.setdefault(message.acknowledger.ref, [])
+            entries.append(entry_of(message, verdict))
         for generation, entries in by_generation.items():
             self.settled_now += self._batches.settle_now(generation, entries)
+        self.keep([*successful, *failed], settled=True)
 
 
 def _common_error(result: BatchResult, size: int) -> str:

@@ -222,8 +222,12 @@ class Process:
         if manifest.received and self._pipeline.batchers:
             return
         record = self._run.generation(manifest.generation)
-        settlement = build_settlement(self._run, record, self._pipeline).settlement
-        report = settle_generation(self._run, record, self._open_custodian(), settlement)
+        settlement, _, progress = build_settlement(
+            self._run, manifest.generation, self._pipeline, None, final=True
+        )
+        report = settle_generation(
+            self._run, record, self._open_custodian(), settlement, progress=progress
+        )
         log.info("Settled: %s.", report)
         self._close_custodian()
 

@@ -11,11 +11,16 @@ from typing import Any
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody import RELEASE, Custodian, Settlement, SettleReport
-from airflow_broadway.core.manifest import Manifest, paths
+from airflow_broadway.core.custody import Custodian, SettleReport
+from airflow_broadway.core.manifest import paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.run import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement import build_settlement, plans_of, settle_generation
+from airflow_broadway.staging.accounts import plans_of, read_journal, standing_plans
+from airflow_broadway.staging.run import SETTLED, SETTLING, GenerationRecord, StagedRun
+from airflow_broadway.staging.settlement import (
+    build_settlement,
+    outcomes_of,
+    settle_generation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class RunSettler:
 
     def hold(self, seconds: float, failed: Sequence[str]) -> bool:
         """Whether open generations are still to be kept for people to mend what failed."""
-        open_records = [r for r in self._generations() if not r.settled]
+        open_records = [each for each in self._generations() if each.state != SETTLED]
         if not seconds or not open_records:
             return False
         now = self._clock.now()
@@ -95,56 +100,59 @@ class RunSettler:
 
     # -- settling ------------------------------------------------------------------------------
 
-    def look(self, *, final: bool) -> None:
-        """Settle each generation whose messages all have an outcome, and renew the others.
+    def renew(self) -> None:
+        """Renew the lease of each generation that waits for its outcomes."""
+        if not self._pipeline.producer.renews:
+            return
+        for record in self._generations():
+            # Until its manifest is published, a process task renews its lease itself.
+            if record.published:
+                held = self._open().renew(self._run.lease(record.generation))
+                if held is None:
+                    log.error(
+                        "The lease of generation %s has lapsed: its broker gives these messages to"
+                        " the next run, marked as redelivered.",
+                        record.generation,
+                    )
+                else:
+                    self._run.put_lease(held)
 
-        :param final: Settle all: what has no outcome is released.
+    def settle(self, *, final: bool) -> None:
+        """Settle each generation whose messages all have an outcome.
+
+        :param final: Settle the others too: what has no outcome is released.
         """
         for record in self._generations():
-            if not record.settled:
-                self._look_at(record, final)
-
-    def _look_at(self, record: GenerationRecord, final: bool) -> None:
-        custodian = self._open(record)
-        if not record.published:
-            # Its process task renews the lease itself while it runs; a dead one waits for its
-            # retry, which gives its messages back, or for the end of the run.
-            if final:
-                self._settle(record, custodian, Settlement(rest=RELEASE))
-            return
-        built = build_settlement(self._run, record, self._pipeline)
-        if built.complete or final:
-            self._settle(record, custodian, built.settlement)
-            return
-        held = custodian.renew(self._run.lease(record.generation))
-        if held is None:
-            log.error(
-                "The lease of generation %s has lapsed: its broker gives these messages to the next"
-                " run, marked as redelivered.",
-                record.generation,
+            if record.state == SETTLED:
+                continue
+            plans = plans_of(self._run, self._pipeline, record.generation)
+            settlement, complete, progress = build_settlement(
+                self._run, record.generation, self._pipeline, plans, final=final
             )
-            self._settle(record, custodian, built.settlement)
-        else:
-            self._run.put_lease(held)
-
-    def _settle(
-        self, record: GenerationRecord, custodian: Custodian, settlement: Settlement
-    ) -> None:
-        report = settle_generation(self._run, record, custodian, settlement)
-        log.info("Settled generation %s (%s): %s.", record.generation, record.task_id, report)
-
-    def _open(self, record: GenerationRecord) -> Custodian:
-        if self._custodian is None:
-            self._custodian = self._pipeline.producer.custodian(
-                producer_env(
-                    self._pipeline,
-                    generation=record.generation,
-                    owner=record.lease["owner"],
-                    store=self._run.store,
-                    connections=self._connections,
-                    clock=self._clock,
+            # What somebody began to settle is finished whatever the outcomes: no more will come.
+            if complete or final or record.state == SETTLING:
+                report = settle_generation(
+                    self._run, record, self._open(), settlement, progress=progress
                 )
+                log.info("Settled generation %s of %s: %s.", *_about(record), report)
+
+    def custodian(self) -> Custodian:
+        """A custodian of this run's messages; a generation is named by its lease."""
+        custodian: Custodian = self._pipeline.producer.custodian(
+            producer_env(
+                self._pipeline,
+                generation="",
+                owner={"dag_id": self._run.dag_id, "run_id": self._run.run_id},
+                store=self._run.store,
+                connections=self._connections,
+                clock=self._clock,
             )
+        )
+        return custodian
+
+    def _open(self) -> Custodian:
+        if self._custodian is None:
+            self._custodian = self.custodian()
         return self._custodian
 
     def _generations(self) -> list[GenerationRecord]:
@@ -178,7 +186,7 @@ class RunSettler:
             "pipeline": self._pipeline.name,
             "dag_id": self._run.dag_id,
             "run_id": self._run.run_id,
-            "path": self._run.path_of(REPORT),
+            "path": f"{self._run.store.uri}/{self._run.path}/{REPORT}",
             "totals": totals,
             "balanced": all(each["balanced"] for each in generations),
             "generations": generations,
@@ -191,13 +199,12 @@ class RunSettler:
         return report
 
     def _account(self, record: GenerationRecord) -> dict[str, Any]:
-        manifest = self._manifest(record)
-        report = record.report or SettleReport()
-        at_once = SettleReport.from_json(manifest.settled_now) if manifest else SettleReport()
-        whole = report + at_once
-        received = manifest.received if manifest else whole.total
-        still_leased = 0 if record.settled else received - at_once.total
-        accounted = whole.total + still_leased
+        manifest = self._run.manifest(record.generation)
+        journal = read_journal(self._run, record.generation)
+        report = journal.report + journal.settled_now if journal else SettleReport()
+        received = manifest.received if manifest else report.total
+        still_leased = 0 if journal else received
+        accounted = report.total + still_leased
         return {
             "generation": record.generation,
             "task_id": record.task_id,
@@ -205,42 +212,44 @@ class RunSettler:
             "try_number": record.try_number,
             "published": manifest is not None,
             "received": received,
-            "failed": (manifest.failed if manifest else 0),
-            "acked": whole.acked,
-            "requeued": whole.requeued,
-            "dead_lettered": whole.dead_lettered,
-            "left": whole.left,
-            "released": whole.released,
-            "lapsed": whole.lapsed,
-            "settle_failed": whole.failed,
+            "failed": manifest.failed if manifest else 0,
+            "acked": report.acked,
+            "requeued": report.requeued,
+            "dead_lettered": report.dead_lettered,
+            "left": report.left,
+            "released": report.released,
+            "lapsed": report.lapsed,
+            "settle_failed": report.failed,
             "still_leased": still_leased,
             "accounted": accounted,
             "balanced": accounted == received and not still_leased,
             "stopped": manifest.stopped if manifest else "",
-            "seconds": manifest.seconds if manifest else {},
-            "errors": list(whole.errors),
+            "started_at": manifest.started_at if manifest else "",
+            "ended_at": manifest.ended_at if manifest else "",
+            "errors": list(report.errors),
         }
-
-    def _manifest(self, record: GenerationRecord) -> Manifest | None:
-        return self._run.manifest(record.generation) if record.published else None
 
     def _batchers(self) -> dict[str, Any]:
         """Batches by trigger and outcome, for each batcher."""
         made: dict[str, Any] = {}
         for name in self._pipeline.batchers:
-            plans = plans_of(self._run, name)
-            counts = Counter[str]()
+            counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
             triggers = Counter[str]()
             seconds = 0.0
-            for plan in plans:
-                triggers.update(plan.triggers)
+            for plan in standing_plans(self._run, name):
                 counts["messages"] += plan.messages
                 counts["batches"] += plan.batches
-                for outcome in self._run.outcomes(plan):
-                    counts["outcomes"] += 1
-                    counts["successful"] += outcome.successful
-                    counts["failed"] += outcome.failed
-                    counts["failed_batches"] += bool(outcome.error)
-                    seconds += outcome.seconds
+                triggers.update(plan.triggers)
+                for _, outcome in outcomes_of(self._run, plan):
+                    if outcome is not None:
+                        counts["successful"] += outcome.successful
+                        counts["failed"] += outcome.failed
+                        counts["failed_batches"] += bool(outcome.error)
+                        seconds += outcome.seconds
             made[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
         return made
+
+
+def _about(record: GenerationRecord) -> tuple[str, str]:
+    index = "" if record.map_index < 0 else f"[{record.map_index}]"
+    return record.generation, f"{record.task_id}{index}"

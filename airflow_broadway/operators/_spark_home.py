@@ -147,6 +147,7 @@ def default_conf(
     if master.startswith("local"):
         conf |= {
             "spark.driver.extraJavaOptions": LIGHT_JVM,
+            "spark.log.level": "WARN",
             "spark.ui.enabled": "false",
             "spark.ui.showConsoleProgress": "false",
             # Adaptive execution merges them again; a local batch never needs Spark's 200.

@@ -96,10 +96,16 @@ class BroadwayBatcherOperator(BaseOperator):
 
     def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
         from airflow_broadway.operators._batches import PythonBatches
+        from airflow_broadway.operators._guard import Guard
 
         batches = PythonBatches(run, pipeline, plan, try_number=context["ti"].try_number)
         self._batches = batches
-        counts = batches.run()
+        guard = Guard(run, pipeline)
+        guard.start()
+        try:
+            counts = batches.run()
+        finally:
+            guard.finish()
         if counts["without_outcome"]:
             raise AirflowException(
                 f"{counts['without_outcome']} of {plan.batches} batches have no outcome: the run no"

@@ -29,6 +29,7 @@ from airflow_broadway.operators._common import (
     pipeline_ref,
     run_info,
 )
+from airflow_broadway.operators._guard import Guard
 from airflow_broadway.operators._shipping import check_import, ship
 from airflow_broadway.operators._spark_home import (
     check_java,
@@ -148,13 +149,19 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.staging = staging
         self.check_pipeline = check_pipeline
 
-    # -- for those who keep leases -----------------------------------------------------------------
+    # -- leases --------------------------------------------------------------------------------
 
     def _before_submit(self, context: Context, run: StagedRun) -> None:
-        """Called right before Spark is started; not when there is nothing to do."""
+        """Called right before Spark is started: keeps the leases alive where no sensor does.
+
+        A paused Dag's sensor is not rescheduled, and Spark may work for hours.
+        """
+        self._guard = Guard(run, load_pipeline(self.pipeline, context))
+        self._guard.start()
 
     def _after_submit(self, context: Context, run: StagedRun) -> None:
-        """Called when the application has ended, however it did, before its outcomes are read."""
+        """Called when the application has ended, however it did: settles what no sensor will."""
+        self._guard.finish()
 
     # ----------------------------------------------------------------------------------------------
 

@@ -158,9 +158,12 @@ class BroadwayAckSensor(BaseSensorOperator):
         try:
             settler.beat()
             if finished and failed and settler.hold(self.hold_failed, failed) and not last:
-                settler.look(final=False)
+                settler.renew()
                 return None
-            settler.look(final=finished or last)
+            if not finished and not last:
+                settler.renew()
+                return None
+            settler.settle(final=True)
             if not finished:
                 return None
             report = settler.report(failed_tasks=failed)

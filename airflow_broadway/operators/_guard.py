@@ -1,0 +1,57 @@
+"""Stand in for the ack sensor while nobody sees it: renew leases, and settle what is done.
+
+A sensor that waits in reschedule mode is not looked at while its Dag is paused, and somebody may
+have marked it.  Running tasks go on all the same, and who records an outcome may settle it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.operators._leases import LeaseKeeper
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.run import StagedRun
+
+__all__ = ["Guard"]
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Looks after the published generations of a run, from :meth:`start` to :meth:`finish`."""
+
+    def __init__(self, run: StagedRun, pipeline: Broadway) -> None:
+        from airflow_broadway.operators._settling import RunSettler
+
+        self._settler = RunSettler(run, pipeline)
+        open_ones = [each for each in run.generations() if each.published]
+        if not pipeline.producer.renews:
+            open_ones = []
+        leases = [run.lease(each.generation) for each in open_ones]
+        self._keeper = LeaseKeeper(
+            self._settler.custodian,
+            leases,
+            renewed=run.put_lease,
+            idle=self._settler.watched,
+        )
+
+    def start(self) -> None:
+        """Begin to renew."""
+        self._keeper.__enter__()
+
+    def finish(self) -> None:
+        """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
+        self._keeper.__exit__(None, None, None)
+        try:
+            if not self._settler.watched():
+                log.info("No ack sensor has looked after this run lately: settling here.")
+                self._settler.settle(final=False)
+        except (BroadwayError, OSError) as error:
+            # The outcomes stand; the sensor or the next run's sweep settles by them.
+            log.error("Could not settle here: %s", error)
+        finally:
+            self._settler.close()

@@ -1,0 +1,192 @@
+"""What an operator accepts and refuses while a Dag is parsed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from airflow.sdk import DAG
+from airflow.serialization.serialized_objects import DagSerialization
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.message import BatchInfo, Message
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path="/nowhere/orders.db", lease=40.0)
+    batchers = {
+        "small": Batcher(engine="python"),
+        "large": Batcher(schema="price double"),
+    }
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_batcher("small")
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        return messages
+
+
+class PythonOrders(Orders):
+    batchers = {"small": Batcher(engine="python")}
+
+
+def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_beside_them() -> None:
+    dag = Orders.dag("orders")
+
+    ids = {
+        "broadway.process",
+        "broadway.batch.small",
+        "broadway.batch.large",
+        "broadway.handle_batches",
+        "broadway.ack",
+    }
+    assert set(dag.task_ids) == ids
+    assert dag.get_task("broadway.handle_batches").upstream_task_ids == {"broadway.batch.large"}
+    assert dag.get_task("broadway.ack").upstream_task_ids == set()
+
+
+def test_a_batcher_may_have_an_application_of_its_own() -> None:
+    dag = Orders(batchers={"large": {"own_application": True}}).dag("orders")
+
+    assert "broadway.handle_batches.large" in dag.task_ids
+    assert "broadway.handle_batches" not in dag.task_ids
+
+
+def test_arguments_reach_the_tasks_of_their_kind_and_default_args_all() -> None:
+    dag = Orders.dag(
+        "orders",
+        process={"pool": "pull", "max_messages": 7},
+        batch={"pool": "batch"},
+        spark={"conn_id": "spark_prod", "executor_memory": "4g"},
+        ack={"pool": "ack", "hold_failed": 60.0},
+        default_args={"retries": 5, "owner": "shop"},
+    )
+
+    assert dag.get_task("broadway.batch.small").pool == "batch"
+    assert dag.get_task("broadway.ack").pool == "ack"
+    assert dag.get_task("broadway.process").partial_kwargs["pool"] == "pull"
+    assert dag.get_task("broadway.process").partial_kwargs["max_messages"] == 7
+    assert {dag.get_task(f"broadway.{name}").retries for name in ("ack", "handle_batches")} == {5}
+
+
+def test_a_mapped_class_is_stored_as_its_reference_only() -> None:
+    with DAG("mapped", schedule=None) as dag:
+        BroadwayProcessorOperator.partial(task_id="pull", pipeline=PythonOrders).expand(
+            producer_index=[0, 1]
+        )
+
+    text = json.dumps(DagSerialization.to_dict(dag))
+
+    assert "PythonOrders" in text
+    assert "handle_message" not in text
+    assert " at 0x" not in text
+
+
+def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
+    dag = PythonOrders(producer={"queue": "orders-{{ var.value.env }}"}).dag("orders")
+
+    stored = dag.get_task("broadway.process").partial_kwargs["pipeline"]
+    assert stored["options"] == {"producer": {"queue": "orders-{{ var.value.env }}"}}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: PythonOrders(batchers={"small": {"batch_sise": 5}}),
+            "unknown option 'batchers.small.batch_sise' (value 5), valid options are: [",
+        ),
+        (
+            lambda: PythonOrders(producer={"lease": "long"}),
+            "invalid value for option 'producer.lease': expected a number of seconds greater than"
+            " 0, got: 'long'",
+        ),
+        (lambda: PythonOrders(batchers={"smal": {}}), "did you mean 'small'?"),
+        (
+            lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_messages=0),
+            "invalid value for option 'p.max_messages': expected a positive integer or None, got: 0",
+        ),
+        (
+            lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_seconds=None),
+            "invalid value for option 'p.max_seconds': expected a bound here or for max_messages",
+        ),
+        (
+            lambda: BroadwayProcessorOperator(task_id="p", pipeline="no colon"),
+            "invalid value for option 'pipeline': expected a Broadway subclass",
+        ),
+        (
+            lambda: BroadwayBatcherOperator(
+                task_id="b", pipeline=PythonOrders, batcher="smal", processed=None
+            ),
+            "did you mean 'small'?",
+        ),
+        (
+            lambda: BroadwayAckSensor(task_id="a", pipeline=PythonOrders, watch=[]),
+            "invalid value for option 'a.watch': expected a list of task ids, got: []",
+        ),
+        (
+            lambda: BroadwayAckSensor(
+                task_id="a", pipeline=PythonOrders, watch=["p"], poke_interval=30.0
+            ),
+            "expected at most half of the producer's lease (40 s), which it renews, got: 30.0",
+        ),
+        (
+            lambda: BroadwayAckSensor(
+                task_id="a", pipeline=PythonOrders, watch=["p"], hold_failed=-1.0
+            ),
+            "invalid value for option 'a.hold_failed'",
+        ),
+        (
+            lambda: PythonOrders.dag("orders", spark={"conn_id": "spark"}),
+            "invalid value for option 'spark': expected no arguments, since no batcher uses Spark",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_clear_error_at_parse(make: Any, text: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        make()
+
+    assert text in str(caught.value)
+
+
+def test_a_class_local_to_a_function_cannot_be_referred_to() -> None:
+    class Local(PythonOrders):
+        pass
+
+    with pytest.raises(OptionsError, match="a class at the top level of an importable module"):
+        Local.dag("local")
+
+
+def test_a_spark_batcher_of_a_class_in_a_dag_file_is_refused_with_the_place_to_move_it_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sys
+
+    name = "unusual_prefix_0123456789abcdef_orders"
+    monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+    monkeypatch.setattr(Orders, "__module__", name)
+
+    with pytest.raises(OptionsError, match=r"move the class Orders to a module of its own"):
+        Orders.dag("orders")
+
+
+def test_a_python_pipeline_of_a_dag_file_is_referred_to_by_the_files_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sys
+
+    name = "unusual_prefix_0123456789abcdef_orders"
+    monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
+    monkeypatch.setattr(PythonOrders, "__module__", name)
+
+    reference = PythonOrders().ref()
+
+    assert reference["class"] == "dag-file/orders:PythonOrders"
+    assert isinstance(Broadway.load(reference), PythonOrders)
