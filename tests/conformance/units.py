@@ -217,7 +217,9 @@ def prepare_for_start(case: Case) -> None:
 
 def helper_options(case: Case) -> None:
     calls: dict[str, Callable[[], object]] = {
-        "test_message(batch_mode=flush)": lambda: _unchecked(test_message, Minimal, 1, batch_mode="flush"),
+        "test_message(batch_mode=flush)": lambda: _unchecked(
+            test_message, Minimal, 1, batch_mode="flush"
+        ),
         "test_batch(foo=1)": lambda: _unchecked(test_batch, Minimal, [1], foo=1),
         "test_batch(batch_mode=x)": lambda: test_batch(Minimal, [1], batch_mode="x"),
     }

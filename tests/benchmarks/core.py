@@ -1,0 +1,153 @@
+"""What the model itself costs per message: no I/O, ``max_demand=500``.
+
+``python -m tests.benchmarks.core`` prints the figures; ``make bench`` has them in its table.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.acknowledger import RunAcknowledger
+from airflow_broadway.core.batcher import BatcherStage
+from airflow_broadway.core.engine import Engine
+from airflow_broadway.core.message import AckRef
+from airflow_broadway.core.processor import ProcessorStage
+from airflow_broadway.core.settler import Tally
+from airflow_broadway.testing import DummyProducer
+
+MESSAGES = 100_000
+
+
+class Identity(Broadway):
+    """Does nothing to its messages."""
+
+    producer = DummyProducer()
+    processors = Processors(concurrency=1, max_demand=500)
+    batchers = {"default": Batcher(engine="python", batch_size=1000, batch_timeout=None)}  # noqa: RUF012 - options
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+class ThreePuts(Identity):
+    """Makes three new messages of each."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_data(b"").put_batch_key("key").put_batcher("default")
+
+
+def _messages(pipeline: Broadway, count: int = MESSAGES) -> list[Message]:
+    acknowledger = AckRef(RunAcknowledger(pipeline.producer, Tally()), "bench")
+    return [
+        Message(b"data", message_id=f"m-{number}", acknowledger=acknowledger, position=number)
+        for number in range(count)
+    ]
+
+
+def _best(work: Callable[[], object], tries: int = 5) -> float:
+    """Seconds of the fastest of some tries: what others do on the machine only adds to it."""
+    best = float("inf")
+    for _ in range(tries):
+        gc.collect()
+        gc.disable()
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+        gc.enable()
+    return best
+
+
+def _whole(kind: type[Broadway]) -> float:
+    """Microseconds per message for process + batch + ack bookkeeping."""
+    pipeline = kind()
+    messages = _messages(pipeline)
+
+    def work() -> None:
+        engine = Engine(pipeline)
+        engine.run([messages])
+        assert engine.counts["processed"] == MESSAGES
+
+    return _best(work) / MESSAGES * 1e6
+
+
+def _process(pipeline: Broadway) -> float:
+    """Microseconds per message in the process stage alone."""
+    stage = ProcessorStage(pipeline)
+    messages = _messages(pipeline)
+    chunks = [messages[start : start + 250] for start in range(0, MESSAGES, 250)]
+
+    def work() -> None:
+        for chunk in chunks:
+            stage.handle(chunk)
+
+    return _best(work) / MESSAGES * 1e6
+
+
+def _batch(keys: int) -> float:
+    """Microseconds per message in the batcher alone, with so many distinct keys."""
+    messages = [
+        Message(b"data", batch_key=number % keys, position=number) for number in range(MESSAGES)
+    ]
+    options = Batcher(engine="python", batch_size=1000)
+
+    def work() -> None:
+        stage = BatcherStage("default", options)
+        for start in range(0, MESSAGES, 250):
+            stage.add(messages[start : start + 250], start / 1e6)
+        stage.flush()
+
+    return _best(work) / MESSAGES * 1e6
+
+
+def _telemetry_checks() -> float:
+    """Microseconds per message for asking whether anybody listens: three times a chunk of 250."""
+    calls = 30_000
+
+    def work() -> None:
+        for _ in range(calls):
+            telemetry.handlers("processor.start", "processor.stop", "processor.exception")
+
+    return _best(work) / calls * 3 / 250 * 1e6
+
+
+def bench_core() -> list[dict[str, Any]]:
+    """The figures of the core, for ``build/bench.json``."""
+    process = _process(Identity())
+    checks = _telemetry_checks()
+    handler = telemetry.attach(lambda event, measurements, metadata: None)
+    told = _process(Identity())
+    telemetry.detach(handler)
+    figures = {
+        "core.identity": _whole(Identity),
+        "core.three_puts": _whole(ThreePuts),
+        "core.process": process,
+        "core.process.told": told,
+        "core.batch.1_key": _batch(1),
+        "core.batch.100000_keys": _batch(100_000),
+    }
+    return [
+        *(
+            {"name": name, "value": round(value, 3), "unit": "µs/msg"}
+            for name, value in figures.items()
+        ),
+        {
+            "name": "core.telemetry.unattached",
+            "value": round(checks, 5),
+            "unit": "µs/msg",
+            "ratio": round(checks / process, 5),
+            "of": "core.process",
+        },
+    ]
+
+
+if __name__ == "__main__":
+    for figure in bench_core():
+        print(figure)
