@@ -18,6 +18,7 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
@@ -29,6 +30,7 @@ from airflow_broadway.core.message import BatchMode, Message
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.staging.arrays import compute as pc
 from airflow_broadway.staging.merging import AT, SOURCE, merged, only_bytes
+from airflow_broadway.staging.plans import standing_plan
 from airflow_broadway.staging.reader import messages_of
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.slabs import DataFiles
@@ -67,12 +69,14 @@ def plan_batches(
     manifests = _valid(run, batcher, generations)
     inputs = hashlib.sha256("\n".join(each.generation for each in manifests).encode()).hexdigest()
     folder = f"batches/{batcher}/{inputs[:16]}"
-    standing = _standing(run, batcher, folder)
-    if standing is not None:
-        log.info("batcher %r: the plan %s has outcomes and stands", batcher, standing.path)
-        return standing
+    standing = standing_plan(run, batcher, folder)
+    if standing is not None and standing[0]:
+        log.info("batcher %r: the plan %s has outcomes and stands", batcher, standing[1].path)
+        return standing[1]
+    # By name, the newest is last.
+    stamp = run.clock.now().astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
     label = re.sub(r"[^A-Za-z0-9-]+", "-", try_label)[:40] or "try"
-    path = f"{folder}/{label}-{uuid.uuid4().hex[:8]}"
+    path = f"{folder}/{stamp}-{label}-{uuid.uuid4().hex[:8]}"
     plan = _Planning(run, pipeline, batcher, manifests, path).run()
     for note in plan.notes:
         log.warning("batcher %r: %s", batcher, note)
@@ -95,30 +99,6 @@ def _valid(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[Man
         if manifest is not None:
             found.append(manifest)
     return found
-
-
-def _standing(run: StagedRun, batcher: str, folder: str) -> BatchPlan | None:
-    """The plan of these inputs that has outcomes; the one with most, were there two."""
-    tries = run.files.list(folder)
-    if not tries:
-        return None
-    recorded = {
-        name.removesuffix(".json")
-        for name in run.files.list(f"outcomes/{batcher}")
-        if name.endswith(".json")
-    }
-    if not recorded:
-        return None
-    best: tuple[int, BatchPlan] | None = None
-    for name in tries:
-        try:
-            plan, batches = BatchPlan.read(run.files, f"{folder}/{name}")
-        except FileNotFoundError:  # never finished
-            continue
-        count = sum(batch.batch_id in recorded for batch in batches)
-        if count and (best is None or count > best[0]):
-            best = count, plan
-    return None if best is None else best[1]
 
 
 class _Row(NamedTuple):
@@ -265,9 +245,7 @@ class _Planning:
         self.column = [-1] * count
         rows = _rows(table)
         if self._messages or isinstance(self._options.batch_size, tuple):
-            self._messages = messages_of(
-                table, self._options.schema, batcher=self._batcher
-            )
+            self._messages = messages_of(table, self._options.schema, self._batcher)
         stage, timed = self._stage, self._options.batch_timeout is not None
         if not timed and not pc.any(table["flush"]).as_py():
             # Without flushes and timeouts it makes no difference how messages arrived in chunks.

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from airflow_broadway.core.custody import Delivery
 from airflow_broadway.core.manifest import BatchPlan, PlannedBatch
-from airflow_broadway.core.message import NO_ACK, AckRef, BatchMode, Message
+from airflow_broadway.core.message import AckRef, BatchMode, Message
 from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.tables import ParquetFile
@@ -36,34 +36,32 @@ class StagedReceipt(NamedTuple):
     acked: bool
 
 
+_Staged = tuple[Message, StagedReceipt]
+
 #: Makes the acknowledger of a message.
 AckRefOf = Callable[[StagedReceipt], AckRef]
 
 
 class BatchReader:
-    """Reads the batches of one Python batcher's plan, cheapest in its order; for one thread.
+    """Reads the batches of one Python batcher's plan, cheapest in its order; for one thread."""
 
-    :param ack_ref_of: Makes each message's acknowledger; one settled at once has none.
-    """
-
-    def __init__(
-        self, run: StagedRun, plan: BatchPlan, ack_ref_of: AckRefOf | None = None
-    ) -> None:
+    def __init__(self, run: StagedRun, plan: BatchPlan) -> None:
         run.store.check_root(plan.root_id, plan.host)
-        self._ack_ref_of = ack_ref_of
         self._files = run.files
         self._plan = plan
         #: Data file → for each row group its first and last batch.
         self._bounds: dict[int, list[tuple[int, int]]] = {}
-        self._cache: OrderedDict[tuple[int, int], tuple[list[int], list[Message]]] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], tuple[list[int], list[_Staged]]] = OrderedDict()
         self._cached = 0
 
-    def read(self, planned: PlannedBatch) -> list[Message]:
+    def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
         """Return the messages of a batch, in order of arrival at the batcher.
 
         Data is what the message had: bytes, the values of its JSON, or a ``dict`` by the schema.
+
+        :param ack_ref_of: Makes each message's acknowledger; one settled at once has none.
         """
-        found: list[tuple[int, Message]] = []
+        found: list[tuple[int, _Staged]] = []
         for file in planned.files:
             for group, (first, last) in enumerate(self._group_bounds(file)):
                 if not _meets(planned.rows, first, last):
@@ -75,7 +73,12 @@ class BatchReader:
                     found.extend(zip(batches[start:stop], messages[start:stop], strict=True))
         if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
             found.sort(key=lambda each: each[0])  # stable: each batch stays in order of arrival
-        return [message for _, message in found]
+        if ack_ref_of is None:
+            return [message for _, (message, _) in found]
+        return [
+            message if receipt.acked else message.with_acknowledger(ack_ref_of(receipt))
+            for _, (message, receipt) in found
+        ]
 
     def _group_bounds(self, file: int) -> list[tuple[int, int]]:
         if file not in self._bounds:
@@ -85,7 +88,7 @@ class BatchReader:
                 ]
         return self._bounds[file]
 
-    def _group(self, file: int, group: int) -> tuple[list[int], list[Message]]:
+    def _group(self, file: int, group: int) -> tuple[list[int], list[_Staged]]:
         """A row group's batches and messages, each row's at its place."""
         key = file, group
         if key in self._cache:
@@ -94,7 +97,8 @@ class BatchReader:
         with self._open(file) as opened:
             table = opened.read(group)
         batches: Any = table["batch"].to_pylist()
-        kept = batches, messages_of(table, self._plan.schema, self._ack_ref_of, self._plan.batcher)
+        made = messages_of(table, self._plan.schema, self._plan.batcher)
+        kept = batches, list(zip(made, _receipts(table), strict=True))
         self._cache[key] = kept
         self._cached += table.num_rows
         while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
@@ -113,7 +117,7 @@ def read_batch(
     ack_ref_of: AckRefOf | None = None,
 ) -> list[Message]:
     """Read one batch; :class:`BatchReader` reads many of a plan more cheaply."""
-    return BatchReader(run, plan, ack_ref_of).read(planned)
+    return BatchReader(run, plan).read(planned, ack_ref_of)
 
 
 def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
@@ -122,12 +126,7 @@ def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
     return at < len(ranges) and ranges[at][0] <= last
 
 
-def messages_of(
-    table: pa.Table,
-    schema: str | None,
-    ack_ref_of: AckRefOf | None = None,
-    batcher: str = "default",
-) -> list[Message]:
+def messages_of(table: pa.Table, schema: str | None, batcher: str) -> list[Message]:
     """The rows of a message file, or of a Python batcher's data file, as messages."""
     names = table.column_names
     column: dict[str, list[Any]] = {
@@ -137,7 +136,6 @@ def messages_of(
     }
     flush = column["_flush" if "_flush" in column else "flush"]
     sizes = column["_size" if "_size" in column else "size"]
-    receipts = _receipts(column) if ack_ref_of is not None else iter(())
     values = zip(
         _data(table, schema),
         column["message_id"],
@@ -153,15 +151,10 @@ def messages_of(
     )
     made: list[Message] = []
     for data, message_id, key, at_once, metadata, attempt, again, at, position, size in values:
-        acknowledger = NO_ACK
-        if ack_ref_of is not None:
-            receipt = next(receipts)
-            acknowledger = NO_ACK if receipt.acked else ack_ref_of(receipt)
         made.append(
             Message(
                 data,
                 metadata=metadata,
-                acknowledger=acknowledger,
                 message_id=message_id,
                 batcher=batcher,
                 batch_key=key,
@@ -187,8 +180,10 @@ def _data(table: pa.Table, schema: str | None) -> list[Any]:
     ]
 
 
-def _receipts(column: dict[str, list[Any]]) -> Iterator[StagedReceipt]:
-    nothing = [None] * len(column["message_id"])
+def _receipts(table: pa.Table) -> Iterator[StagedReceipt]:
+    names = ("message_id", "source", *(each for each in table.column_names if each[0] == "_"))
+    column: dict[str, list[Any]] = {name: table[name].to_pylist() for name in names}
+    nothing = [None] * table.num_rows
     for message_id, source, receipt, success, failure, acked, payload, properties in zip(
         column["message_id"],
         column["source"],

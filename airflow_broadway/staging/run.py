@@ -22,7 +22,16 @@ from airflow_broadway.core.manifest import VERSION, Manifest, check_version, pat
 from airflow_broadway.staging.names import encode_name, encode_run_id
 from airflow_broadway.staging.store import Folder, Store, host_name
 
-__all__ = ["GenerationRecord", "StagedRun", "dag_folder", "iter_unsettled"]
+__all__ = [
+    "OPENED",
+    "PUBLISHED",
+    "SETTLED",
+    "SETTLING",
+    "GenerationRecord",
+    "StagedRun",
+    "dag_folder",
+    "iter_unsettled",
+]
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +185,12 @@ class StagedRun:
             if path.rpartition("/")[2] in names:
                 return state
         return OPENED
+
+    def void(self, generation: str) -> bool:
+        """Whether the run holds its messages no longer: settled, given back or lapsed."""
+        if self.state(generation) in (SETTLING, SETTLED):
+            return True
+        return self.lease(generation).deadline <= self.clock.now()
 
     def current(self, task_id: str, map_index: int = -1) -> GenerationRecord | None:
         """The newest generation of a task; ``None`` if it never opened one."""

@@ -31,13 +31,12 @@ from airflow_broadway.core.manifest import (
     BatchPlan,
     EntryLine,
     Manifest,
-    Outcome,
-    PlannedBatch,
     check_version,
     load_line,
     paths,
 )
 from airflow_broadway.core.producer import Producer
+from airflow_broadway.staging.plans import outcomes_of, plans_of, standing_plans
 from airflow_broadway.staging.run import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
@@ -46,11 +45,15 @@ if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
 
 __all__ = [
+    "Journal",
     "Progress",
     "build_settlement",
     "outcomes_of",
+    "plans_of",
+    "record_settled",
     "settle_generation",
-    "settled_report",
+    "settled_journal",
+    "standing_plans",
 ]
 
 log = logging.getLogger(__name__)
@@ -83,21 +86,6 @@ class Progress:
     recorded: int = 0
     unplanned: tuple[str, ...] = ()
     settled_now: SettleReport = field(default_factory=SettleReport)
-
-
-def outcomes_of(
-    run: StagedRun, plan: BatchPlan
-) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
-    """The batches of a plan in order, each with its outcome where one is recorded."""
-    folder = paths.outcomes(plan.batcher)
-    recorded = {name for name in run.files.list(folder) if name.endswith(".json")}
-    _, batches = BatchPlan.read(run.files, plan.path)
-    for planned in batches:
-        if f"{planned.batch_id}.json" in recorded:
-            path = paths.outcome(plan.batcher, planned.batch_id)
-            yield planned, Outcome.loads(run.files.read(path), path)
-        else:
-            yield planned, None
 
 
 class _Exceptions(NamedTuple):
@@ -343,20 +331,68 @@ def _holds(ranges: list[list[int]], first: int, last: int) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def settled_report(run: StagedRun, generation: str) -> SettleReport | None:
-    """What settling the generation did; ``None`` while it is not settled."""
-    journal = _journal(run, generation)
-    return None if journal is None else SettleReport.from_json(journal["report"])
+class Journal(NamedTuple):
+    """What became of a settled generation.
+
+    :param report: What settling it did.
+    :param settled_now: What callbacks had settled at once, in processors and batches.
+    :param received: Messages by its manifest; ``None`` if it published none.
+    :param by: Who settled it, for people; ``at``: when.
+    """
+
+    report: SettleReport
+    settled_now: SettleReport
+    received: int | None
+    by: str
+    at: str
 
 
-def _journal(run: StagedRun, generation: str) -> dict[str, Any] | None:
+def settled_journal(run: StagedRun, generation: str) -> Journal | None:
+    """What became of a generation; ``None`` while it is not settled."""
     path = paths.settled(generation)
     try:
         value: dict[str, Any] = json.loads(run.files.read(path))
     except FileNotFoundError:
         return None
     check_version(value, path)
-    return value
+    return Journal(
+        SettleReport.from_json(value["report"]),
+        SettleReport.from_json(value["settled_now"]),
+        value["received"],
+        value["by"],
+        value["at"],
+    )
+
+
+def record_settled(
+    run: StagedRun,
+    record: GenerationRecord,
+    report: SettleReport,
+    *,
+    progress: Progress | None = None,
+    by: str = "",
+) -> Journal:
+    """Note what settling a generation did, unless it is noted already; what stands is returned.
+
+    :raises StagingError: If it cannot be written.
+    """
+    progress = progress or Progress()
+    written = {
+        "version": VERSION,
+        "generation": record.generation,
+        "report": report.to_json(),
+        "received": progress.received or None,
+        "settled_now": progress.settled_now.to_json(),
+        "by": by or host_name(),
+        "at": run.clock.now().isoformat(),
+    }
+    if not run.files.create(paths.settled(record.generation), json.dumps(written)):
+        log.info("generation %s: it was settled before, or by another", record.generation)
+    journal = settled_journal(run, record.generation)
+    if journal is None:
+        raise StagingError(f"the journal of generation {record.generation} is gone")
+    run.forget_open(record.generation)
+    return journal
 
 
 def settle_generation(
@@ -378,33 +414,19 @@ def settle_generation(
     :param by: Who settles, for people: the task and its try.
     :raises BroadwayError: Whatever the custodian raises; the generation then counts as unsettled.
     """
-    done = settled_report(run, record.generation)
-    if done is None:
-        now = run.clock.now().isoformat()
-        by = by or host_name()
-        intent = {
-            "version": VERSION,
-            "generation": record.generation,
-            "rest": settlement.rest.action.value,
-            "expected": settlement.expected,
-            "by": by,
-            "at": now,
-        }
-        if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
-            log.info("generation %s: settling was begun before; going on", record.generation)
-        report = custodian.settle(run.lease(record.generation), settlement)
-        settled_now = progress.settled_now if progress is not None else SettleReport()
-        written = {
-            **intent,
-            "at": run.clock.now().isoformat(),
-            "report": report.to_json(),
-            "received": None if progress is None or not progress.received else progress.received,
-            "settled_now": settled_now.to_json(),
-        }
-        if not run.files.create(paths.settled(record.generation), json.dumps(written)):
-            log.info("generation %s: another process settled it first", record.generation)
-        done = settled_report(run, record.generation)
-        if done is None:
-            raise StagingError(f"the journal of generation {record.generation} is gone")
-    run.forget_open(record.generation)
-    return done
+    done = settled_journal(run, record.generation)
+    if done is not None:
+        run.forget_open(record.generation)
+        return done.report
+    intent = {
+        "version": VERSION,
+        "generation": record.generation,
+        "rest": settlement.rest.action.value,
+        "expected": settlement.expected,
+        "by": by or host_name(),
+        "at": run.clock.now().isoformat(),
+    }
+    if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
+        log.info("generation %s: settling was begun before; going on", record.generation)
+    report = custodian.settle(run.lease(record.generation), settlement)
+    return record_settled(run, record, report, progress=progress, by=by).report
