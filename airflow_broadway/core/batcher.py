@@ -334,15 +334,17 @@ class KeyMerger:
         """Take closed batches; returns the calls that they filled."""
         full: list[list[Closed]] = []
         for batch in closed:
-            call, size, total = self._calls.pop(batch.partition, ([], 0, 0))
+            call, size, total = self._calls.get(batch.partition, ([], 0, 0))
             size += batch.size
             total += batch.bytes
             if call and (size > self._size or (self._bytes is not None and total > self._bytes)):
                 full.append(call)
+                self._calls.pop(batch.partition)
                 call, size, total = [], batch.size, batch.bytes
             call.append(batch)
             if size >= self._size or (self._bytes is not None and total >= self._bytes):
                 full.append(call)
+                self._calls.pop(batch.partition, None)
             else:
                 self._calls[batch.partition] = (call, size, total)
         return full
