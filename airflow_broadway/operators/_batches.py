@@ -27,7 +27,7 @@ from airflow_broadway.core.pool import WorkerPool
 from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.spark.fence import Fence
-from airflow_broadway.staging.reader import BatchReader
+from airflow_broadway.staging.reader import BatchReader, StagedReceipt
 from airflow_broadway.staging.run import StagedRun
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class PythonBatches:
         started = self._clock.now()
         tick = self._clock.monotonic()
         stage.sink.begin()
-        messages = stage.reader.read(planned)
+        messages = stage.reader.read(planned, stage.ack_ref_of)
         info = BatchInfo(
             self.plan.batcher,
             planned.batch_key,
@@ -188,14 +188,13 @@ class _Stage:
         self._batches = batches
         self.processor = BatchProcessorStage(pipeline, plan.batcher, index=index)
         self.sink = _BatchSink(batches)
-        acknowledger = RunAcknowledger(pipeline.producer, self.sink)
-        self.reader = BatchReader(
-            batches.run_folder,
-            plan,
-            lambda receipt: AckRef(
-                acknowledger, plan.generations[receipt.source], receipt.delivery
-            ),
-        )
+        self.reader = BatchReader(batches.run_folder, plan)
+        self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)
+        self._generations = plan.generations
+
+    def ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
+        """The acknowledger of one staged message: its generation is what it is settled with."""
+        return AckRef(self._acknowledger, self._generations[receipt.source], receipt.delivery)
 
     def handle(self, planned: PlannedBatch) -> Outcome | None:
         return self._batches.handle(self, planned)

@@ -14,12 +14,14 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Custodian, SettleReport
 from airflow_broadway.core.manifest import paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.accounts import plans_of, read_journal, standing_plans
 from airflow_broadway.staging.run import SETTLED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import (
     build_settlement,
     outcomes_of,
+    plans_of,
     settle_generation,
+    settled_journal,
+    standing_plans,
 )
 
 log = logging.getLogger(__name__)
@@ -200,7 +202,7 @@ class RunSettler:
 
     def _account(self, record: GenerationRecord) -> dict[str, Any]:
         manifest = self._run.manifest(record.generation)
-        journal = read_journal(self._run, record.generation)
+        journal = settled_journal(self._run, record.generation)
         report = journal.report + journal.settled_now if journal else SettleReport()
         received = manifest.received if manifest else report.total
         still_leased = 0 if journal else received

@@ -74,7 +74,7 @@ class BroadwayRunOperator(BaseOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.local import run_local
         from airflow_broadway.operators._sweep import give_back
-        from airflow_broadway.staging.accounts import record_settled
+        from airflow_broadway.staging.settlement import record_settled
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
