@@ -29,7 +29,7 @@ def broadway_acks() -> RecordingAcknowledger:
 def broadway_driver(
     broadway_clock: ManualClock,
 ) -> Callable[[Broadway | type[Broadway]], PipelineDriver]:
-    """Makes drivers on ``broadway_clock``: ``driver = broadway_driver(Flights)``."""
+    """Makes drivers on ``broadway_clock``; call it with a pipeline."""
     return lambda pipeline: PipelineDriver(pipeline, clock=broadway_clock)
 
 

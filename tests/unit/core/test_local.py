@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.rate_limiter import MemoryRateState, RateLimiter
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.testing import DummyProducer, ManualClock
+
+
+class Plain(Broadway):
+    producer = DummyProducer()
+    processors = Processors(concurrency=1)
+    batchers = {"default": Batcher(engine="python", batch_size=10)}  # noqa: RUF012 - options
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "queue.db")
+
+
+def queue_of(path: str, count: int, clock: Any = None) -> SqliteQueue:
+    queue = SqliteQueue(path, "q", **({"clock": clock} if clock else {}))
+    queue.send([b"%d" % number for number in range(count)])
+    return queue
+
+
+def on(path: str, kind: type[Broadway] = Plain, **options: Any) -> Broadway:
+    return kind(producer=SqliteProducer(queue="q", path=path, **options))
+
+
+def test_an_empty_queue_is_a_finished_run(path: str) -> None:
+    queue_of(path, 0)
+    report = on(path).run_local()
+    assert (report.received, report.ended, report.balanced) == (0, "empty", True)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_queue_is_drained_and_every_message_accounted_for(path: str, concurrency: int) -> None:
+    class Pipeline(Plain):
+        processors = Processors(concurrency=concurrency, max_demand=50)
+        batchers = {  # noqa: RUF012 - options
+            "default": Batcher(engine="python", batch_size=7, concurrency=concurrency)
+        }
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            number = int(message.data)
+            if number % 10 == 1:
+                raise ValueError("one")
+            if number % 10 == 2:
+                return message.ack_immediately()
+            if number % 10 == 3:
+                return message.configure_ack(on_failure="dead_letter").failed("three")
+            return message
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            return [m.failed("four") if int(m.data) % 10 == 4 else m for m in messages]
+
+    queue = queue_of(path, 1000)
+    report = on(path, Pipeline).run_local()
+    assert report.received == 1000
+    assert report.balanced
+    settled = report.settled
+    assert (settled.acked, settled.requeued, settled.dead_lettered) == (700, 200, 100)
+    depth = queue.depth()
+    assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 200, 0, 100)
+    assert report.batches["default"].keys() <= {"size", "flush", "timeout"}
+
+
+def test_budgets_end_the_run_and_leave_the_rest_in_the_queue(path: str) -> None:
+    queue = queue_of(path, 100)
+    report = on(path).run_local(max_messages=30)
+    assert (report.received, report.ended) == (30, "max_messages")
+    assert queue.depth().ready == 70
+    report = on(path).run_local(max_bytes=1)
+    assert report.ended == "max_bytes"
+
+
+def test_a_run_waits_for_messages_only_as_long_as_it_may() -> None:
+    clock = ManualClock()
+    report = Plain().run_local(clock=clock, wait_seconds=30.0, max_seconds=100.0)
+    assert report.ended == "empty"
+    assert clock.monotonic() == pytest.approx(30.0)
+    report = Plain().run_local(clock=clock, wait_seconds=300.0, max_seconds=100.0)
+    assert report.ended == "max_seconds"
+    assert clock.monotonic() == pytest.approx(130.0)
+
+
+def test_what_nobody_returned_goes_back_at_the_end(path: str) -> None:
+    class Pipeline(Plain):
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            return messages[1:]
+
+    queue = queue_of(path, 20)
+    report = on(path, Pipeline).run_local()
+    assert (report.settled.acked, report.settled.released) == (18, 2)
+    assert report.balanced
+    assert queue.depth().ready == 2
+
+
+def test_sigterm_stops_taking_finishes_and_gives_back_the_rest(path: str) -> None:
+    class Pipeline(Plain):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            if message.data == b"150":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return message
+
+    queue = queue_of(path, 1000)
+    before = signal.getsignal(signal.SIGTERM)
+    report = on(path, Pipeline).run_local()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert report.ended == "stopped"
+    assert 150 < report.received < 1000
+    assert report.settled.acked == report.received  # what was taken was finished
+    assert queue.depth().ready == 1000 - report.received
+
+
+def test_after_shutdown_seconds_what_is_not_done_is_released(path: str) -> None:
+    clock = ManualClock()
+    stop: list[str] = []
+
+    class Pipeline(Plain):
+        shutdown = 5.0
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            clock.advance(1.0)
+            if message.data == b"3":
+                stop.append("told to")
+            return message
+
+    queue = queue_of(path, 100, clock)
+    report = on(path, Pipeline, lease=3600.0).run_local(
+        clock=clock, stop=lambda: stop[0] if stop else ""
+    )
+    assert report.ended == "told to"
+    assert report.settled.released > 0
+    assert report.balanced
+    assert queue.depth().leased == 0
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemError])
+def test_whatever_ends_a_run_no_lease_remains(path: str, kind: type[BaseException]) -> None:
+    class Pipeline(Plain):
+        partition_by = staticmethod(lambda message: 0)
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            if message.data == b"50" and kind is KeyboardInterrupt:
+                raise kind
+            return message
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            return messages
+
+    queue = queue_of(path, 100)
+    if kind is KeyboardInterrupt:
+        with pytest.raises(kind):
+            on(path, Pipeline).run_local()
+        assert 0 < queue.depth().ready < 100  # what had a verdict was settled
+    else:
+        on(path, Pipeline).run_local()
+    assert queue.depth().leased == 0
+
+
+def test_a_transformer_that_raises_ends_the_run_and_its_messages_go_back(path: str) -> None:
+    def transform(message: Message) -> Message:
+        if message.data == b"150":
+            raise ValueError("poison")
+        return Message(message.data + b"!")  # without id and acknowledger: it gets them again
+
+    queue = queue_of(path, 300)
+    with pytest.raises(PipelineError, match="the transformer raised ValueError: poison"):
+        on(path, transformer=transform).run_local()
+    assert queue.depth().leased == 0
+    assert queue.depth().ready == 200  # the first hundred were done
+
+
+def test_rate_limiting_bounds_what_a_run_takes_and_is_remembered(path: str) -> None:
+    clock, state = ManualClock(), MemoryRateState()
+    queue = queue_of(path, 100, clock)
+    limit = RateLimiting(allowed_messages=30, interval=60.0)
+
+    def run(**budget: Any) -> Any:
+        return on(path, rate_limiting=limit).run_local(
+            clock=clock, limiter=RateLimiter(limit, clock, state), **budget
+        )
+
+    report = run()
+    assert (report.received, report.ended) == (30, "rate_limiting")
+    assert run().received == 0
+    report = run(max_seconds=90.0)  # one window passes while it waits
+    assert (report.received, report.ended) == (30, "rate_limiting")
+    assert queue.depth().ready == 40
+
+
+def test_batches_time_out_by_the_clock_while_nothing_comes(path: str) -> None:
+    clock = ManualClock()
+
+    class Pipeline(Plain):
+        batchers = {  # noqa: RUF012 - options
+            "default": Batcher(engine="python", batch_size=100, batch_timeout=2.0)
+        }
+
+    queue_of(path, 5, clock)
+    report = on(path, Pipeline).run_local(clock=clock, idle_seconds=10.0)
+    assert report.batches == {"default": {"timeout": 1}}
+
+
+def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
+    running: Counter[str] = Counter()
+    handled: list[tuple[str, int]] = []
+    lock = threading.Lock()
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=1, max_demand=100)
+        batchers = {  # noqa: RUF012 - options
+            "default": Batcher(engine="python", batch_size=5, concurrency=4)
+        }
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return message.put_batch_key("abc"[message.data % 3])
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            key = batch_info.batch_key
+            with lock:
+                running[key] += 1
+                assert running[key] == 1
+            time.sleep(0.001)
+            with lock:
+                running[key] -= 1
+                handled.extend((key, m.data) for m in messages)
+            return messages
+
+    report = Pipeline().run_local(range(300))
+    assert report.failed == 0
+    for index, key in enumerate("abc"):
+        assert [data for each, data in handled if each == key] == list(range(index, 300, 3))
+
+
+def test_ten_messages_are_spread_over_ten_processors() -> None:
+    barrier = threading.Barrier(10, timeout=5.0)
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=10)
+        batchers: Any = {}  # noqa: RUF012 - options
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            barrier.wait()
+            return message
+
+    assert Pipeline().run_local(range(10)).failed == 0
+
+
+def test_memory_is_bounded_by_what_is_under_way(path: str) -> None:
+    taken: list[int] = []
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=2, max_demand=10)
+        batchers: Any = {}  # noqa: RUF012 - options
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            taken.append(SqliteQueue(path, "q").depth().leased)
+            return message
+
+    queue_of(path, 1500)
+    report = on(path, Pipeline).run_local()
+    assert report.settled.acked == 1500
+    # What is leased and not yet settled: some dispatches and the acks that wait for others.
+    assert max(taken) <= 1400
+
+
+def test_entries_carry_what_the_broker_needs() -> None:
+    entry = entry_of(Message(b"x", message_id="m", attempt=3), Plain().producer.verdict(
+        Message(b"x"), failed=False, stage="process"))  # fmt: skip
+    assert (entry.message_id, entry.receipt, entry.attempt) == ("m", "", 3)
+
+
+# -- properties ------------------------------------------------------------------------------------
+
+fates = st.sampled_from(["ok", "ok", "ok", "fail", "raise", "now", "batch-fail", "lost", "late"])
+streams = st.lists(st.tuples(fates, st.sampled_from("ab")), max_size=40)
+
+
+class Fated(Plain):
+    """Each message carries what becomes of it, and its key."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        fate, key = message.data.decode().split()
+        message = message.put_batch_key(key)
+        match fate:
+            case "fail":
+                return message.failed("failed")
+            case "raise":
+                raise ValueError("raised")
+            case "now":
+                return message.ack_immediately()
+            case "late":
+                message.ack_immediately()
+                raise ValueError("after")
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        assert len(messages) == batch_info.size <= 10
+        return [
+            m.failed("in batch") if m.data.startswith(b"batch-fail") else m
+            for m in messages
+            if not m.data.startswith(b"lost")
+        ]
+
+
+def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> Counter[str]:
+    path = str(folder / "queue.db")
+    with SqliteQueue(path, "q") as queue:
+        queue.send([f"{fate} {key}".encode() for fate, key in stream])
+        totals: Counter[str] = Counter()
+        received = 0
+        while received < len(stream):
+            report = on(path, Fated).run_local(max_messages=min(budget, len(stream) - received))
+            assert report.balanced
+            received += report.received
+            totals.update(
+                {
+                    name: count
+                    for name, count in report.settled.to_json().items()
+                    if isinstance(count, int)
+                }
+            )
+        assert queue.depth().leased == 0
+    return totals
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stream=streams.filter(lambda s: all(fate != "lost" for fate, _ in s)), cut=st.integers(1, 40))
+def test_splitting_a_run_changes_no_messages_verdict(
+    stream: list[tuple[str, str]], cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = verdicts(stream, tmp_path_factory.mktemp("whole"), 1000)
+    parts = verdicts(stream, tmp_path_factory.mktemp("parts"), cut)
+    assert whole == parts
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stream=streams)
+def test_every_message_is_in_exactly_one_class(
+    stream: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(tmp_path_factory.mktemp("run") / "queue.db")
+    with SqliteQueue(path, "q") as queue:
+        queue.send([f"{fate} {key}".encode() for fate, key in stream])
+        report = on(path, Fated).run_local()
+        expected = Counter(fate for fate, _ in stream)
+        assert report.balanced
+        assert report.settled.released == expected["lost"]
+        assert report.settled.requeued == (
+            expected["fail"] + expected["raise"] + expected["batch-fail"]
+        )
+        assert report.settled.acked == expected["ok"] + expected["now"] + expected["late"]
+        depth = queue.depth()
+        assert (depth.leased, depth.ready) == (0, expected["lost"])
