@@ -87,8 +87,8 @@ def _check(reference: str) -> int:
         return REFUSED
     if "airflow" in sys.modules:
         print(  # noqa: T201
-            "The pipeline's module imports Airflow: that costs the driver seconds, and fails where it"
-            " is not installed."
+            "The pipeline's module imports Airflow: that costs the driver seconds, and fails where"
+            " it is not installed."
         )
     return 0
 

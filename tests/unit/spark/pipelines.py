@@ -24,16 +24,14 @@ class Counting(Broadway):
         "merged": Batcher(schema="n bigint", concurrency=3, merge_keys=True),
     }
 
-    callback: ClassVar[Callable[..., Any]] = lambda *_: None  # noqa: E731
+    callback: ClassVar[Callable[..., Any]] = lambda *_: None
     calls: ClassVar[list[tuple[str, BatchInfo]]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def setup(self, run: RunInfo) -> Any:
         return {"run": run.run_id}
 
-    def handle_batch(
-        self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any
-    ) -> Any:
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         with self._lock:
             self.calls.append((batcher, batch_info))
         return type(self).callback(messages, batch_info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from airflow_broadway.core.schema import parse_schema
 from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 
-EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 GENERATION = "0" * 31 + "1"
 
 
@@ -62,7 +62,9 @@ class Planned:
     generations: tuple[str, ...] = (GENERATION,)
 
 
-def rows(count: int, data: Any = lambda n: {"n": n}, *, prefix: str = "m", **more: Any) -> list[Row]:
+def rows(
+    count: int, data: Any = lambda n: {"n": n}, *, prefix: str = "m", **more: Any
+) -> list[Row]:
     """Messages ``m0``, ``m1`` … with the data that a function makes of their numbers."""
     return [Row(f"{prefix}{n}", data(n), receipt=f"r{n}", **more) for n in range(count)]
 
@@ -84,7 +86,7 @@ class Staged:
             kind="sqlite",
             generation=generation,
             seconds=900,
-            deadline=datetime.now(timezone.utc) + timedelta(seconds=seconds),
+            deadline=datetime.now(UTC) + timedelta(seconds=seconds),
         )
         self.files.replace(paths.lease(generation), json.dumps(lease.to_json()))
 

@@ -1,0 +1,824 @@
+"""Batches in a real Spark: what a callback gets, what it may return, and what is recorded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.custody import Action
+from airflow_broadway.core.errors import BroadwayError, PipelineError
+from airflow_broadway.core.manifest import paths
+from airflow_broadway.core.message import BatchInfo, Message
+from airflow_broadway.spark import failed, outcome
+from airflow_broadway.spark.fence import Fenced
+from airflow_broadway.spark.job import run_work
+from tests.unit.spark.pipelines import Counting, Mending, Without
+from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, rows
+from tests.unit.spark.session import spark_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+Callback = Callable[["DataFrame", BatchInfo], Any]
+
+
+@pytest.fixture(scope="module")
+def spark() -> SparkSession:
+    return spark_session()
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Staged:
+    return Staged(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    Counting.calls.clear()
+    Mending.seen.clear()
+    Mending.mend = staticmethod(lambda messages: messages)
+    yield
+    Counting.callback = staticmethod(lambda *_: None)
+
+
+def run(
+    spark: SparkSession,
+    staged: Staged,
+    callback: Callback,
+    *plans: Any,
+    pipeline: type[Counting] = Counting,
+    try_number: int = 1,
+    **more: Any,
+) -> int:
+    pipeline.callback = staticmethod(callback)
+    work = staged.work(pipeline, *plans, try_number=try_number)
+    return run_work(spark, staged.uri, staged.files, work, **more)
+
+
+def one(
+    spark: SparkSession, staged: Staged, callback: Callback, count: int = 10, **more: Any
+) -> Any:
+    """Run one batch of ``count`` messages; its outcome, and its entries."""
+    plan = staged.plan("default", [Planned("b0", rows(count, **more.pop("rows", {})))])
+    assert run(spark, staged, callback, plan, **more) == 0
+    made = staged.outcome("default", "b0")
+    return made, staged.entries(made)
+
+
+def sleep(messages: DataFrame) -> None:
+    """Run a job of a minute, which ends at once when it is cancelled."""
+    messages.sparkSession.range(2).selectExpr(
+        "java_method('java.lang.Thread', 'sleep', 60000L)"
+    ).collect()
+
+
+# -- what a callback gets --------------------------------------------------------------------------
+
+
+def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> None:
+    got: list[Any] = []
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        got.append((messages.schema.simpleString(), messages.orderBy("position").collect(), info))
+
+    given = Row(
+        "m0",
+        {"n": 7},
+        batch_key="k",
+        metadata={"topic": "t"},
+        attempt=3,
+        redelivered=True,
+        received_at=EPOCH,
+    )
+    plan = staged.plan("default", [Planned("b0", [given, Row("m1", {"n": None})], batch_key="k")])
+    assert run(spark, staged, callback, plan) == 0
+    schema, (first, second), info = got[0]
+    assert schema == (
+        "struct<message_id:string,data:struct<n:bigint>,batch_key:string,metadata:map<string,string>,"
+        "attempt:int,redelivered:boolean,received_at:timestamp,position:bigint>"
+    )
+    assert first.asDict(recursive=True) | {"received_at": None} == {
+        "message_id": "m0",
+        "data": {"n": 7},
+        "batch_key": '"k"',
+        "metadata": {"topic": "t"},
+        "attempt": 3,
+        "redelivered": True,
+        "received_at": None,
+        "position": 0,
+    }
+    assert first.received_at.astimezone(UTC) == EPOCH
+    assert second.data.n is None
+    assert info == BatchInfo("default", "k", None, 2, "size", "b0", 1, 1)
+
+
+def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
+    schema = (
+        "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
+        " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
+        " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
+    )
+    instant = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
+    data = {
+        "b": True,
+        "t": -128,
+        "s": 32767,
+        "i": 2**31 - 1,
+        "l": -(2**63),
+        "f": 0.5,
+        "d": 1e300,
+        "m": Decimal("1234567890123456789012345678.0123456789"),
+        "x": "ü\u0000✓",
+        "y": b"\x00\xff",
+        "dt": date(1500, 2, 28),
+        "ts": instant,
+        "tn": datetime(1600, 1, 1, 12),
+        "a": [1, None, 3],
+        "p": {"k": 1.5, "n": None},
+        "st": {"odd name": 1, "deep": [{"k": "v"}, {"k": None}]},
+    }
+    seen: list[Any] = []
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        data_type = dict(messages.dtypes)["data"]
+        seen.append((data_type, messages.select("data.*").collect()[0].asDict(recursive=True)))
+        return failed(messages)
+
+    def mend(messages: list[Message]) -> list[Message]:
+        seen.append(messages[0].data)
+        return messages
+
+    Mending.mend = staticmethod(mend)
+    plan = staged.plan("default", [Planned("b0", [Row("m0", data)])], schema=schema)
+    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    (kinds, row), rebuilt = seen
+    assert kinds == (
+        "struct<b:boolean,t:tinyint,s:smallint,i:int,l:bigint,f:float,d:double,m:decimal(38,10),"
+        "x:string,y:binary,dt:date,ts:timestamp,tn:timestamp_ntz,a:array<int>,"
+        "p:map<string,double>,st:struct<odd name:int,deep:array<struct<k:string>>>>"
+    )
+    assert row["ts"].astimezone(UTC) == instant
+    assert {**row, "ts": instant, "y": bytes(row["y"])} == data
+    # What handle_failed gets is plain Python, with aware instants.
+    assert rebuilt == data
+    assert rebuilt["ts"].tzinfo is UTC
+    assert type(rebuilt["y"]) is bytes
+
+
+@pytest.mark.parametrize(
+    ("as_bytes", "data", "kind", "python"),
+    [
+        (True, b"\x00\xff", "binary", b"\x00\xff"),
+        (False, '{"a": [1, null]}', "string", {"a": [1, None]}),
+    ],
+)
+def test_without_a_schema(
+    spark: SparkSession, staged: Staged, as_bytes: bool, data: Any, kind: str, python: Any
+) -> None:
+    seen: list[Any] = []
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        seen.append((dict(messages.dtypes)["data"], messages.first().data))  # type: ignore[union-attr]
+        return failed(messages)
+
+    Mending.mend = staticmethod(lambda messages: seen.append(messages[0].data) or messages)
+    plan = staged.plan(
+        "default", [Planned("b0", [Row("m0", data)])], schema=None, as_bytes=as_bytes
+    )
+    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    assert seen == [(kind, data), python]
+
+
+def test_a_batch_reads_only_its_own_rows(spark: SparkSession, staged: Staged) -> None:
+    seen: dict[str, list[str]] = {}
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        seen[info.batch_id] = sorted(row.message_id for row in messages.collect())
+
+    batches = [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(7)]
+    plan = staged.plan("default", batches, batches_per_file=3)
+    assert run(spark, staged, callback, plan) == 0
+    assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
+
+
+def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged) -> None:
+    from dataclasses import replace
+
+    from airflow_broadway.core.manifest import BatchPlan
+
+    seen: list[Any] = []
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        seen.append((info.batch_key, sorted(row.message_id for row in messages.collect())))
+
+    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-"), batch_key=n) for n in range(6)]
+    plan = staged.plan("merged", batches, batches_per_file=2)
+    head, planned = BatchPlan.read(staged.files, plan.path)
+    first, *_ = planned
+    merged = replace(
+        first, rows=[[0, 1], [5, 5]], files=[0, 2], batch_key=None, keys=3, size=6, batch_id="all"
+    )
+    head = replace(head, batches=1)
+    (staged.root / plan.path / "plan.jsonl").write_text(f"{head.dumps()}\n{merged.dumps()}\n")
+    assert run(spark, staged, callback, head) == 0
+    assert seen == [(None, ["b0-0", "b0-1", "b1-0", "b1-1", "b5-0", "b5-1"])]
+
+
+def test_a_batch_key_comes_back_as_it_was_given(spark: SparkSession, staged: Staged) -> None:
+    key = ["a", [1, None]]  # JSON's text of ("a", (1, None))
+    plan = staged.plan("default", [Planned("b0", rows(1, batch_key=key), batch_key=key)])
+    assert run(spark, staged, lambda messages, info: None, plan) == 0
+    assert Counting.calls[0][1].batch_key == ("a", (1, None))
+
+
+def test_driver_code_alone_costs_no_job(spark: SparkSession, staged: Staged) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    plan = staged.plan(
+        "default", [Planned(f"quiet{n}", rows(10)) for n in range(40)], batches_per_file=1
+    )
+    assert run(spark, staged, lambda messages, info: None, plan) == 0
+    for n in range(40):
+        assert list(tracker.getJobIdsForGroup(f"quiet{n}")) == []
+    assert len(staged.outcomes("default")) == 40
+
+
+def test_jobs_bear_the_name_of_their_batch(spark: SparkSession, staged: Staged) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    plan = staged.plan("default", [Planned("loud", rows(10))])
+    assert run(spark, staged, lambda messages, info: messages.count() and None, plan) == 0
+    assert len(tracker.getJobIdsForGroup("loud")) >= 1
+
+
+def test_a_path_with_odd_characters(spark: SparkSession, tmp_path: Path) -> None:
+    staged = Staged(tmp_path / "we[i]r*d {a,b} !3A%3A ü")
+    seen: list[int] = []
+    plan = staged.plan("default", [Planned("b0", rows(3))])
+    assert run(spark, staged, lambda m, info: seen.append(m.count()), plan) == 0
+    assert seen == [3]
+
+
+def test_temporary_views_are_a_batchs_own(spark: SparkSession, staged: Staged) -> None:
+    seen: dict[str, set[str]] = {}
+    barrier = threading.Barrier(3, timeout=60)
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        messages.createOrReplaceTempView("mine")
+        messages.sparkSession.conf.set("spark.sql.shuffle.partitions", info.size)
+        barrier.wait()
+        session = messages.sparkSession
+        seen[info.batch_id] = {row.message_id for row in session.table("mine").collect()}
+        assert session.conf.get("spark.sql.shuffle.partitions") == str(info.size)
+
+    batches = [Planned(f"b{n}", rows(n + 1, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
+    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
+    assert seen == {f"b{n}": {f"b{n}-{i}" for i in range(n + 1)} for n in range(3)}
+    assert all(not made.error for made in staged.outcomes("wide").values())
+
+
+def test_two_batches_write_beside_each_other(
+    spark: SparkSession, staged: Staged, tmp_path: Path
+) -> None:
+    lake = f"file://{tmp_path}/lake"
+    barrier = threading.Barrier(3, timeout=60)
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        barrier.wait()
+        rows = messages.select("message_id", "data.*").repartition(2)
+        rows.write.mode("overwrite").parquet(info.path(lake, "dt=2026-01-01"))
+
+    batches = [Planned(f"b{n}", rows(20, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
+    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
+    found = spark.read.parquet(lake)
+    assert found.count() == found.select("message_id").distinct().count() == 60
+    assert {row.batch_id for row in found.select("batch_id").distinct().collect()} == {
+        "b0",
+        "b1",
+        "b2",
+    }
+
+
+def test_settings_are_given_and_may_be_overridden(spark: SparkSession, staged: Staged) -> None:
+    seen: list[Any] = []
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        conf = messages.sparkSession.conf
+        seen.append(
+            (conf.get("spark.sql.session.timeZone"), conf.get("spark.sql.shuffle.partitions"))
+        )
+
+    one(spark, staged, callback)
+    assert seen == [("UTC", "4")]  # the second by the session's own configuration
+
+
+# -- what a callback returns -----------------------------------------------------------------------
+
+
+def test_nothing_returned_is_success(spark: SparkSession, staged: Staged) -> None:
+    made, entries = one(spark, staged, lambda messages, info: None)
+    assert (made.successful, made.failed, made.missing, made.entries) == (10, 0, 0, None)
+    assert (made.error, made.try_number, entries) == ("", 1, {})
+    assert made.application_id == spark.sparkContext.applicationId
+    assert made.seconds > 0
+    assert datetime.fromisoformat(made.started_at).tzinfo is not None
+
+
+def _by_frame(messages: DataFrame) -> Any:
+    return failed(messages.where("data.n >= 8"), reason="big")
+
+
+def _by_ids(messages: DataFrame) -> Any:
+    return failed((f"m{n}" for n in (8, 9)), reason="big")
+
+
+def _by_column(messages: DataFrame) -> Any:
+    from pyspark.sql import functions as F
+
+    return failed(messages.where("data.n >= 8"), reason=F.concat(F.lit("bi"), F.lit("g")))
+
+
+def _by_list(messages: DataFrame) -> Any:
+    return [failed(["m8"], reason="big"), failed(messages.where("data.n = 9"), reason="big")]
+
+
+def _by_or(messages: DataFrame) -> Any:
+    return failed(["m8", "m9"], reason="small") | failed(["m9", "m8", "m9"], reason="big")
+
+
+def _by_duplicates(messages: DataFrame) -> Any:
+    bad = messages.where("data.n >= 8")
+    return failed(bad.union(bad), reason="big")
+
+
+def _by_outcomes(messages: DataFrame) -> Any:
+    return messages.selectExpr("message_id", "data.n < 8 AS ok", "'big' AS reason")
+
+
+def _by_status(messages: DataFrame) -> Any:
+    return messages.selectExpr(
+        "message_id", "IF(data.n < 8, 'OK', 'Failed') AS status", "'big' AS reason"
+    )
+
+
+@pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
+@pytest.mark.parametrize(
+    "callback",
+    [_by_frame, _by_ids, _by_column, _by_list, _by_or, _by_duplicates, _by_outcomes, _by_status],
+)
+def test_some_failed(
+    spark: SparkSession,
+    staged: Staged,
+    monkeypatch: pytest.MonkeyPatch,
+    callback: Callable[[Any], Any],
+    small: int,
+) -> None:
+    monkeypatch.setattr(outcome, "SMALL", small)
+    made, entries = one(spark, staged, lambda messages, info: callback(messages))
+    assert made.error == ""
+    assert (made.successful, made.failed, made.missing) == (8, 2, 0)
+    assert sorted(entries) == ["m8", "m9"]
+    for message_id, entry in entries.items():
+        assert entry.receipt == message_id.replace("m", "r")
+        assert entry.verdict.action is Action.RETRY
+        assert 54 <= entry.verdict.delay <= 66
+        assert entry.verdict[2:] == ("big", "batch")
+
+
+@pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
+def test_a_message_left_out_of_the_outcomes_is_released(
+    spark: SparkSession, staged: Staged, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    monkeypatch.setattr(outcome, "SMALL", small)
+    made, entries = one(
+        spark,
+        staged,
+        lambda messages, info: messages.where("data.n > 1").selectExpr(
+            "message_id", "data.n > 2 AS status"
+        ),
+    )
+    assert (made.successful, made.failed, made.missing, made.error) == (7, 1, 2, "")
+    assert {name: entry.verdict.action for name, entry in entries.items()} == {
+        "m0": Action.RELEASE,
+        "m1": Action.RELEASE,
+        "m2": Action.RETRY,
+    }
+
+
+def _nobody(messages: DataFrame) -> Any:
+    return failed(messages.where("false"))
+
+
+@pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
+def test_nobody_failed(spark: SparkSession, staged: Staged, callback: Callable[[Any], Any]) -> None:
+    made, _ = one(spark, staged, lambda messages, info: callback(messages))
+    assert (made.successful, made.failed, made.entries) == (10, 0, None)
+
+
+def _raises(messages: DataFrame) -> Any:
+    raise ValueError("no such luck")
+
+
+def _exits(messages: DataFrame) -> Any:
+    raise SystemExit(3)
+
+
+def _bad_column(messages: DataFrame) -> Any:
+    return messages.select("nothing")
+
+
+def _bad_row(messages: DataFrame) -> Any:
+    return failed(messages.selectExpr("raise_error('lazily') AS message_id"))
+
+
+def _unknown(messages: DataFrame) -> Any:
+    return failed(["m1", "nobody"])
+
+
+def _unknown_frame(messages: DataFrame) -> Any:
+    return failed(messages.selectExpr("concat('x', message_id) AS message_id"))
+
+
+def _bad_word(messages: DataFrame) -> Any:
+    return messages.selectExpr("message_id", "'perhaps' AS status")
+
+
+def _no_standing(messages: DataFrame) -> Any:
+    return messages.select("message_id", "data")
+
+
+def _bad_kind(messages: DataFrame) -> Any:
+    return messages.selectExpr("message_id", "1 AS ok")
+
+
+@pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (_raises, "ValueError: no such luck"),
+        (_exits, "3"),
+        (_bad_column, "UNRESOLVED_COLUMN"),
+        (_bad_row, "lazily"),
+        (_unknown, "PipelineError: handle_batch returned message ids that are not of this batch"),
+        (_unknown_frame, "message ids that are not of this batch: 'xm"),
+        (_bad_word, "has the status 'perhaps'; expected one of"),
+        (_no_standing, "either 'ok' or 'status'"),
+        (_bad_kind, "column 'ok' of the DataFrame that handle_batch returned is"),
+        (lambda messages: 42, "handle_batch returned int 42; on Spark it returns None"),
+    ],
+)
+def test_the_whole_batch_failed(
+    spark: SparkSession,
+    staged: Staged,
+    monkeypatch: pytest.MonkeyPatch,
+    callback: Callable[[Any], Any],
+    text: str,
+    small: int,
+) -> None:
+    monkeypatch.setattr(outcome, "SMALL", small)
+    plan = staged.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
+
+    def first_only(messages: DataFrame, info: BatchInfo) -> Any:
+        return callback(messages) if info.batch_id == "b0" else None
+
+    # The application did its work, so it ends well; the others of the batch go on.
+    assert run(spark, staged, first_only, plan) == 0
+    made = staged.outcome("default", "b0")
+    assert text in made.error
+    assert (made.successful, made.failed) == (0, 5)
+    entries = staged.entries(made)
+    assert sorted(entries) == [f"m{n}" for n in range(5)]
+    assert all(text in entry.verdict.reason for entry in entries.values())
+    assert staged.outcome("default", "b1").successful == 5
+
+
+def test_a_pipeline_without_handle_batch(spark: SparkSession, staged: Staged) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2))])
+    work = staged.work(Without, plan)
+    assert run_work(spark, staged.uri, staged.files, work) == 0
+    assert "Without defines no handle_batch" in staged.outcome("default", "b0").error
+
+
+def test_an_empty_batch(spark: SparkSession, staged: Staged) -> None:
+    made, _ = one(spark, staged, lambda messages, info: failed(messages), count=0)
+    assert (made.successful, made.failed, made.entries) == (0, 0, None)
+
+
+def test_reasons_are_cut(spark: SparkSession, staged: Staged) -> None:
+    _, entries = one(spark, staged, lambda messages, info: failed(["m0"], reason="x" * 5000))
+    assert len(entries["m0"].verdict.reason.encode()) == 2048
+
+
+def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -> None:
+    given = [
+        Row("last", {"n": 0}, attempt=5, payload=b"body", properties='{"a":1}'),
+        Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
+        Row("first", {"n": 2}, payload=b"\xff", properties=None),
+        Row("acked", {"n": 3}, acked=True),
+    ]
+    plan = staged.plan("default", [Planned("b0", given)])
+    assert run(spark, staged, lambda messages, info: failed(messages, reason="no"), plan) == 0
+    made = staged.outcome("default", "b0")
+    entries = staged.entries(made)
+    assert {name: entry.verdict.action for name, entry in entries.items()} == {
+        "last": Action.DEAD_LETTER,
+        "own": Action.ACK,
+        "first": Action.RETRY,
+    }
+    assert (entries["last"].attempt, entries["last"].payload) == (5, b"body")
+    assert entries["last"].properties == '{"a":1}'
+    assert entries["first"].payload == b"\xff"
+    # Settled before it came here: failed, and settled by nobody again.
+    assert made.failed == 4
+
+
+def test_a_large_failure_is_streamed(spark: SparkSession, staged: Staged) -> None:
+    made, entries = one(
+        spark, staged, lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
+    )
+    assert (made.successful, made.failed) == (10_000, 10_000)
+    assert len(entries) == 10_000
+
+
+# -- handle_failed ---------------------------------------------------------------------------------
+
+
+def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) -> None:
+    def mend(messages: list[Message]) -> list[Message]:
+        assert [m.batcher for m in messages] == ["default"] * len(messages)
+        return [
+            m.configure_ack(on_failure="ack") if m.data["n"] % 2 else m.failed("mended")
+            for m in messages
+        ]
+
+    Mending.mend = staticmethod(mend)
+    given = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
+    made, entries = one(
+        spark, staged, lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **given
+    )
+    assert made.failed == 4
+    assert {n: (e.verdict.action, e.verdict.reason) for n, e in entries.items()} == {
+        "m0": (Action.RETRY, "mended"),
+        "m1": (Action.ACK, ""),
+        "m2": (Action.RETRY, "mended"),
+        "m3": (Action.ACK, ""),
+    }
+    message = next(m for m in Mending.seen[0] if m.message_id == "m0")
+    assert (message.metadata, message.batch_key) == ({"k": "v"}, ("a", 1))
+    assert message.received_at == EPOCH
+    assert message.status.text == "failed by handle_batch"
+
+
+def test_handle_failed_gets_at_most_a_thousand(spark: SparkSession, staged: Staged) -> None:
+    made, _ = one(spark, staged, _raise_later, 2_500, pipeline=Mending)
+    assert made.failed == 2_500
+    assert sorted(len(chunk) for chunk in Mending.seen) == [500, 1000, 1000]
+    assert Mending.seen[0][0].status.text == "ValueError: later"
+
+
+def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
+    raise ValueError("later")
+
+
+@pytest.mark.parametrize("mend", [lambda messages: 1 / 0, lambda messages: None])
+def test_a_broken_handle_failed_changes_nothing(
+    spark: SparkSession, staged: Staged, mend: Any
+) -> None:
+    Mending.mend = staticmethod(mend)
+    made, entries = one(spark, staged, lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
+    assert (made.failed, made.error) == (1, "")
+    assert entries["m0"].verdict.reason == "r"
+
+
+def test_what_handle_failed_does_not_return_is_released(
+    spark: SparkSession, staged: Staged
+) -> None:
+    Mending.mend = staticmethod(lambda messages: messages[1:])
+    made, entries = one(spark, staged, lambda m, info: failed(["m0", "m1"]), pipeline=Mending)
+    assert (made.successful, made.failed, made.missing) == (8, 1, 1)
+    assert sorted(e.verdict.action for e in entries.values()) == [Action.RELEASE, Action.RETRY]
+
+
+def test_nobody_settles_at_once_in_the_driver(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    Mending.mend = staticmethod(lambda messages: [m.ack_immediately() for m in messages])
+    made, entries = one(spark, staged, lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
+    assert made.failed == 1
+    assert entries["m0"].verdict.action is Action.RETRY
+    assert "ack_immediately is not possible in a Spark batch" in caplog.text
+
+
+# -- order, resume, fence --------------------------------------------------------------------------
+
+
+def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(
+    spark: SparkSession, staged: Staged
+) -> None:
+    running: set[Any] = set()
+    order: list[tuple[str, str]] = []
+    most = 0
+    lock = threading.Lock()
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        nonlocal most
+        mark = (info.batcher, info.batch_key)
+        with lock:
+            assert mark not in running
+            running.add(mark)
+            order.append((info.batcher, info.batch_id))
+            most = max(most, len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(mark)
+
+    wide = [Planned(f"w{n:02}", rows(1, prefix=f"w{n}"), batch_key=n % 2) for n in range(8)]
+    other = [Planned(f"o{n:02}", rows(1, prefix=f"o{n}"), batch_key=n) for n in range(8)]
+    assert run(spark, staged, callback, staged.plan("wide", wide), staged.plan("other", other)) == 0
+    for batcher, key in (("wide", 0), ("wide", 1)):
+        own = [i for b, i in order if b == batcher and int(i[1:]) % 2 == key]
+        assert own == sorted(own)
+    assert 3 <= most <= 5  # two keys of "wide", and two lanes of "other"
+    assert len(order) == 16
+    assert all(not made.error for made in staged.outcomes("wide").values())
+
+
+def test_a_second_application_runs_only_what_has_no_outcome(
+    spark: SparkSession, staged: Staged
+) -> None:
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(4)])
+    assert run(spark, staged, lambda messages, info: None, plan) == 0
+    before = staged.outcomes("default")
+    for name in ("b1", "b3"):
+        (staged.root / paths.outcome("default", name)).unlink()
+    Counting.calls.clear()
+    assert run(spark, staged, lambda messages, info: None, plan, try_number=2) == 0
+    assert [(info.batch_id, info.attempt) for _, info in Counting.calls] == [("b1", 2), ("b3", 2)]
+    after = staged.outcomes("default")
+    assert {n: after[n].try_number for n in after} == {"b0": 1, "b1": 2, "b2": 1, "b3": 2}
+    assert after["b0"] == before["b0"]
+
+
+def test_a_zombie_records_nothing_once_a_later_try_has_begun(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b1":  # the task was killed, and retried, while this batch ran
+            staged.files.create(paths.work("handle_batches", 2), "{}")
+
+    assert run(spark, staged, callback, plan) == 1
+    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
+    assert "try 2 of 'handle_batches' has begun" in caplog.text
+
+
+def test_a_zombie_stops_its_running_job(spark: SparkSession, staged: Staged) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2))])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        staged.files.create(paths.work("handle_batches", 2), "{}")
+        sleep(messages)
+
+    started = time.monotonic()
+    assert run(spark, staged, callback, plan, watch=0.2) == 1
+    assert time.monotonic() - started < 30
+    assert staged.outcomes("default") == {}
+
+
+def test_it_starts_no_batch_if_a_later_try_is_there_already(
+    spark: SparkSession, staged: Staged
+) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2))])
+    staged.files.create(paths.work("handle_batches", 2), "{}")
+    with pytest.raises(Fenced):
+        run(spark, staged, lambda messages, info: None, plan)
+    assert Counting.calls == []
+
+
+def test_messages_that_are_no_longer_held_never_reach_the_callback(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    staged.lease(generation="gone", seconds=-1)
+    plan = staged.plan(
+        "default",
+        [Planned("b0", rows(2), generations=("gone",)), Planned("b1", rows(2, prefix="n"))],
+    )
+    assert run(spark, staged, lambda messages, info: None, plan) == 1
+    assert [info.batch_id for _, info in Counting.calls] == ["b1"]
+    assert sorted(staged.outcomes("default")) == ["b1"]
+    assert "1 batches without an outcome: the lease of generation gone lapsed" in caplog.text
+    assert "this run no longer holds its messages: clear `process`" in caplog.text
+
+
+def test_what_is_settled_while_it_runs_is_not_recorded(spark: SparkSession, staged: Staged) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        staged.settle()
+
+    assert run(spark, staged, callback, plan) == 1
+    assert staged.outcomes("default") == {}
+
+
+def test_the_first_outcome_wins(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2))])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        first = staged.outcomes("default")
+        assert first == {}
+        other = Counting.calls  # another application records it meanwhile
+        assert len(other) == 1
+        staged.files.create(paths.outcome("default", "b0"), '{"version": 1}')
+        return failed(messages)
+
+    assert run(spark, staged, callback, plan) == 0
+    assert staged.files.read(paths.outcome("default", "b0")) == '{"version": 1}'
+    assert "has an outcome already" in caplog.text
+
+
+def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged: Staged) -> None:
+    stop = threading.Event()
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b1":
+            stop.set()
+            sleep(messages)
+
+    started = time.monotonic()
+    assert run(spark, staged, callback, plan, stop=stop) == 1
+    assert time.monotonic() - started < 30
+    assert sorted(staged.outcomes("default")) == ["b0"]
+
+
+def test_a_keyboard_interrupt_is_never_swallowed(spark: SparkSession, staged: Staged) -> None:
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b1":
+            raise KeyboardInterrupt
+
+    assert run(spark, staged, callback, plan) == 130
+    assert sorted(staged.outcomes("default")) == ["b0"]
+
+
+def test_an_unwritable_folder_is_one_clear_error(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = staged.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
+    (staged.root / "outcomes").write_text("in the way")
+    assert run(spark, staged, lambda messages, info: None, plan) == 1
+    assert len(Counting.calls) == 1
+    errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 1
+
+
+def test_an_unknown_batcher_is_one_clear_error(spark: SparkSession, staged: Staged) -> None:
+    plan = staged.plan("nowhere", [Planned("b0", rows(2))])
+    with pytest.raises(PipelineError, match="for the batcher 'nowhere', which the pipeline"):
+        run(spark, staged, lambda messages, info: None, plan)
+
+
+def test_a_pipeline_that_cannot_be_imported(spark: SparkSession, staged: Staged) -> None:
+    work = staged.work({"class": "no.such.module:Flights", "options": {}})
+    with pytest.raises(BroadwayError, match=r"the pipeline's module 'no.such.module' cannot be"):
+        run_work(spark, staged.uri, staged.files, work)
+
+
+def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def handler(event: str, measurements: Any, metadata: Any) -> None:
+        seen.append((event, metadata["batch_info"].batch_id))
+
+    events = ["batch_processor.start", "batch_processor.stop", "batch_processor.exception"]
+    handler_id = telemetry.attach(handler, events=events)
+    try:
+        plan = staged.plan("default", [Planned("b0", rows(1)), Planned("b1", rows(1, prefix="n"))])
+
+        def callback(messages: DataFrame, info: BatchInfo) -> None:
+            if info.batch_id == "b1":
+                raise ValueError("no")
+
+        assert run(spark, staged, callback, plan) == 0
+    finally:
+        telemetry.detach(handler_id)
+    assert seen == [
+        ("batch_processor.start", "b0"),
+        ("batch_processor.stop", "b0"),
+        ("batch_processor.start", "b1"),
+        ("batch_processor.exception", "b1"),
+    ]

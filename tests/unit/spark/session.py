@@ -1,0 +1,31 @@
+"""One Spark session for all tests of a process."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@functools.cache
+def spark_session() -> SparkSession:
+    """The session; ``local[2]``, with the settings of an application."""
+    from airflow_broadway.spark.job import _session
+
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.driver.extraJavaOptions": "'-XX:TieredStopAtLevel=1 -XX:+UseSerialGC'",
+    }
+    arguments = " ".join(f"--conf {name}={value}" for name, value in conf.items())
+    os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local[2] {arguments} pyspark-shell"
+    made = _session()
+    made.sparkContext.setLogLevel("ERROR")
+    atexit.register(made.stop)
+    return made

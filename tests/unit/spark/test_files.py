@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.manifest import Files
+from airflow_broadway.spark.files import FsspecFiles, LocalFiles, local_path, open_files
+
+
+@pytest.fixture(params=["plain", "fsspec"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
+    made: dict[str, Callable[[], Files]] = {
+        "plain": lambda: LocalFiles(tmp_path),
+        "fsspec": lambda: FsspecFiles(f"file://{tmp_path}"),
+    }
+    return made[request.param]()
+
+
+def test_a_file_is_created_once(files: Files) -> None:
+    assert files.create("a/b.json", "one")
+    assert not files.create("a/b.json", "two")
+    assert files.read("a/b.json") == "one"
+    assert files.list("a") == ["b.json"]
+
+
+def test_a_file_is_replaced(files: Files) -> None:
+    files.replace("a.json", "one")
+    files.replace("a.json", "zwei ✓")
+    assert files.read("a.json") == "zwei ✓"
+
+
+def test_what_is_not_there(files: Files) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.read("nothing.json")
+    assert not files.exists("nothing.json")
+    assert files.list("nothing") == []
+
+
+def test_lines_come_back_as_they_went(files: Files) -> None:
+    lines = ["", "a", "ü\u2028x", '{"a": 1}']
+    assert files.write_lines("x/y.jsonl", lines) == 4
+    assert list(files.lines("x/y.jsonl")) == lines
+
+
+def test_lines_are_not_written_over(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    files.write_lines("a", ["1"])
+    with pytest.raises(FileExistsError):
+        files.write_lines("a", ["2"])
+
+
+def test_of_many_writers_one_wins(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    won: list[str] = []
+
+    def write(name: str) -> None:
+        if files.create("one.json", name * 10_000):
+            won.append(name)
+
+    threads = [threading.Thread(target=write, args=(chr(97 + n),)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert files.read("one.json") == won[0] * 10_000
+    assert files.list("") == ["one.json"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("file:///a/b%3Ac", "/a/b%3Ac"),
+        ("file:/a", "/a"),
+        ("/a/b", "/a/b"),
+        ("s3a://bucket/a", None),
+        ("hdfs://host:9000/a", None),
+    ],
+)
+def test_local_paths(uri: str, path: str | None) -> None:
+    assert local_path(uri) == path
+
+
+def test_plain_files_need_no_session(tmp_path: Path) -> None:
+    assert isinstance(open_files(f"file://{tmp_path}"), LocalFiles)
+
+
+def test_others_do() -> None:
+    with pytest.raises(StagingError, match="only be read within a Spark session"):
+        open_files("s3a://bucket/run")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.spark import Failed, failed
+from airflow_broadway.spark.results import read
+
+
+def test_ids_and_a_reason() -> None:
+    made = failed(["a", "b"], reason="bad")
+    assert [tuple(part) for part in made.parts] == [(("a", "b"), "bad")]
+
+
+def test_several_combine() -> None:
+    both = failed(["a"], reason="one") | failed(["b"], reason="two")
+    listed = read([failed(["a"], reason="one"), failed(["b"], reason="two")])
+    assert isinstance(listed, Failed)
+    assert both.parts == listed.parts
+
+
+def test_nothing_and_nobody() -> None:
+    assert read(None) is None
+    found = read([])
+    assert isinstance(found, Failed)
+    assert found.parts == ()
+
+
+@pytest.mark.parametrize("rows", ["m1", b"m1", {"m1": 1}, 7, None])
+def test_what_is_no_set_of_ids_is_refused(rows: Any) -> None:
+    with pytest.raises(PipelineError, match="takes a DataFrame or an iterable of message ids"):
+        failed(rows)
+
+
+def test_ids_that_are_no_text_are_refused() -> None:
+    with pytest.raises(PipelineError, match="message ids as text, got: int 1"):
+        failed([1, 2])
+
+
+def test_a_reason_that_is_no_text_is_refused() -> None:
+    with pytest.raises(PipelineError, match="takes text or a Column, got: 5"):
+        failed(["a"], reason=5)
+
+
+@pytest.mark.parametrize("value", [True, 0, "ok", ["a"], {"a": 1}, (1,), object()])
+def test_any_other_return_is_refused(value: Any) -> None:
+    with pytest.raises(PipelineError, match="on Spark it returns None when all messages succeeded"):
+        read(value)
+
+
+def test_importing_it_loads_neither_spark_nor_airflow() -> None:
+    code = (
+        "import sys, airflow_broadway.spark, airflow_broadway.spark.fence;"
+        "import airflow_broadway.spark.files, airflow_broadway.spark.job;"
+        "bad = {'pyspark', 'airflow', 'pyarrow', 'fsspec', 'pandas'} & set(sys.modules);"
+        "sys.exit(', '.join(bad) or 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
