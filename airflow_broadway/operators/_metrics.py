@@ -5,13 +5,11 @@ Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
 
 from airflow.providers.common.compat.sdk import Stats
 
-from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.core.custody import QueueDepth, SettleReport
 
 __all__ = ["Metric", "Metrics"]
 
@@ -62,13 +60,13 @@ class Metrics:
         """Record a duration."""
         Stats.timing(metric.value, seconds * 1000.0, tags={**self._tags, **tags})
 
-    def settled(self, report: Mapping[str, Any]) -> None:
+    def settled(self, report: SettleReport) -> None:
         """Count what a settlement did."""
-        self.count(Metric.ACKED, report["acked"])
-        self.count(Metric.REQUEUED, report["requeued"])
-        self.count(Metric.DEAD_LETTERED, report["dead_lettered"])
-        self.count(Metric.RELEASED, report["released"])
-        self.count(Metric.LAPSED, report["lapsed"])
+        self.count(Metric.ACKED, report.acked)
+        self.count(Metric.REQUEUED, report.requeued)
+        self.count(Metric.DEAD_LETTERED, report.dead_lettered)
+        self.count(Metric.RELEASED, report.released)
+        self.count(Metric.LAPSED, report.lapsed)
 
     def depth(self, depth: QueueDepth) -> None:
         """Tell how full the queue is."""

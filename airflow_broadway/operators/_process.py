@@ -80,7 +80,7 @@ class Process:
 
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
-        started = self._clock.now()
+        started, self._tick = self._clock.now(), self._clock.monotonic()
         source = self._pipeline.producer.source(self._env)
         self._source_lease = source.lease
         try:
@@ -200,6 +200,10 @@ class Process:
             stopped=intake.ended,
             started_at=started_at,
             ended_at=self._clock.now().isoformat(),
+            seconds={
+                "receive": round(intake.seconds, 3),
+                "total": round(self._clock.monotonic() - self._tick, 3),
+            },
         )
         self._run.put_lease(lease)
         self._run.publish(manifest)

@@ -14,6 +14,8 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Custodian, SettleReport
 from airflow_broadway.core.manifest import paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.operators._metrics import Metric, Metrics
+from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run import SETTLED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import (
     build_settlement,
@@ -55,6 +57,7 @@ class RunSettler:
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
         self._custodian: Custodian | None = None
+        self._metrics = Metrics(pipeline.name, run.dag_id)
 
     def close(self) -> None:
         """Release connections.  Safe to repeat."""
@@ -118,6 +121,8 @@ class RunSettler:
                     )
                 else:
                     self._run.put_lease(held)
+                    left = (held.deadline - self._clock.now()).total_seconds()
+                    self._metrics.gauge(Metric.LEASE_REMAINING, left)
 
     def settle(self, *, final: bool) -> None:
         """Settle each generation whose messages all have an outcome.
@@ -137,6 +142,7 @@ class RunSettler:
                     self._run, record, self._open(), settlement, progress=progress
                 )
                 log.info("Settled generation %s of %s: %s.", *_about(record), report)
+                self._metrics.settled(report + progress.settled_now)
 
     def custodian(self) -> Custodian:
         """A custodian of this run's messages; a generation is named by its lease."""
@@ -197,8 +203,25 @@ class RunSettler:
             "errors": sorted({error for each in generations for error in each["errors"]}),
             "at": self._clock.now().isoformat(),
         }
+        if not self._run.files.exists(REPORT):
+            self._tell_batches()
         self._run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
+        if report["balanced"]:
+            mark_balanced(self._run)
         return report
+
+    def _tell_batches(self) -> None:
+        """Send the metrics of the run's batches."""
+        for batcher in self._pipeline.batchers:
+            for plan in standing_plans(self._run, batcher):
+                for planned, outcome in outcomes_of(self._run, plan):
+                    if outcome is not None:
+                        tags = {"batcher": batcher, "trigger": planned.trigger}
+                        self._metrics.count(Metric.BATCHES, 1, **tags)
+                        self._metrics.gauge(Metric.BATCH_SIZE, planned.size, batcher=batcher)
+                        self._metrics.seconds(
+                            Metric.BATCH_DURATION, outcome.seconds, batcher=batcher
+                        )
 
     def _account(self, record: GenerationRecord) -> dict[str, Any]:
         manifest = self._run.manifest(record.generation)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
 
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.options import (
     POSITIVE,
     SECONDS,
@@ -24,11 +24,13 @@ from airflow_broadway.operators._common import (
     pipeline_ref,
     producer_env,
 )
+from airflow_broadway.operators._metrics import Metric, Metrics
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
+    from airflow_broadway.core.broadway import Broadway
     from airflow_broadway.core.intake import Budget
     from airflow_broadway.operators._process import Process
 
@@ -174,12 +176,16 @@ class BroadwayProcessorOperator(BaseOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.operators._process import Process
         from airflow_broadway.operators._sweep import give_back
+        from airflow_broadway.staging.rate import StagedRateState
+        from airflow_broadway.staging.retention import sweep_retention
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
         run = open_run(context, self.staging, pipeline.name)
         connections = AirflowConnections()
         give_back(run, pipeline, context, connections)
+        metrics = Metrics(pipeline.name, run.dag_id)
+        sweep_retention(run.store, pipeline.name, run.dag_id)
         self._process = Process(
             run,
             pipeline,
@@ -192,8 +198,26 @@ class BroadwayProcessorOperator(BaseOperator):
                 connections=connections,
             ),
             budget=budget_of(self, context),
+            rate_state=StagedRateState(run),
         )
-        return self._process.run()
+        reference = self._process.run()
+        metrics.count(Metric.RECEIVED, reference["received"])
+        metrics.count(Metric.FAILED, reference["failed"])
+        self._tell_depth(pipeline, connections, metrics)
+        return reference
+
+    def _tell_depth(
+        self, pipeline: Broadway, connections: AirflowConnections, metrics: Metrics
+    ) -> None:
+        env = producer_env(pipeline, generation="", owner={}, connections=connections)
+        try:
+            depth = pipeline.producer.depth(env)
+        except BroadwayError as error:
+            # Only a gauge: what was received has been published.
+            self.log.warning("Could not ask how full the queue is: %s", error)
+            return
+        if depth is not None:
+            metrics.depth(depth)
 
     def on_kill(self) -> None:
         if self._process is not None:
