@@ -29,7 +29,7 @@ class Screen:
         self._begun = time.monotonic()
         self._live: Live | None = None
         self._states: dict[str, str] = {}
-        self._told = 0.0
+        self._told, self._depth = 0.0, ""
 
     def step(self, text: str) -> None:
         """Say what has been done, or is about to be."""
