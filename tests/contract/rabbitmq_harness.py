@@ -1,0 +1,68 @@
+"""RabbitMQ, as the custody contract wants it: a real broker and real time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pika
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.testing.contract import Harness
+
+__all__ = ["RabbitHarness"]
+
+
+class RabbitHarness(Harness):
+    lease = 6.0
+
+    def __init__(
+        self, url: str, queue: str, staging: str, kind: str = "classic", custody: str = "broker"
+    ) -> None:
+        self._url = url
+        self._queue = queue
+        self._staging = staging
+        self._kind = kind
+        self._custody = custody
+        self._clock = SystemClock()
+
+    def declare(self) -> None:
+        with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
+            connection.channel().queue_declare(
+                self._queue, durable=True, arguments={"x-queue-type": self._kind}
+            )
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def producer(self) -> Producer:
+        host = self._url.rpartition("@")[2].rstrip("/")
+        return RabbitMQProducer(
+            queue=self._queue, uri=f"amqp://{host}", lease=self.lease, custody=self._custody
+        )
+
+    def env(self, generation: str) -> ProducerEnv:
+        return dataclasses.replace(super().env(generation), staging=self._staging)
+
+    def send(self, bodies: Sequence[bytes]) -> None:
+        with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
+            channel = connection.channel()
+            for body in bodies:
+                channel.basic_publish(
+                    "", self._queue, body, pika.BasicProperties(delivery_mode=2)
+                )
+            # Publishing is not waited for: this is, behind it.
+            channel.confirm_delivery()
+            channel.queue_declare(self._queue, passive=True)
+
+    def program(self) -> tuple[str, list[str]]:
+        return "tests.contract.rabbitmq_harness:RabbitHarness", [
+            self._url,
+            self._queue,
+            self._staging,
+            self._kind,
+            self._custody,
+        ]

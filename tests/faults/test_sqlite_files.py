@@ -1,0 +1,157 @@
+"""Queue files that cannot be used: one clear error each, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody import ACK, Settlement
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+
+
+def uses(path: Path) -> list[Callable[[], object]]:
+    """Everything that opens the file."""
+    queue = SqliteQueue(path, "q", busy_timeout=0.1)
+    producer = SqliteProducer(queue="q", path=str(path), busy_timeout=0.1)
+    return [
+        lambda: queue.send([b"x"]),
+        lambda: queue.receive("g", 1),
+        lambda: queue.renew("g", 1.0),
+        lambda: queue.settle("g", Settlement(rest=ACK)),
+        queue.depth,
+        queue.dead_letters,
+        lambda: producer.source(ProducerEnv()),
+    ]
+
+
+def all_refuse(path: Path, kind: type[ProducerError], *texts: str) -> None:
+    for use in uses(path):
+        with pytest.raises(ProducerError) as error:
+            use()
+        assert type(error.value) is kind
+        for text in (str(path), *texts):
+            assert text in str(error.value)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "q.db"
+
+    all_refuse(path, ProducerError, "does not exist; make it, or correct the path")
+    assert not path.parent.exists()
+
+
+def test_a_folder_in_place_of_the_file(tmp_path: Path) -> None:
+    all_refuse(tmp_path, ProducerError, "is a folder: name a file in it")
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    all_refuse(tmp_path / "file" / "q.db", ProducerError, "the folder", "does not exist")
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "q.db"
+    path.write_bytes(b"these are not the messages you are looking for" * 100)
+
+    all_refuse(path, ProducerError, "is not a database: correct the path")
+    assert path.read_bytes().startswith(b"these are")
+
+
+def test_the_database_of_another_application(tmp_path: Path) -> None:
+    path = tmp_path / "airflow.db"
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE dag (id)")
+    db.close()
+
+    all_refuse(path, ProducerError, "is another application's database")
+
+
+def test_a_newer_schema(tmp_path: Path) -> None:
+    path = tmp_path / "q.db"
+    with SqliteQueue(path, "q") as queue:
+        queue.send([b"x"])
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 2")
+    db.close()
+
+    all_refuse(path, ProducerError, "has schema 2", "knows schema 1: upgrade it here")
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "q.db"
+    with SqliteQueue(path, "q") as queue:
+        queue.send([b"x" * 500] * 100)
+    content = bytearray(path.read_bytes())
+    content[4096 : 4096 * 12] = os.urandom(4096 * 11)
+    path.write_bytes(content)
+
+    with pytest.raises(ProducerError, match="is damaged"):
+        SqliteQueue(path, "q").receive("g", 100)
+
+
+def test_a_file_locked_by_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "q.db"
+    with SqliteQueue(path, "q", busy_timeout=0.1) as queue:
+        queue.send([b"x"])
+        holder = sqlite3.connect(path, isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+
+        for use in (lambda: queue.send([b"y"]), lambda: queue.receive("g", 1)):
+            with pytest.raises(ProducerUnavailable, match=r"locked by another process for 0\.1 s"):
+                use()
+        assert queue.depth().ready == 1  # looking needs no lock
+
+        holder.execute("ROLLBACK")
+        holder.close()
+        assert len(queue.receive("g", 1)) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may write")
+def test_a_folder_that_nobody_may_write(tmp_path: Path) -> None:
+    path = Path("/proc/q.db")
+
+    with pytest.raises(ProducerError) as error:
+        SqliteQueue(path, "q").send([b"x"])
+
+    assert "/proc/q.db cannot be written" in str(error.value)
+    assert "let this user write both the file and its folder /proc" in str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "q.db"
+    with SqliteQueue(path, "q") as queue:
+        queue.send([b"x"])
+    path.chmod(0o444)
+
+    with pytest.raises(ProducerError, match="cannot be written"):
+        SqliteQueue(path, "q").send([b"y"])
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]
+    mounted = shutil.which("mount") and subprocess.run(command, check=False, capture_output=True)
+    if not mounted or mounted.returncode:
+        pytest.skip("may not mount a small disk")
+    try:
+        with SqliteQueue(mount / "q.db", "q") as queue:
+            queue.send([b"kept"])
+            with pytest.raises(ProducerUnavailable, match="no room is left"):
+                queue.send([b"x" * 100_000] * 50)
+
+            assert queue.depth().ready == 1
+            assert [message.data for message in queue.receive("g", 5)] == [b"kept"]
+            assert queue.settle("g", Settlement(rest=ACK)).acked == 1
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)

@@ -1,0 +1,143 @@
+"""``kill -9`` of senders and receivers of the embedded queue, at random seeded instants."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody import ACK, Action, Entry, Settlement, Verdict
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.sqlite import SqliteQueue
+
+pytestmark = pytest.mark.faults
+
+_SENDER = """
+import sys
+from airflow_broadway.producers.sqlite import SqliteQueue
+queue = SqliteQueue(sys.argv[1], "q")
+for portion in range(1_000_000):
+    queue.send([f"{portion}:{number}" for number in range(200)])
+    print(portion, flush=True)
+"""
+
+# Takes, settles in every way, begins anew; writes down what the queue has confirmed.
+_WORKER = """
+import sys, time, uuid
+from tests.faults.test_sqlite_kills import one_run
+from airflow_broadway.producers.sqlite import SqliteQueue
+queue = SqliteQueue(sys.argv[1], "q")
+while True:
+    one_run(queue, uuid.uuid4().hex) or time.sleep(0.05)
+"""
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "dead by its number", "process")
+AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
+LEASE = 1.0
+
+
+def one_run(queue: SqliteQueue, generation: str) -> int:
+    """Take up to 100 messages and settle them by their number; return how many."""
+    messages: list[Message] = []
+    while len(messages) < 100:
+        portion = queue.receive(generation, 20, seconds=LEASE)
+        if not portion:
+            break
+        messages += portion
+    if not messages:
+        return 0
+    time.sleep(0.005)  # the work
+    entries = []
+    for message in messages:
+        number = int(message.data)
+        if number % 5 == 0 and message.attempt < 3:
+            entries.append(Entry(message.message_id, "", AGAIN))
+        elif number % 7 == 0:
+            entries.append(Entry(message.message_id, "", DEAD))
+    report = queue.settle(
+        generation,
+        Settlement(rest=ACK, entries=lambda: iter(entries), expected=len(messages)),
+    )
+    assert report.total == len(messages)
+    return len(messages)
+
+
+def _start(program: str, path: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], env=env, text=True, stdout=subprocess.PIPE
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> str:
+    process.send_signal(signal.SIGKILL)
+    output, _ = process.communicate()
+    return output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "q.db"
+    sender = _start(_SENDER, path)
+    assert sender.stdout is not None
+    first = sender.stdout.readline()
+    time.sleep(random.Random(seed).uniform(0.0, 0.4))
+    confirmed = [int(line) for line in (first + _kill(sender)).split()]
+
+    with SqliteQueue(path, "q") as queue:
+        found: dict[int, int] = {}
+        while messages := queue.receive("g", 5_000):
+            for message in messages:
+                portion = int(message.data.partition(b":")[0])
+                found[portion] = found.get(portion, 0) + 1
+
+    # Each call is there whole; at most one was on disk before its sender could be told.
+    assert set(found.values()) == {200}
+    assert set(confirmed) <= set(found)
+    assert len(found) - len(confirmed) <= 1
+
+
+def test_killed_workers_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    count, kills = 20_000, 12
+    path = tmp_path / "q.db"
+    chance = random.Random(7)
+    with SqliteQueue(path, "q") as queue:
+        keys = queue.send([str(number) for number in range(count)])
+        workers = [_start(_WORKER, path), _start(_WORKER, path)]
+        for kill in range(kills):
+            time.sleep(chance.uniform(0.3, 0.7))
+            victim = kill % 2
+            _kill(workers[victim])
+            if kill < kills - 2:
+                workers[victim] = _start(_WORKER, path)
+        # The living finish what is left, once the leases of the dead have lapsed.
+        limit = time.monotonic() + 60
+        while (depth := queue.depth()).ready + depth.delayed + depth.leased:
+            assert time.monotonic() < limit
+            if not one_run(queue, f"finish {time.monotonic()}"):
+                time.sleep(0.2)
+
+        letters = queue.dead_letters(limit=None)
+        ended = queue.leases(ended=True)
+
+    assert depth.dead == len(letters)
+    # Every message is settled exactly once: dead by its number, or acknowledged.
+    expected = {keys[number] for number in range(count) if number % 7 == 0}
+    assert {letter.message_id for letter in letters} == expected
+    assert len(letters) == len(expected)
+    acked = sum(record.report.acked for record in ended if record.report)
+    assert acked == count - len(expected)
+    for record in ended:
+        assert record.report is not None
+        assert record.report.total == record.received
+        assert record.held == 0
+    assert any(record.state == "lapsed" for record in ended), "no kill hit a worker at work"
+    # A death used no attempt: what was retried died on its third attempt or was acknowledged.
+    assert {letter.attempt for letter in letters if int(letter.body) % 5 == 0} == {3}
+    assert {letter.attempt for letter in letters if int(letter.body) % 5} == {1}
