@@ -15,4 +15,52 @@ def get_provider_info() -> dict[str, Any]:
         "name": "Broadway",
         "description": "Broadway (Elixir) for Airflow: micro-batch runs that drain message queues, "
         "process them with Spark and settle every message by the outcome of its work.",
+        "operators": [
+            {
+                "integration-name": "Broadway",
+                "python-modules": [
+                    "airflow_broadway.operators.process",
+                    "airflow_broadway.operators.batch",
+                    "airflow_broadway.operators.spark_submit",
+                    "airflow_broadway.operators.run",
+                ],
+            }
+        ],
+        "sensors": [
+            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.sensors.ack"]}
+        ],
+        "triggers": [
+            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.triggers.ack"]}
+        ],
+        "hooks": [
+            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.hooks.sqlite"]}
+        ],
+        "connection-types": [
+            {
+                "connection-type": "broadway_sqlite",
+                "hook-class-name": "airflow_broadway.hooks.sqlite.BroadwaySqliteHook",
+                "hook-name": "Broadway embedded queue (SQLite)",
+                "ui-field-behaviour": {
+                    "hidden-fields": ["port", "schema", "login", "password", "extra"],
+                    "relabeling": {"host": "Queue file"},
+                    "placeholders": {"host": "/var/lib/airflow/queues.db"},
+                },
+            }
+        ],
+        "config": {
+            "broadway": {
+                "description": "What airflow-broadway's operators go by unless they are told.",
+                "options": {
+                    "staging": {
+                        "description": "URI of the folder that holds the files of runs: messages "
+                        "between tasks, outcomes, journals.  Every worker and the Spark driver "
+                        "must see it.  Unset: the folder broadway of AIRFLOW_HOME, for one machine.",
+                        "version_added": "0.1.0",
+                        "type": "string",
+                        "example": "s3://aws_default@bucket/broadway",
+                        "default": None,
+                    }
+                },
+            }
+        },
     }
