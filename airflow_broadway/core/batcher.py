@@ -31,11 +31,11 @@ class Item(Protocol):
     """What is batched: a message, or a row that stands for one."""
 
     @property
-    def batch_key(self) -> Any: ...  # noqa: D102
+    def batch_key(self) -> Any: ...
     @property
-    def batch_mode(self) -> Any: ...  # noqa: D102
+    def batch_mode(self) -> Any: ...
     @property
-    def size(self) -> int: ...  # noqa: D102
+    def size(self) -> int: ...
 
 
 class Pending(Protocol):

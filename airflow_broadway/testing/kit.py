@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.engine import Batch
@@ -26,6 +26,8 @@ class Tested:
     :param calls: The ack calls for it, in order: one per stage result.
     :param batches: The batches that carried them.
     """
+
+    __test__: ClassVar[bool] = False  # pytest collects what is named Test…
 
     ref: object
     calls: list[AckCall]

@@ -85,7 +85,8 @@ def test_an_accumulator_starts_anew_after_timeout_and_flush() -> None:
     batcher = stage(batch_size=(3, split), max_demand=100, batch_timeout=1.0)
     batcher.add([message(1), message(2)], 0.0)
     assert data(batcher.due(1.0)) == [("k", "timeout", [1, 2])]
-    assert data(batcher.add([message(3), message(4), message(5)], 2.0)) == [("k", "size", [3, 4, 5])]
+    closed = batcher.add([message(3), message(4), message(5)], 2.0)
+    assert data(closed) == [("k", "size", [3, 4, 5])]
 
 
 def test_a_splitter_that_answers_nonsense_is_an_error() -> None:

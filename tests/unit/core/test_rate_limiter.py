@@ -84,5 +84,5 @@ def test_without_a_limit_everything_is_granted() -> None:
     assert limiter.take(1_000_000) == 1_000_000
     with pytest.raises(PipelineError, match="not enabled"):
         limiter.get_rate_limiting()
-    with pytest.raises(OptionsError, match="unknown option 'rate_limiting.alowed_messages'"):
+    with pytest.raises(OptionsError, match=r"unknown option 'rate_limiting\.alowed_messages'"):
         limiter.update_rate_limiting(alowed_messages=3)

@@ -55,7 +55,7 @@ def test_what_ends_the_task_is_never_swallowed(callback: str, kind: type[BaseExc
     def failing(self: Broadway, processor: str, message: Message, context: Any) -> Message:
         return message.failed("so that handle_failed is called")
 
-    callbacks = {callback: broken}
+    callbacks: dict[str, Any] = {callback: broken}
     if callback == "handle_failed":
         callbacks["handle_message"] = failing
     driver = PipelineDriver(type("P", (Batched,), callbacks))
@@ -226,7 +226,7 @@ def test_an_unknown_ack_option_names_the_valid_ones() -> None:
     assert message.configure_ack(on_failure="ack").acknowledger.data.receipt == "x"
     with pytest.raises(OptionsError, match="did you mean 'on_failure'"):
         message.configure_ack(on_failur="ack")
-    with pytest.raises(OptionsError, match="one of .*'dead_letter'"):
+    with pytest.raises(OptionsError, match=r"one of .*'dead_letter'"):
         message.configure_ack(on_failure="explode")
 
 

@@ -43,7 +43,9 @@ def test_results_come_in_order_from_other_processes() -> None:
     assert os.getpid() not in pids
 
 
-@pytest.mark.parametrize(("data", "error"), [("die", PipelineError), ("interrupt", KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("data", "error"), [("die", PipelineError), ("interrupt", KeyboardInterrupt)]
+)
 def test_what_ends_a_process_ends_the_run(data: str, error: type[BaseException]) -> None:
     with pytest.raises(error, match="exit code 3" if data == "die" else None):
         InProcesses().run_local([data])

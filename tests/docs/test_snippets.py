@@ -1,0 +1,37 @@
+"""The Python in the documents of the model runs as it stands, file by file, from top to bottom."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+FILES = ["concepts.md", "producers.md", "semantics.md", "telemetry.md", "testing.md"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_snippets_of_a_document_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCS / name).read_text("utf-8")
+    module = ModuleType(f"docs_{name.removesuffix('.md')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.tmp_path = tmp_path  # type: ignore[attr-defined]
+    run: set[str] = set()
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        line = text.count("\n", 0, match.start()) + 1
+        code = compile("\n" * line + match[1], str(DOCS / name), "exec")
+        exec(code, module.__dict__)
+        for test in sorted(module.__dict__.keys() - run):
+            run.add(test)
+            if _is_test(module, test):
+                getattr(module, test)()
+
+
+def _is_test(module: ModuleType, name: str) -> bool:
+    code = getattr(getattr(module, name), "__code__", None)
+    return name.startswith("test_") and code is not None and code.co_argcount == 0

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway.core.message import AckRef
+from airflow_broadway.testing import (
+    DummyProducer,
+    PipelineDriver,
+    RecordingAcknowledger,
+    test_batch,
+    test_message,
+)
+
+
+class Pipeline(Broadway):
+    producer = DummyProducer(rate_limiting=RateLimiting(allowed_messages=2, interval=10.0))
+    processors = Processors(concurrency=1)
+    batchers = {  # noqa: RUF012 - options
+        "default": Batcher(engine="python", batch_size=3, batch_timeout=5.0)
+    }
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed("bad") if message.data == "bad" else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def test_one_message_is_flushed_through() -> None:
+    driver = PipelineDriver(Pipeline)
+    tested = test_message(driver, "good", metadata={"a": 1})
+    assert [message.metadata for message in tested.successful] == [{"a": 1}]
+    assert [batch.info.trigger.value for batch in tested.batches] == ["flush"]
+
+
+def test_each_test_has_a_ref_of_its_own() -> None:
+    driver = PipelineDriver(Pipeline)
+    first, second = test_message(driver, "good"), test_message(driver, "bad")
+    assert first.ref != second.ref
+    assert (len(first.failed), len(second.failed)) == (0, 1)
+
+
+def test_a_bulk_batch_waits_for_its_timeout() -> None:
+    driver = PipelineDriver(Pipeline)
+    assert test_batch(driver, [1, 2]).calls == []
+    driver.elapse(4.9)
+    assert driver.batches == []
+    driver.elapse(0.1)
+    assert [batch.info.trigger.value for batch in driver.batches] == ["timeout"]
+
+
+def test_an_acknowledger_of_the_tests_own() -> None:
+    recording = RecordingAcknowledger()
+    test_message(Pipeline, 1, acknowledger=lambda data, ref: AckRef(recording, ("own", data)))
+    assert [call.ref for call in recording.calls] == [("own", 1)]
+
+
+def test_what_is_produced_is_rate_limited_and_what_is_pushed_is_not() -> None:
+    driver = PipelineDriver(Pipeline)
+    driver.produce([driver.message(n) for n in range(5)])
+    driver.push(["pushed"])
+    driver.elapse(10.0)
+    driver.drain()
+    order = [m.data for call in driver.acknowledger.calls for m in call.successful]
+    assert order == [0, 1, "pushed", 2, 3, 4]
+
+
+def test_the_dummy_producer_emits_nothing() -> None:
+    assert Pipeline().run_local().received == 0
+
+
+def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent(
+            """
+            from airflow_broadway import Broadway, Processors
+            from airflow_broadway.testing import DummyProducer, Tested, test_batch, test_message
+
+            class Pipeline(Broadway):
+                producer = DummyProducer()
+                processors = Processors(concurrency=1)
+                def handle_message(self, processor, message, context):
+                    return message
+
+            def test_fixtures(broadway_driver, broadway_clock, broadway_acks, broadway_events):
+                driver = broadway_driver(Pipeline)
+                assert test_message(driver, 1).successful[0].data == 1
+                assert driver.clock is broadway_clock
+                assert broadway_acks.calls == []
+                assert "processor.stop" in broadway_events
+            """
+        )
+    )
+    plugin = "airflow_broadway.testing.plugin"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", plugin, str(tmp_path)],
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120,
+        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""},
+    )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_wrong_batch_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="'x' is not a valid BatchMode"):
+        test_batch(Pipeline, [1], batch_mode="x")
