@@ -27,12 +27,13 @@ for portion in range(1_000_000):
     print(portion, flush=True)
 """
 
-# Takes, settles in every way, begins anew; writes down what the queue has confirmed.
+# Takes, settles by number, begins anew.
 _WORKER = """
 import sys, time, uuid
 from tests.faults.test_sqlite_kills import one_run
 from airflow_broadway.producers.sqlite import SqliteQueue
 queue = SqliteQueue(sys.argv[1], "q")
+print("at work", flush=True)
 while True:
     one_run(queue, uuid.uuid4().hex) or time.sleep(0.05)
 """
@@ -75,6 +76,14 @@ def _start(program: str, path: Path) -> subprocess.Popen[str]:
     )
 
 
+def _at_work(path: Path) -> subprocess.Popen[str]:
+    """A worker that has begun."""
+    worker = _start(_WORKER, path)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "at work\n"
+    return worker
+
+
 def _kill(process: subprocess.Popen[str]) -> str:
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
@@ -104,18 +113,18 @@ def test_a_killed_sender_loses_nothing_it_was_told_is_sent(tmp_path: Path, seed:
 
 
 def test_killed_workers_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    count, kills = 20_000, 12
+    count, kills = 10_000, 10
     path = tmp_path / "q.db"
     chance = random.Random(7)
     with SqliteQueue(path, "q") as queue:
         keys = queue.send([str(number) for number in range(count)])
-        workers = [_start(_WORKER, path), _start(_WORKER, path)]
+        workers = [_at_work(path), _at_work(path)]
         for kill in range(kills):
-            time.sleep(chance.uniform(0.3, 0.7))
+            time.sleep(chance.uniform(0.0, 0.2))
             victim = kill % 2
             _kill(workers[victim])
             if kill < kills - 2:
-                workers[victim] = _start(_WORKER, path)
+                workers[victim] = _at_work(path)
         # The living finish what is left, once the leases of the dead have lapsed.
         limit = time.monotonic() + 60
         while (depth := queue.depth()).ready + depth.delayed + depth.leased:
