@@ -17,7 +17,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.manifest import paths
-from airflow_broadway.core.message import BatchInfo, Message
+from airflow_broadway.core.message import BatchInfo, Message, Trigger
 from airflow_broadway.spark import failed, outcome
 from airflow_broadway.spark.fence import Fenced
 from airflow_broadway.spark.job import run_work
@@ -120,7 +120,7 @@ def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> Non
     }
     assert first.received_at.astimezone(UTC) == EPOCH
     assert second.data.n is None
-    assert info == BatchInfo("default", "k", None, 2, "size", "b0", 1, 1)
+    assert info == BatchInfo("default", "k", None, 2, Trigger.SIZE, "b0", 1, 1)
 
 
 def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
@@ -143,7 +143,7 @@ def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
         "y": b"\x00\xff",
         "dt": date(1500, 2, 28),
         "ts": instant,
-        "tn": datetime(1600, 1, 1, 12),
+        "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
         "a": [1, None, 3],
         "p": {"k": 1.5, "n": None},
         "st": {"odd name": 1, "deep": [{"k": "v"}, {"k": None}]},
@@ -192,7 +192,11 @@ def test_without_a_schema(
         seen.append((dict(messages.dtypes)["data"], messages.first().data))  # type: ignore[union-attr]
         return failed(messages)
 
-    Mending.mend = staticmethod(lambda messages: seen.append(messages[0].data) or messages)
+    def mend(messages: list[Message]) -> list[Message]:
+        seen.append(messages[0].data)
+        return messages
+
+    Mending.mend = staticmethod(mend)
     plan = staged.plan(
         "default", [Planned("b0", [Row("m0", data)])], schema=None, as_bytes=as_bytes
     )
@@ -342,7 +346,7 @@ def _by_ids(messages: DataFrame) -> Any:
 
 
 def _by_column(messages: DataFrame) -> Any:
-    from pyspark.sql import functions as F
+    from pyspark.sql import functions as F  # noqa: N812
 
     return failed(messages.where("data.n >= 8"), reason=F.concat(F.lit("bi"), F.lit("g")))
 
@@ -561,7 +565,7 @@ def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) 
         ]
 
     Mending.mend = staticmethod(mend)
-    given = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
+    given: dict[str, Any] = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
     made, entries = one(
         spark, staged, lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **given
     )

@@ -1,0 +1,186 @@
+"""Kill a Spark application at random instants, and start the next try."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.operators._shipping import Shipment, ship
+from airflow_broadway.operators._spark_home import LIGHT_JVM, find_spark
+from tests.unit.spark.plans import Planned, Staged, rows
+
+pytestmark = [pytest.mark.spark, pytest.mark.faults]
+
+BATCHES = 24
+
+PIPELINE = """
+import json, os, time
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.core.producer import Producer
+from airflow_broadway.spark import failed
+
+
+class Slow(Broadway):
+    producer = Producer()
+    batchers = {"default": Batcher(schema="n bigint", concurrency=2)}
+
+    def handle_batch(self, batcher, messages, info, context):
+        assert info.attempt == self.run.try_number
+        with open(os.environ["CALLS"], "a") as file:
+            file.write(json.dumps([info.batch_id, info.attempt]) + "\\n")
+        path = info.path(os.environ["LAKE"])
+        messages.select("message_id", "data.n").write.mode("overwrite").parquet(path)
+        time.sleep(0.4)
+        return failed(messages.where("data.n = 0"), reason="zero")
+"""
+
+
+class Submitted:
+    """One spark-submit, with the pids of its JVM and of the driver's Python."""
+
+    def __init__(
+        self, staged: Staged, shipment: Shipment, number: int, env: dict[str, str]
+    ) -> None:
+        program = find_spark("spark-submit", os.environ)
+        python = sys.executable
+        self.log = staged.root.parent / f"submit-{number}.log"
+        command = [
+            program.binary,
+            *("--master", "local[2]", "--conf", "spark.ui.enabled=false"),
+            *("--conf", f"spark.driver.extraJavaOptions={LIGHT_JVM}"),
+            *("--conf", "spark.log.level=WARN", "--py-files", str(shipment.zip)),
+            str(shipment.launcher),
+            *("--run", staged.uri, "--work", f"work/handle_batches-{number:06d}.json"),
+        ]
+        variables = {"PYSPARK_PYTHON": python, "PYSPARK_DRIVER_PYTHON": python}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={
+                    **os.environ,
+                    **program.env,
+                    **variables,
+                    **env,
+                    "SPARK_LOCAL_IP": "127.0.0.1",
+                },
+                stdout=log,
+                stderr=log,
+            )
+
+    def driver(self) -> int:
+        """The Python that runs the job: the JVM's only child."""
+        out = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        return int(out[0])
+
+    def wait(self, seconds: float = 120) -> int:
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+
+
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize(
+    ("seed", "victims"),
+    [(7, ["jvm", "driver", "term"])],
+)
+def test_every_batch_is_handled_and_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, victims: list[str]
+) -> None:
+    # Given a run of 24 batches, and an application that works on them
+    dice = random.Random(seed)
+    (tmp_path / "slow_pipeline.py").write_text(PIPELINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    staged = Staged(tmp_path / "run", pipeline="Slow")
+    batches = [
+        Planned(f"b{n:02}", rows(50, prefix=f"b{n:02}-"), batch_key=n) for n in range(BATCHES)
+    ]
+    plan = staged.plan("default", batches)
+    ref = {"class": "slow_pipeline:Slow", "options": {}}
+    shipment = ship("slow_pipeline:Slow", tmp_path / "ship")
+    calls_file, lake = tmp_path / "calls", tmp_path / "lake"
+    env = {"CALLS": str(calls_file), "LAKE": f"file://{lake}"}
+
+    def calls() -> list[list[Any]]:
+        if not calls_file.exists():
+            return []
+        return [json.loads(line) for line in calls_file.read_text().splitlines()]
+
+    # When each try but the last is killed at an instant of its own
+    for number, victim in enumerate(victims, 1):
+        staged.work(ref, plan, try_number=number)
+        before = len(calls())
+        submitted = Submitted(staged, shipment, number, env)
+        try:
+            wait_until(lambda before=before: len(calls()) > before)  # type: ignore[misc]
+            driver = submitted.driver()
+            time.sleep(dice.uniform(0, 1.0))
+            pid, number_of_signal = {
+                "jvm": (submitted.process.pid, signal.SIGKILL),
+                "driver": (driver, signal.SIGKILL),
+                "term": (submitted.process.pid, signal.SIGTERM),
+            }[victim]
+            os.kill(pid, number_of_signal)
+            assert submitted.wait() != 0
+            # Then nothing of it lives on, and it was not all done
+            wait_until(lambda driver=driver: not alive(driver), 15)  # type: ignore[misc]
+        finally:
+            submitted.end()
+        recorded = staged.outcomes("default")
+        assert len(recorded) < BATCHES, "the kill came too late to show anything"
+        assert all(not made.error for made in recorded.values()), recorded
+
+    # and the last try runs to its end
+    last = len(victims) + 1
+    recorded = staged.outcomes("default")
+    staged.work(ref, plan, try_number=last)
+    submitted = Submitted(staged, shipment, last, env)
+    try:
+        assert submitted.wait() == 0, submitted.log.read_text()[-3000:]
+    finally:
+        submitted.end()
+
+    # Then every batch has one outcome, which no later try changed
+    after = staged.outcomes("default")
+    assert sorted(after) == [f"b{n:02}" for n in range(BATCHES)]
+    assert all(after[name] == made for name, made in recorded.items())
+    for made in after.values():
+        assert (made.successful, made.failed, made.error) == (49, 1, "")
+        assert len(staged.entries(made)) == 1
+    # and was handled by no try after the one that recorded it
+    tries = Counter(batch_id for batch_id, _ in calls())
+    for batch_id, attempt in calls():
+        assert attempt <= after[batch_id].try_number
+    assert max(tries.values()) <= len(victims) + 1
+    # and the lake holds every message once
+    import pyarrow.dataset as ds
+
+    ids = ds.dataset(lake, format="parquet").to_table(columns=["message_id"])["message_id"]
+    assert len(ids) == len(set(ids.to_pylist())) == 50 * BATCHES
