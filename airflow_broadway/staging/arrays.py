@@ -13,12 +13,6 @@ __all__ = ["array_of", "compute"]
 compute: Any = pyarrow.compute
 
 
-def array_of(values: list[Any], kind: pa.DataType) -> pa.Array[Any]:
-    """Return the values as an array of that type.
-
-    As :func:`pyarrow.array` would, except that this does not import pandas where it is installed
-    (a second and a half of a task's time) only to learn that a list is no Series.
-    """
-    made: Any = pa.scalar(values, type=pa.list_(kind))
-    array: pa.Array[Any] = made.values
-    return array
+def array_of(values: list[Any], kind: pa.DataType) -> Any:
+    """Return the values as one array of that type."""
+    return pa.array(values, type=kind)

@@ -218,9 +218,7 @@ class _Planning:
         paths = [path for source in self._sources for path in source]
         sparkish = options.schema is None and options.engine == "spark"
         as_bytes = sparkish and only_bytes(files, paths)
-        data = DataFiles(
-            files, self._path, options, self._pipeline.producer, as_bytes=as_bytes
-        )
+        data = DataFiles(files, self._path, options, self._pipeline.producer, as_bytes=as_bytes)
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as lines:
             try:
                 for table in merged(files, self._sources) if paths else ():

@@ -47,16 +47,12 @@ def plans_of(run: StagedRun, pipeline: Broadway, generation: str) -> list[BatchP
     """The plans that decide about a generation's messages: one for each batcher at most."""
     made: list[BatchPlan] = []
     for batcher in pipeline.batchers:
-        plans = [
-            each for each in standing_plans(run, batcher) if generation in each.generations
-        ]
+        plans = [each for each in standing_plans(run, batcher) if generation in each.generations]
         made += plans[-1:]
     return made
 
 
-def outcomes_of(
-    run: StagedRun, plan: BatchPlan
-) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
+def outcomes_of(run: StagedRun, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
     """The batches of a plan in order, each with its outcome where one is recorded."""
     recorded = _recorded(run, plan.batcher)
     _, batches = BatchPlan.read(run.files, plan.path)

@@ -175,8 +175,7 @@ def _data(table: pa.Table, schema: str | None) -> list[Any]:
     texts: list[Any] = table["data_json"].to_pylist()
     blobs: list[Any] = table["data_bytes"].to_pylist()
     return [
-        json.loads(text) if blob is None else blob
-        for text, blob in zip(texts, blobs, strict=True)
+        json.loads(text) if blob is None else blob for text, blob in zip(texts, blobs, strict=True)
     ]
 
 

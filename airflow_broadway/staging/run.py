@@ -225,12 +225,17 @@ class StagedRun:
             )
         return self.files.create(paths.manifest(manifest.generation), manifest.dumps())
 
-    def lease(self, generation: str) -> Lease:
-        """The lease as last renewed."""
+    def lease(self, generation: str | GenerationRecord) -> Lease:
+        """The lease as last renewed.
+
+        :param generation: Or its record, which serves where it is the only one that was written.
+        """
+        record = generation if isinstance(generation, GenerationRecord) else None
+        name = record.generation if record is not None else str(generation)
         try:
-            text = self.files.read(paths.lease(generation))
+            text = self.files.read(paths.lease(name))
         except FileNotFoundError:
-            return Lease.from_json(self.generation(generation).lease)
+            return Lease.from_json((record or self.generation(name)).lease)
         return Lease.from_json(json.loads(text))
 
     def put_lease(self, lease: Lease) -> None:

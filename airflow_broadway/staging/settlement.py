@@ -163,9 +163,7 @@ class _Held:
         self._manifest = manifest
         self._producer = producer
         #: Whether every success that has no entry is simply acked.
-        self.plain = (
-            producer.actions[producer.on_success] is Action.ACK and not manifest.configured
-        )
+        self.plain = producer.actions[producer.on_success] is Action.ACK and not manifest.configured
         self.staged = sum(manifest.batchers.values())
         self.decided = self.batches = self.recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
@@ -428,5 +426,5 @@ def settle_generation(
     }
     if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
         log.info("generation %s: settling was begun before; going on", record.generation)
-    report = custodian.settle(run.lease(record.generation), settlement)
+    report = custodian.settle(run.lease(record), settlement)
     return record_settled(run, record, report, progress=progress, by=by).report

@@ -199,8 +199,7 @@ class ParquetFile:
         self.groups: int = self._file.num_row_groups
         metadata = self._file.metadata
         self._columns = {
-            metadata.schema.column(index).path: index
-            for index in range(len(metadata.schema))
+            metadata.schema.column(index).path: index for index in range(len(metadata.schema))
         }
 
     def __enter__(self) -> Self:
@@ -227,9 +226,7 @@ class ParquetFile:
 
     def nulls(self, column: str) -> int:
         """The nulls of a column in the whole file."""
-        return sum(
-            int(self._statistics(group, column).null_count) for group in range(self.groups)
-        )
+        return sum(int(self._statistics(group, column).null_count) for group in range(self.groups))
 
     def _statistics(self, group: int, column: str) -> Any:
         return self._file.metadata.row_group(group).column(self._columns[column]).statistics

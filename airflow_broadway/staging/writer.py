@@ -159,8 +159,8 @@ class _Parts:
         self._files = files
         self._folder = folder
         self._arrow = message_schema(options, producer)
-        self._schema: Schema | None = None if options.schema is None else parse_schema(
-            options.schema
+        self._schema: Schema | None = (
+            None if options.schema is None else parse_schema(options.schema)
         )
         self._keeps_payload = producer.keeps_payload
         self._file: TableFile | None = None

@@ -1,0 +1,247 @@
+"""What the tests of staging share: a run on a temporary disk, and generations made of messages."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.custody import Delivery, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome, PlannedBatch, paths
+from airflow_broadway.core.manifest import dump_entry as dump
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.options import Batcher, options
+from airflow_broadway.core.producer import Producer
+from airflow_broadway.staging.rows import Rows
+from airflow_broadway.staging.run import GenerationRecord, StagedRun
+from airflow_broadway.staging.store import Store
+from airflow_broadway.staging.writer import ProcessWriter
+from airflow_broadway.testing import ManualClock
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@options
+class Silent(Producer):
+    """A producer that is never opened."""
+
+    kind = "silent"
+
+
+@options
+class Republishing(Silent):
+    """One that settles by publishing again."""
+
+    keeps_payload = True
+
+
+class NoAcknowledger:
+    """Stands for an acknowledger, and must not be called."""
+
+
+ACKNOWLEDGER = NoAcknowledger()
+
+
+def pipeline_of(producer: Producer | None = None, **batchers: Batcher) -> Broadway:
+    """A pipeline with these batchers."""
+    made = type(
+        "Pipeline", (Broadway,), {"producer": producer or Silent(), "batchers": dict(batchers)}
+    )
+    pipeline: Broadway = made()
+    return pipeline
+
+
+def open_run(
+    root: Path | str, run_id: str = "run:1", clock: ManualClock | None = None
+) -> StagedRun:
+    """A run below a root."""
+    uri = str(root) if "://" in str(root) else f"file://{root}"
+    return StagedRun(
+        Store.open(uri),
+        pipeline="Pipeline",
+        dag_id="dag",
+        run_id=run_id,
+        clock=clock or ManualClock(),
+    )
+
+
+def lease_of(generation: str, *, seconds: float = 900.0) -> Lease:
+    """A lease from the start of time."""
+    return Lease(
+        kind="silent",
+        generation=generation,
+        seconds=seconds,
+        deadline=START + timedelta(seconds=seconds),
+        owner={"task_id": "process"},
+    )
+
+
+def message(number: int, data: Any = b"data", *, at: float = 0.0, **given: Any) -> Message:
+    """A message that a producer delivered ``at`` seconds after the start."""
+    delivery = given.pop("delivery", Delivery(receipt=f"receipt-{number}"))
+    return Message(
+        data,
+        message_id=given.pop("message_id", f"m-{number}"),
+        acknowledger=AckRef(ACKNOWLEDGER, "ref", delivery),
+        received_at=START + timedelta(seconds=at),
+        position=number,
+        size=given.pop("size", len(data) if isinstance(data, bytes) else 10),
+        **given,
+    )
+
+
+def open_generation(
+    run: StagedRun, *, map_index: int = 0, try_number: int = 1, task_id: str = "process"
+) -> GenerationRecord:
+    """Open a generation."""
+    return run.open_generation(
+        task_id=task_id,
+        map_index=map_index,
+        try_number=try_number,
+        lease=lease_of(uuid.uuid4().hex),
+    )
+
+
+def manifest_of(
+    run: StagedRun,
+    generation: str,
+    received: int,
+    *,
+    settled_now: SettleReport | None = None,
+    **given: Any,
+) -> Manifest:
+    """A manifest."""
+    values: dict[str, Any] = {
+        "received_bytes": 0,
+        "failed": 0,
+        "batchers": {},
+        "files": {},
+        "entries": [],
+        "configured": False,
+        "dropped": {},
+        "stopped": "empty",
+        "started_at": START.isoformat(),
+        "ended_at": START.isoformat(),
+        **given,
+    }
+    return Manifest(
+        generation=generation,
+        root_id=run.store.root_id(),
+        host="here",
+        lease=lease_of(generation).to_json(),
+        received=received,
+        settled_now=(settled_now or SettleReport()).to_json(),
+        **values,
+    )
+
+
+def publish(
+    run: StagedRun,
+    pipeline: Broadway,
+    chunks: Iterable[Sequence[Message]],
+    *,
+    map_index: int = 0,
+    entries: Sequence[Entry] = (),
+    settled: Sequence[Entry] = (),
+    settled_now: SettleReport | None = None,
+) -> str:
+    """Open a generation, stage messages in it, publish it; returns its name."""
+    generation = open_generation(run, map_index=map_index).generation
+    rows = Rows(pipeline)
+    received = len(entries) + len(settled)
+    with ProcessWriter(run, generation, pipeline) as writer:
+        for number, chunk in enumerate(chunks):
+            writer.messages(number, [rows(each) for each in chunk])
+            received += len(chunk)
+        for entry in entries:
+            writer.entry(entry)
+        for entry in settled:
+            writer.entry(entry, settled=True)
+    written = writer.close()
+    manifest = manifest_of(
+        run,
+        generation,
+        received,
+        settled_now=settled_now,
+        batchers=written.batchers,
+        files=written.files,
+        entries=written.entries,
+        configured=written.configured,
+        dropped=written.dropped,
+    )
+    assert run.publish(manifest)
+    return generation
+
+
+def batches_of(run: StagedRun, plan: BatchPlan) -> list[PlannedBatch]:
+    """The batches of a plan."""
+    return list(BatchPlan.read(run.files, plan.path)[1])
+
+
+def record_outcome(
+    run: StagedRun,
+    plan: BatchPlan,
+    batch: PlannedBatch,
+    *,
+    entries: Sequence[Entry] = (),
+    sources: Sequence[int | None] = (),
+    settled: Sequence[Entry] = (),
+) -> None:
+    """Record the outcome of one batch."""
+    name = None
+    if entries or settled:
+        name = paths.outcome_entries(plan.batcher, batch.batch_id, "test")
+        given = list(sources) or [None] * len(entries)
+        lines = [dump(each, source=at) for each, at in zip(entries, given, strict=True)]
+        lines += [dump(each, settled=True) for each in settled]
+        run.files.write_lines(name, lines)
+    outcome = Outcome(
+        batch_id=batch.batch_id,
+        batcher=plan.batcher,
+        plan=plan.path,
+        successful=batch.size - len(entries),
+        failed=len(entries),
+        entries=name,
+    )
+    assert run.files.create(paths.outcome(plan.batcher, batch.batch_id), outcome.dumps())
+
+
+class FakeCustodian:
+    """Settles in memory: knows the ids that each lease holds, and what became of them."""
+
+    def __init__(self, held: dict[str, list[str]]) -> None:
+        self.held = {generation: set(ids) for generation, ids in held.items()}
+        self.verdicts: dict[str, str] = {}
+        self.calls = 0
+        self.before: Callable[[], None] = lambda: None
+
+    def renew(self, lease: Lease) -> Lease | None:
+        return lease
+
+    def holds(self, lease: Lease) -> bool:
+        return bool(self.held.get(lease.generation))
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return None
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        self.calls += 1
+        self.before()
+        held = self.held[lease.generation]
+        own = {entry.message_id: entry.verdict.action.value for entry in settlement.entries()}
+        for message_id in held:
+            self.verdicts.setdefault(message_id, own.get(message_id, settlement.rest.action.value))
+        counted = [self.verdicts[message_id] for message_id in held]
+        return SettleReport(
+            acked=counted.count("ack"),
+            requeued=counted.count("retry"),
+            dead_lettered=counted.count("dead_letter"),
+            left=counted.count("leave"),
+            released=counted.count("release"),
+        )

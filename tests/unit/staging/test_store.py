@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.staging import backends
+from airflow_broadway.staging.store import Folder, Store
+
+
+@pytest.fixture(params=["file", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
+    """A folder on each kind of file system that needs no server."""
+    uri = f"file://{tmp_path}/root" if request.param == "file" else f"memory://{tmp_path.name}"
+    yield Store.open(uri).folder("p/d/r")
+    Store.open("memory://").fs.store.clear()
+
+
+def left_over(root: Path) -> list[str]:
+    return [str(path) for path in root.rglob(f"{backends.TEMPORARY}*")]
+
+
+def test_a_file_is_created_once_and_the_first_text_stands(folder: Folder) -> None:
+    assert folder.create("a/b.json", "first")
+    assert not folder.create("a/b.json", "second")
+    assert folder.read("a/b.json") == "first"
+
+
+def test_replacing_a_file_leaves_the_last_text(folder: Folder) -> None:
+    folder.replace("a.json", "first")
+    folder.replace("a.json", "sécond")
+    assert folder.read("a.json") == "sécond"
+
+
+def test_lines_come_back_as_they_were_written(folder: Folder) -> None:
+    lines = ["", "a\u2028b", '{"x": 1}', "é"]
+    assert folder.write_lines("a.jsonl", iter(lines)) == 4
+    assert list(folder.lines("a.jsonl")) == lines
+
+
+def test_a_folder_that_is_not_there_lists_nothing_and_its_files_are_not_found(
+    folder: Folder,
+) -> None:
+    assert folder.list("nowhere") == []
+    assert not folder.exists("nowhere/x")
+    with pytest.raises(FileNotFoundError):
+        folder.read("nowhere/x")
+    with pytest.raises(FileNotFoundError):
+        list(folder.lines("nowhere/x"))
+
+
+def test_names_are_listed_in_order(folder: Folder) -> None:
+    for name in ("b", "a", "c"):
+        folder.create(f"x/{name}", "")
+    assert folder.list("x") == ["a", "b", "c"]
+
+
+def test_a_stream_that_fails_leaves_no_file(folder: Folder) -> None:
+    def lines() -> Iterator[str]:
+        yield "one"
+        raise RuntimeError("halfway")
+
+    with pytest.raises(StagingError, match="halfway"):
+        folder.write_lines("a.jsonl", lines())
+    assert folder.list("") == []
+
+
+def test_a_removed_folder_is_gone_and_may_be_removed_again(folder: Folder) -> None:
+    folder.create("x/y/z", "")
+    folder.remove_all()
+    folder.remove_all()
+    assert folder.list("x/y") == []
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", "a\\..\\b"])
+def test_a_path_from_a_file_cannot_lead_out_of_the_folder(folder: Folder, path: str) -> None:
+    with pytest.raises(StagingError, match="no path below"):
+        folder.read(path)
+
+
+def test_of_many_writers_at_once_exactly_one_creates_the_file(tmp_path: Path) -> None:
+    folder = Store.open(f"file://{tmp_path}").folder("f")
+    start, won = threading.Barrier(8), []
+
+    def write(number: int) -> None:
+        start.wait()
+        if folder.create("x.json", str(number) * 1000):
+            won.append(str(number) * 1000)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(won) == 1
+    assert folder.read("x.json") == won[0]
+    assert left_over(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Roots
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_root_keeps_its_id(tmp_path: Path) -> None:
+    first, second = (Store.open(f"file://{tmp_path}") for _ in range(2))
+    assert first.root_id() == second.root_id()
+    first.check_root(second.root_id(), "here")
+
+
+def test_another_hosts_root_is_refused_with_both_hosts_and_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one path that is another disk on each of two hosts
+    monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-1")
+    first = Store.open(f"file://{tmp_path}/disk-1")
+    first_id = first.root_id()
+    monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-2")
+    second = Store.open(f"file://{tmp_path}/disk-2")
+
+    # When the second meets what the first wrote
+    with pytest.raises(StagingError) as caught:
+        second.check_root(first_id, "worker-1")
+
+    # Then the error names both and the setting
+    for part in ("'worker-1'", "'worker-2'", "`[broadway] staging`", first_id, second.root_id()):
+        assert part in str(caught.value)
+
+
+def test_a_root_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(StagingError, match=r"mnt/lake does not exist; mount or create it"):
+        Store.open(f"file://{tmp_path}/mnt/lake/staging").folder("f").create("x", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StagingError, match=r"is a file; set `\[broadway\] staging`"):
+        Store.open(f"file://{tmp_path}/file").root_id()
+
+
+def test_a_root_that_holds_a_foreign_file_of_that_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".broadway-root.json").write_text("[]")
+    with pytest.raises(StagingError, match="no file of airflow-broadway"):
+        Store.open(f"file://{tmp_path}").root_id()
+
+
+def test_a_relative_root_is_refused() -> None:
+    with pytest.raises(StagingError, match="no absolute path"):
+        Store.open("staging")
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(StagingError, match="nosuch"):
+        Store.open("nosuch://x/y")
+
+
+def test_a_root_that_vanished_in_mid_run_is_not_made_anew_without_its_parent(
+    tmp_path: Path,
+) -> None:
+    parent = tmp_path / "mount"
+    parent.mkdir()
+    folder = Store.open(f"file://{parent}/root").folder("f")
+    folder.create("a", "")
+    (parent / "root").rename(tmp_path / "elsewhere")
+    parent.rmdir()
+    with pytest.raises(StagingError, match="does not exist"):
+        folder.create("g/b", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space is left on its disk; free space there"),
+        (errno.EDQUOT, "the disk quota of its user is used up; free space"),
+        (errno.EROFS, "its file system is read-only; set"),
+        (errno.EACCES, "is not allowed to; change its owner or mode"),
+        (errno.EIO, r"Input/output error; check `\[broadway\] staging`"),
+    ],
+)
+def test_an_error_of_the_disk_names_the_path_the_cause_and_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    folder = Store.open(f"file://{tmp_path}").folder("f")
+    folder.create("x.json", "")
+
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.fsync", refuse)
+    writes: list[Callable[[str, str], object]] = [folder.create, folder.replace]
+    for write in (*writes, lambda path, text: folder.write_lines(path, [text])):
+        with pytest.raises(StagingError, match=rf"cannot write y.json in .*{tmp_path}: .*{words}"):
+            write("y.json", "text")
+    assert folder.list("") == ["x.json"]
+    assert left_over(tmp_path) == []
+
+
+def test_a_disk_without_hard_links_is_refused_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Store.open(f"file://{tmp_path}").folder("f")
+    folder.store.root_id()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(StagingError, match="has no hard links"):
+        folder.create("x", "")
+    assert folder.list("") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StagingError, match="is not allowed to"):
+        Store.open(f"file://{tmp_path}").root_id()
+
+
+# --------------------------------------------------------------------------------------------------
+# Addresses
+# --------------------------------------------------------------------------------------------------
+
+
+class _Fs:
+    protocol = ("s3", "s3a")
+
+
+@pytest.mark.parametrize(
+    ("uri", "spark"),
+    [
+        ("s3://bucket/staging", "s3a://bucket/staging/p"),
+        ("s3://aws_default@bucket/staging/", "s3a://bucket/staging/p"),
+        ("gs://google@bucket/staging", "gs://bucket/staging/p"),
+        ("abfs://container@account.dfs.core.windows.net/x", None),
+    ],
+)
+def test_spark_gets_the_scheme_of_its_own_file_system(uri: str, spark: str | None) -> None:
+    store = Store(_Fs(), "bucket/staging", uri)
+    assert store.spark_uri("p") == (spark or f"{uri}/p")
+
+
+def test_spark_gets_three_slashes_for_a_disk(tmp_path: Path) -> None:
+    assert Store.open(str(tmp_path)).spark_uri() == f"file://{tmp_path}"
+    assert Store.open(f"file://{tmp_path}").folder("a").spark_uri("b") == f"file://{tmp_path}/a/b"
+
+
+def test_the_root_file_says_who_made_it(tmp_path: Path) -> None:
+    store = Store.open(f"file://{tmp_path}")
+    store.root_id()
+    made = json.loads((tmp_path / ".broadway-root.json").read_text())
+    assert set(made) == {"version", "id", "host", "created_at"}

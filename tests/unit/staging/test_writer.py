@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_broadway.core.custody import ACK, Action, Delivery, Entry, Verdict
+from airflow_broadway.core.errors import ConversionError, PipelineError
+from airflow_broadway.core.manifest import load_line
+from airflow_broadway.core.message import NO_ACK
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.processor import ProcessorStage
+from airflow_broadway.staging import writer as writer_module
+from airflow_broadway.staging.rows import Rows
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.writer import ProcessWriter
+from tests.unit.staging.kit import Republishing, message, open_generation, open_run, pipeline_of
+
+SCHEMA = (
+    "origin string not null, delay double, at timestamp, price decimal(9,2), tags array<string>"
+)
+
+
+def staged(run: StagedRun, path: str) -> list[dict[str, Any]]:
+    table = pq.read_table(run.files.full(path))
+    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+def test_data_is_converted_by_the_batchers_schema() -> None:
+    rows = Rows(pipeline_of(default=Batcher(schema="n double, s string")))
+    row = rows(message(1, {"n": 1, "extra": 2})).data
+    assert (row.data, row.key, row.partition) == ((1.0, None), '"default"', None)
+    assert row.dropped == {"extra": 1}
+    assert rows(message(2, {"n": 1})).data.dropped is None
+
+
+def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
+    rows = Rows(pipeline_of(default=Batcher(schema="n int")))
+    with pytest.raises(ConversionError, match=r"n: .*'x'"):
+        rows(message(1, {"n": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("data", "staged"), [(b"\xff", b"\xff"), (bytearray(b"a"), b"a"), ("é", '"é"'), (None, "null")]
+)
+def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, staged: Any) -> None:
+    assert Rows(pipeline_of(default=Batcher()))(message(1, data)).data.data == staged
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data": {1, 2}},
+        {"data": float("nan")},
+        {"data": "\ud800"},
+        {"batch_key": b"bytes"},
+        {"batch_key": float("inf")},
+        {"metadata": {"x": object()}},
+        {"message_id": "\ud800"},
+    ],
+)
+def test_what_no_file_can_carry_fails_its_message(given: dict[str, Any]) -> None:
+    with pytest.raises(ConversionError):
+        Rows(pipeline_of(default=Batcher()))(message(1, **given))
+
+
+def test_a_key_may_be_any_json() -> None:
+    rows = Rows(pipeline_of(default=Batcher()))
+    keys = [rows(message(1, batch_key=key)).data.key for key in ("a", 1, None, ("a", 1), 'q"')]
+    assert keys == ['"a"', "1", "null", '["a",1]', '"q\\""']
+
+
+def test_the_partition_is_that_of_the_message_as_returned() -> None:
+    options = Batcher(partition_by=lambda message: message.data["n"], concurrency=3)
+    rows = Rows(pipeline_of(default=options))
+    assert rows(message(1, {"n": 7})).data.partition == 1
+    with pytest.raises(PipelineError, match="at least 0"):
+        rows(message(1, {"n": -1}))
+    with pytest.raises(KeyError):
+        rows(message(1, {}))
+
+
+def test_a_pipeline_without_batchers_keeps_its_messages() -> None:
+    given = message(1, object())
+    assert Rows(pipeline_of())(given) is given
+
+
+def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -> None:
+    # Given a processor that converts as its last step
+    pipeline = pipeline_of(default=Batcher(schema="n int"))
+    pipeline.handle_message = lambda processor, message, context: message  # type: ignore[method-assign]
+    acked: list[tuple[list[Any], list[Any]]] = []
+    stage = ProcessorStage(pipeline, convert=Rows, ack=lambda good, bad: acked.append((good, bad)))
+
+    # When one of three has the wrong data
+    result = stage.handle([message(1, {"n": 1}), message(2, {"n": "x"}), message(3, {"n": 3})])
+
+    # Then it is failed with its data as it was, and settled as failed
+    assert [each.position for each in result.successful] == [1, 3]
+    [failed] = result.failed
+    assert failed.data == {"n": "x"}
+    assert "n: expected" in failed.status.text
+    assert acked == [([], [failed])]
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(default=Batcher(schema=SCHEMA, engine="spark"))
+    generation = open_generation(run).generation
+    data = {
+        "origin": "EWR",
+        "delay": 1,
+        "at": datetime(2026, 1, 1, tzinfo=UTC),
+        "price": 2,
+        "tags": ["a"],
+    }
+    given = message(
+        7,
+        data,
+        at=1.5,
+        batch_key=("EWR", 1),
+        batch_mode="flush",
+        attempt=3,
+        redelivered=True,
+        metadata={"queue": "q", "n": 1, "é": "ü"},
+        size=123,
+        delivery=Delivery(receipt="r", on_failure="ack"),
+    )
+
+    writer = ProcessWriter(run, generation, pipeline)
+    writer.messages(5, [given])
+    written = writer.close()
+
+    assert written.batchers == {"default": 1}
+    assert written.configured
+    assert written.files == {"default": [f"{generation}/messages/default/part-00000.parquet"]}
+    [row] = staged(run, written.files["default"][0])
+    assert row.pop("data") | {"price": 2} == {**data, "delay": 1.0, "price": 2}
+    assert row == {
+        "message_id": "m-7",
+        "batch_key": '["EWR",1]',
+        "flush": True,
+        "partition": None,
+        "metadata": {"queue": "q", "n": "1", "é": "ü"},
+        "attempt": 3,
+        "redelivered": True,
+        "received_at": datetime(2026, 1, 1, 0, 0, 1, 500_000, tzinfo=UTC),
+        "position": 7,
+        "chunk": 5,
+        "size": 123,
+        "_receipt": "r",
+        "_on_success": None,
+        "_on_failure": "ack",
+        "_acked": False,
+    }
+
+
+def test_the_body_is_kept_only_where_settling_publishes_it_again(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    delivery = Delivery(payload=b"body", properties='{"a":1}')
+    kept = {"_payload": b"body", "_properties": '{"a":1}'}
+    for producer, expected in ((None, {}), (Republishing(), kept)):
+        pipeline = pipeline_of(producer, default=Batcher())
+        writer = ProcessWriter(run, open_generation(run).generation, pipeline)
+        writer.messages(0, [message(1, delivery=delivery)])
+        [row] = staged(run, writer.close().files["default"][0])
+        assert {name: row[name] for name in row if name in ("_payload", "_properties")} == expected
+
+
+def test_a_message_that_was_settled_at_once_says_so(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(default=Batcher()))
+    writer.messages(0, [message(1).with_acknowledger(NO_ACK)])
+    [row] = staged(run, writer.close().files["default"][0])
+    assert row["_acked"]
+    assert row["_receipt"] == ""
+
+
+def test_each_batcher_has_its_own_files_and_dropped_keys_are_counted(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(a=Batcher(schema="n int"), b=Batcher(schema="n int"), c=Batcher())
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline)
+    writer.messages(0, [message(n, {"n": n, "x": 0}, batcher="ab"[n % 2]) for n in range(5)])
+    written = writer.close()
+    assert written.batchers == {"a": 3, "b": 2}
+    assert written.dropped == {"x": 5}
+    assert not written.configured
+    assert set(written.files) == {"a", "b"}
+
+
+def test_files_are_rolled_and_row_groups_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 40_000)
+    monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
+    monkeypatch.setattr(writer_module, "GROUP_BYTES", 20_000)
+    run = open_run(tmp_path)
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(default=Batcher()))
+    import random
+
+    source = random.Random(1)
+    sizes = [10] * 250 + [1000] * 100
+    for number, size in enumerate(sizes):
+        writer.messages(number, [message(number, source.randbytes(size))])
+    files = writer.close().files["default"]
+
+    assert len(files) > 1
+    numbers = [row["position"] for path in files for row in staged(run, path)]
+    assert numbers == list(range(350))
+    for path in files:
+        metadata = pq.ParquetFile(run.files.full(path)).metadata
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        assert all(group.num_rows <= 100 for group in groups)
+
+
+def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of())
+    failed = Entry("a", "r", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), 2, b"\xff", "{}")
+    writer.entry(failed)
+    writer.entry(Entry("b", "", ACK), settled=True)
+    written = writer.close()
+    assert written.entry_count == 2
+    lines = [load_line(text) for text in run.files.lines(written.entries[0])]
+    assert [(line.entry.message_id, line.settled) for line in lines] == [("a", False), ("b", True)]
+    assert lines[0].entry == failed
+
+
+def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    generation = open_generation(run).generation
+    written = ProcessWriter(run, generation, pipeline_of(default=Batcher())).close()
+    assert written == ({}, {}, [], False, {}, 0)
+    assert run.files.list(generation) == []
+
+
+def test_an_execution_that_fails_leaves_no_finished_file(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    generation = open_generation(run).generation
+
+    def fail() -> None:
+        with ProcessWriter(run, generation, pipeline_of(default=Batcher())) as writer:
+            writer.messages(0, [message(1)])
+            writer.entry(Entry("b", "", ACK))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert run.files.list(generation) == []
