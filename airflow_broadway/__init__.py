@@ -7,11 +7,16 @@ imports this package too.  Producers lie in ``airflow_broadway.producers``, oper
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.message import BatchInfo, BatchMode, Message, Trigger
+from airflow_broadway.core.message import BatchInfo, BatchMode, Message, Trigger, ack_immediately
 from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.run import RunInfo
 from airflow_broadway.types import PythonBatch, SparkBatch
+
+if TYPE_CHECKING:
+    from airflow_broadway.spark.results import failed
 
 __version__ = "0.1.0"
 
@@ -28,4 +33,15 @@ __all__ = [
     "RunInfo",
     "SparkBatch",
     "Trigger",
+    "ack_immediately",
+    "failed",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Of another room, so loaded only where it is asked for; it needs no pyspark either.
+    if name == "failed":
+        from airflow_broadway.spark.results import failed
+
+        return failed
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,9 +51,14 @@ def transformed(
 ) -> list[Message]:
     """``messages`` as the producer's transformer returns them.
 
-    :raises PipelineError: If it raises, or returns something that is no message.
+    :raises PipelineError: If it raises, or something is no message.
     """
     if transformer is None:
+        for message in messages:
+            if type(message) is not Message:
+                raise PipelineError(
+                    f"a producer must emit messages, got: {message!r:.200}", code="producer_crash"
+                )
         return list(messages)
     made: list[Message] = []
     for message in messages:

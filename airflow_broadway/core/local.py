@@ -98,7 +98,10 @@ class _Given:
 class _Stop:
     """Whether the run is told to stop, and until when it may finish."""
 
-    def __init__(self, clock: Clock, shutdown: float, asked: Callable[[], str]) -> None:
+    def __init__(
+        self, clock: Clock, shutdown: float, asked: Callable[[], str], signals: bool
+    ) -> None:
+        self._signals = signals
         self._clock = clock
         self._shutdown = shutdown
         self._asked = asked
@@ -121,7 +124,7 @@ class _Stop:
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
         """Stop on SIGTERM, where signals can be handled: in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
+        if not self._signals or threading.current_thread() is not threading.main_thread():
             yield
             return
 
@@ -150,6 +153,7 @@ def run_local(
     limiter: RateLimiter | None = None,
     stop: Callable[[], str] = lambda: "",
     on_lease: Callable[[Any], None] = lambda lease: None,
+    on_sigterm: bool = True,
 ) -> RunReport:
     """Run a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
 
@@ -164,9 +168,10 @@ def run_local(
     :param env: What the producer is opened in; names the generation.
     :param limiter: Of the producer's ``rate_limiting``; one that forgets with the run, unless
         given.
-    :param stop: Asked often: why to stop now, or ``""``.  SIGTERM stops too; the run then has the
-        pipeline's ``shutdown`` seconds to finish, and a run that ends by itself has no bound.
+    :param stop: Asked often: why to stop now, or ``""``.  The run then has the pipeline's
+        ``shutdown`` seconds to finish; a run that ends by itself has no bound.
     :param on_lease: Called with the lease before the first message is received.
+    :param on_sigterm: Whether SIGTERM stops too, in the main thread.
     :returns: What was done; ``report.balanced`` says whether every message is accounted for.
     :raises PipelineError: If a batcher runs on Spark; if the transformer, ``partition_by`` or a
         custom splitter broke: messages without an outcome have then been released.
@@ -176,7 +181,7 @@ def run_local(
     made = pipeline() if isinstance(pipeline, type) else pipeline
     check_engines(made)
     used = clock or (env.clock if env is not None else SystemClock())
-    run = _Run(made, used, _Stop(used, made.shutdown, stop))
+    run = _Run(made, used, _Stop(used, made.shutdown, stop, on_sigterm))
     if messages is not None:
         return run.given(messages)
     if env is None:
@@ -261,7 +266,9 @@ class _Run:
                 lambda: source.lease,
                 threaded=_is_threaded(self._pipeline),
             )
-            keeper = Keeper(lambda: producer.custodian(env), lambda: source.lease)
+            keeper = Keeper(
+                lambda: producer.custodian(env), lambda: source.lease, lambda: settler.received > 0
+            )
             if producer.renews:
                 keeper.start()
             acknowledger = RunAcknowledger(producer, settler)

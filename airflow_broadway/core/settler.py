@@ -104,6 +104,11 @@ class Settler:
         #: Seconds spent in settling.
         self.seconds = 0.0
 
+    @property
+    def received(self) -> int:
+        """Messages held so far, settled or not."""
+        return self._received
+
     def hold(self, messages: Sequence[Message]) -> None:
         """Note messages that were received; each is held until it has a verdict."""
         with self._lock:
@@ -216,11 +221,18 @@ class Keeper:
     """Renews a lease from a thread of its own, until told to stop.
 
     :param custodian: Opens the custodian; called in that thread.
+    :param used: Whether the lease has held a message yet; there is nothing to renew before.
     """
 
-    def __init__(self, custodian: Callable[[], Custodian], lease: Callable[[], Lease]) -> None:
+    def __init__(
+        self,
+        custodian: Callable[[], Custodian],
+        lease: Callable[[], Lease],
+        used: Callable[[], bool],
+    ) -> None:
         self._open = custodian
         self._lease = lease
+        self._used = used
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="broadway-keeper", daemon=True)
         #: Whether the lease has lapsed.
@@ -233,6 +245,8 @@ class Keeper:
     def _run(self) -> None:
         custodian: Custodian | None = None
         while not self._stop.wait(self._lease().seconds / 3):
+            if not self._used():
+                continue
             try:
                 custodian = custodian or self._open()
                 if custodian.renew(self._lease()) is None:

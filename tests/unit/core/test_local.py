@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.rate_limiter import MemoryRateState, RateLimiter
 from airflow_broadway.core.settler import entry_of
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
@@ -83,6 +85,23 @@ def test_a_queue_is_drained_and_every_message_accounted_for(path: str, concurren
     depth = queue.depth()
     assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 200, 0, 100)
     assert report.batches["default"].keys() <= {"size", "flush", "timeout"}
+
+
+def test_a_lease_is_renewed_while_the_run_is_at_work(path: str) -> None:
+    class Pipeline(Plain):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            time.sleep(0.1)
+            return message
+
+    queue_of(path, 10)
+    report = on(path, Pipeline, lease=0.3).run_local(max_messages=10)
+    assert (report.settled.acked, report.settled.lapsed) == (10, 0)
+
+
+def test_waiting_for_the_first_message_longer_than_a_lease_is_no_lapse(path: str) -> None:
+    queue_of(path, 0)
+    report = on(path, lease=0.05).run_local(wait_seconds=0.3)
+    assert (report.received, report.ended) == (0, "empty")
 
 
 def test_budgets_end_the_run_and_leave_the_rest_in_the_queue(path: str) -> None:
@@ -268,22 +287,25 @@ def test_ten_messages_are_spread_over_ten_processors() -> None:
     assert Pipeline().run_local(range(10)).failed == 0
 
 
-def test_memory_is_bounded_by_what_is_under_way(path: str) -> None:
-    taken: list[int] = []
-
+def test_no_more_is_taken_than_is_under_way() -> None:
     class Pipeline(Plain):
         processors = Processors(concurrency=2, max_demand=10)
-        batchers: Any = {}  # noqa: RUF012 - options
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            taken.append(SqliteQueue(path, "q").depth().leased)
-            return message
+    pool = ProcessorPool(Pipeline())
+    taken = handled = ahead = 0
 
-    queue_of(path, 1500)
-    report = on(path, Pipeline).run_local()
-    assert report.settled.acked == 1500
-    # What is leased and not yet settled: some dispatches and the acks that wait for others.
-    assert max(taken) <= 1400
+    def dispatches() -> Iterator[list[Message]]:
+        nonlocal taken, ahead
+        for _ in range(500):
+            taken += 10
+            ahead = max(ahead, taken - handled)
+            yield [Message(n) for n in range(10)]
+
+    for chunk, _ in pool.map(dispatches()):
+        handled += len(chunk)
+    pool.close()
+    assert handled == 5000
+    assert ahead <= 200
 
 
 def test_entries_carry_what_the_broker_needs() -> None:
