@@ -1,0 +1,97 @@
+"""``make bench``: every figure in one run, as a table and in ``build/bench.json``.
+
+Absolute figures are this machine's on this day; the ratios, each between two figures of the same
+run, are what may be compared.  ``ARGS="--only core,sqlite"`` runs some parts, ``--quick`` all of
+them at their smallest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import flights
+
+RESULT = Path("build/bench.json")
+
+Part = Callable[[], list[dict[str, Any]]]
+
+
+def parts(quick: bool) -> dict[str, Part]:
+    """The parts by name, in order."""
+    sizes = {"10k": flights.SIZES["10k"]} if quick else flights.SIZES
+    return {
+        "core": lambda: import_module("tests.benchmarks.core").bench_core(),
+        "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
+        "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
+        "spark": lambda: import_module("tests.benchmarks.spark").bench_spark(),
+        "stages": lambda: flights.bench_stages(sizes),
+        "keys": flights.bench_keys,
+        "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),
+    }
+
+
+def main() -> int:
+    """Run the parts and write the result; 1 if a part failed."""
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
+    parser.add_argument("--only", help="names of parts, with commas between")
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, one try")
+    given = parser.parse_args()
+    known = parts(given.quick)
+    chosen = given.only.split(",") if given.only else list(known)
+    unknown = sorted(set(chosen) - set(known))
+    if unknown:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(known)}")
+    figures: list[dict[str, Any]] = []
+    failed = []
+    print(f"{'figure':<44}{'value':>14}  {'unit':<8}{'ratio':>8}  of")
+    for name in chosen:
+        begun = time.monotonic()
+        try:
+            found = known[name]()
+        except Exception as error:
+            failed.append(name)
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        for figure in found:
+            print(_row(figure), flush=True)
+        figures += found
+        print(f"  ({name}: {time.monotonic() - begun:.0f} s)", flush=True)
+    _compare(figures)
+    RESULT.parent.mkdir(exist_ok=True)
+    about = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "failed": failed,
+    }
+    RESULT.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+    print(f"{RESULT}: {len(figures)} figures")
+    return 1 if failed else 0
+
+
+def _compare(figures: list[dict[str, Any]]) -> None:
+    """Add the ratios between figures of different parts."""
+    values = {figure["name"]: figure["value"] for figure in figures}
+    for figure in figures:
+        of = flights.COMPARED.get(figure["name"])
+        if of in values and "ratio" not in figure:
+            figure |= {"ratio": round(figure["value"] / values[of], 3), "of": of}
+            print(_row(figure), flush=True)
+
+
+def _row(figure: dict[str, Any]) -> str:
+    ratio = f"{figure['ratio']:>8.3f}  {figure['of']}" if "ratio" in figure else ""
+    return f"{figure['name']:<44}{figure['value']:>14,}  {figure['unit']:<8}{ratio}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""A Spark application that does next to nothing."""
+
+from pyspark.sql import SparkSession
+
+if __name__ == "__main__":
+    session = SparkSession.builder.getOrCreate()
+    session.range(1).count()
+    session.stop()

@@ -1,0 +1,26 @@
+"""Pipelines of the benchmarks that are not the demo's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Keyed(Broadway):
+    """Each message names its key; a batch costs its call alone."""
+
+    producer = SqliteProducer(queue="bench", path="/nowhere/bench.db")
+    processors = Processors(concurrency=1, max_demand=2_000)
+    batchers = {"default": Batcher(schema="n int, key int")}  # noqa: RUF012 - options
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        data = json.loads(message.data)
+        return message.put_data(data).put_batch_key(data["key"])
+
+    def handle_batch(
+        self, batcher: str, messages: SparkBatch, batch_info: BatchInfo, context: Any
+    ) -> None:
+        return None

@@ -1,0 +1,166 @@
+"""One stage of a run, alone, in a process of its own: prints its time and peak memory as JSON.
+
+``python -m tests.benchmarks.stages STAGE '{"folder": …}'``; :func:`run_stage` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.run import RunInfo
+
+RUN = {"dag_id": "bench", "run_id": "bench"}
+
+
+class Stage(NamedTuple):
+    """What one stage took.
+
+    :param seconds: Of the work, without the start of the interpreter.
+    :param peak: Bytes: the largest resident size of any process of it.
+    """
+
+    seconds: float
+    peak: int
+    result: Any
+
+
+def run_stage(name: str, **given: Any) -> Stage:
+    """Run a stage in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.stages", name, json.dumps(given)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"stage {name} failed:\n{done.stderr[-4000:]}")
+    value = json.loads(done.stdout.splitlines()[-1])
+    return Stage(value["seconds"], value["peak"], value["result"])
+
+
+def _pipeline(ref: dict[str, Any]) -> Broadway:
+    return Broadway.load(ref, RunInfo())
+
+
+def _staged(folder: str, pipeline: Broadway) -> Any:
+    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.store import Store
+
+    store = Store.open(f"file://{folder}/staging")
+    return StagedRun(store, pipeline=pipeline.name, **RUN)
+
+
+def _process(folder: str, ref: dict[str, Any]) -> Any:
+    from airflow_broadway.core.intake import Budget
+    from airflow_broadway.operators._process import Process
+
+    pipeline = _pipeline(ref)
+    run = _staged(folder, pipeline)
+    owner = {**RUN, "task_id": "process", "map_index": 0, "try_number": 1}
+    env = ProducerEnv(
+        pipeline=pipeline.name, generation=uuid.uuid4().hex, owner=owner, clock=SystemClock()
+    )
+    return lambda: Process(run, pipeline, env=env, budget=Budget()).run()
+
+
+def _plan(folder: str, ref: dict[str, Any], batcher: str) -> Any:
+    from airflow_broadway.staging.planner import plan_batches
+
+    pipeline = _pipeline(ref)
+    run = _staged(folder, pipeline)
+    generations = [record.generation for record in run.generations()]
+
+    def work() -> dict[str, Any]:
+        plan = plan_batches(run, pipeline, batcher, generations, try_label="1")
+        return {"plan": plan.path, "batches": plan.batches, "messages": plan.messages}
+
+    return work
+
+
+def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
+    from airflow_broadway import __version__
+    from airflow_broadway.core.manifest import Work, paths
+
+    pipeline = _pipeline(ref)
+    run = _staged(folder, pipeline)
+    work = Work(
+        name="bench",
+        try_number=1,
+        pipeline=ref,
+        run=RunInfo().to_json(),
+        plans=plans,
+        package_version=__version__,
+    )
+    run.files.create(paths.work("bench", 1), work.dumps())
+    command = [
+        str(Path(sys.executable).parent / "spark-submit"),
+        *("--master", "local[2]", "--conf", "spark.ui.enabled=false"),
+        *("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"),
+        str(Path(__file__).parents[2] / "airflow_broadway" / "spark" / "launcher.py"),
+        *("--run", run.spark_uri(), "--work", paths.work("bench", 1)),
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def submit() -> None:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-3000:])
+
+    return submit
+
+
+def _settle(folder: str, ref: dict[str, Any]) -> Any:
+    from airflow_broadway.operators._settling import RunSettler
+
+    pipeline = _pipeline(ref)
+    run = _staged(folder, pipeline)
+
+    def work() -> dict[str, Any]:
+        settler = RunSettler(run, pipeline)
+        settler.settle(final=True)
+        report = settler.report(failed_tasks=[])
+        settler.close()
+        if not report["balanced"] or report["totals"]["released"]:
+            raise RuntimeError(f"the run does not balance: {report['totals']}")
+        return dict(report["totals"])
+
+    return work
+
+
+STAGES: dict[str, Callable[..., Any]] = {
+    "process": _process,
+    "plan": _plan,
+    "spark": _spark,
+    "settle": _settle,
+}
+
+
+def main() -> None:
+    """Run the stage that the command line names."""
+    name, text = sys.argv[1:]
+    work = STAGES[name](**json.loads(text))
+    begun = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - begun
+    peak = max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    peak *= 1 if sys.platform == "darwin" else 1024
+    print(json.dumps({"seconds": seconds, "peak": peak, "result": result}))
+
+
+if __name__ == "__main__":
+    main()
