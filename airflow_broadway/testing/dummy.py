@@ -10,8 +10,8 @@ from airflow_broadway.core.custody import (
     Custodian,
     Entry,
     Lease,
-    SettleReport,
     Settlement,
+    SettleReport,
     Source,
 )
 from airflow_broadway.core.message import Message
