@@ -59,7 +59,7 @@ def _staged(folder: str, pipeline: Broadway) -> Any:
     from airflow_broadway.staging.store import Store
 
     store = Store.open(f"file://{folder}/staging")
-    return StagedRun(store, pipeline=pipeline.name, **RUN)
+    return StagedRun(store, pipeline=pipeline.name, dag_id=RUN["dag_id"], run_id=RUN["run_id"])
 
 
 def _process(folder: str, ref: dict[str, Any]) -> Any:
