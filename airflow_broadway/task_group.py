@@ -133,7 +133,7 @@ def _spark_tasks(
             task_id=task_id,
             batches=[batchers[name].output for name in batch_names],
             **common,
-            **{"trigger_rule": "all_done_min_one_success", **given},
+            **given,
         )
         for task_id, batch_names in tasks
     ]

@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSkipException,
+)
 
 import airflow_broadway
 from airflow_broadway.core.broadway import Broadway
@@ -139,8 +143,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 raise OptionsError(
                     name, "nothing: the application is airflow-broadway's own", kwargs[name]
                 )
-        # A batcher that had no message skipped itself.
-        kwargs.setdefault("trigger_rule", "all_done_min_one_success")
+        # Batchers without a message skip themselves, and of one that failed the others' batches
+        # still are to run.  No rule of Airflow's says "any success" and allows for skips, so this
+        # task looks for itself.
+        kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
@@ -171,6 +177,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
         plans = [self._read(run, path) for path in self._paths()]
+        if not plans:
+            raise AirflowSkipException("No batcher has a batch.")
         total = sum(plan.head.batches for plan in plans)
         left = sum(len(plan.open) for plan in plans)
         if not left:
