@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +14,6 @@ __all__ = ["array_of", "compute"]
 compute: Any = pyarrow.compute
 
 
-def array_of(values: list[Any], kind: pa.DataType) -> Any:
+def array_of(values: Sequence[Any], kind: pa.DataType) -> Any:
     """Return the values as one array of that type."""
     return pa.array(values, type=kind)

@@ -24,6 +24,8 @@ __all__ = ["AT", "SOURCE", "merged", "only_bytes"]
 #: Added to each row: when its chunk was received (microseconds since 1970, never descending within
 #: a generation), and the index of its generation.
 AT, SOURCE = "_at", "source"
+#: Where a row was written, while groups are not read in that order.
+_PLACE = "_place"
 
 
 class _Group(NamedTuple):
@@ -92,7 +94,12 @@ def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Tab
                 for group in range(file.groups)
                 if file.rows(group)
             ]
+    written = list(groups)
     groups.sort()
+    places: dict[_Group, int] = {}
+    if groups != written:
+        # A chunk may be cut by the end of a group: its rows keep the order they were written in.
+        places = {group: place << 32 for place, group in enumerate(written)}
     held: pa.Table | None = None
     latest: int | None = None
     opened: tuple[int, ParquetFile] | None = None
@@ -103,6 +110,10 @@ def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Tab
                     opened[1].close()
                 opened = found.file, ParquetFile(folder, paths[found.file])
             table = opened[1].read(found.group)
+            if places:
+                start = places[found]
+                rows = array_of(range(start, start + table.num_rows), pa.int64())
+                table = table.append_column(_PLACE, rows)
             table = table if held is None else pa.concat_tables([held, table])
             if place + 1 < len(groups):
                 early = pc.less(table["chunk"], groups[place + 1].first_chunk)
@@ -119,8 +130,9 @@ def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Tab
 def _stamped(table: pa.Table, source: int, latest: int | None) -> tuple[pa.Table, int]:
     """Sort whole chunks, and add the columns ``_at`` and ``source``."""
     table = table.combine_chunks()
-    order = pc.sort_indices(table, sort_keys=[("chunk", "ascending")])
-    table = table.take(order)
+    keys = [name for name in ("chunk", _PLACE) if name in table.column_names]
+    order = pc.sort_indices(table, sort_keys=[(name, "ascending") for name in keys])
+    table = table.take(order).select([name for name in table.column_names if name != _PLACE])
     chunk: Any = table["chunk"].combine_chunks()
     ends: Any = pc.run_end_encode(chunk).run_ends
     starts = pa.concat_arrays([array_of([0], ends.type), ends.slice(0, len(ends) - 1)])

@@ -197,7 +197,8 @@ def test_an_error_of_the_disk_names_the_path_the_cause_and_the_cure(
 
     monkeypatch.setattr("os.fsync", refuse)
     writes: list[Callable[[str, str], object]] = [folder.create, folder.replace]
-    for write in (*writes, lambda path, text: folder.write_lines(path, [text])):
+    writes.append(lambda path, text: folder.write_lines(path, [text]))
+    for write in writes:
         with pytest.raises(StagingError, match=rf"cannot write y.json in .*{tmp_path}: .*{words}"):
             write("y.json", "text")
     assert folder.list("") == ["x.json"]

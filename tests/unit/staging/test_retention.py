@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.settlement import record_settled
+from airflow_broadway.testing import ManualClock
+from tests.unit.staging.kit import open_generation, open_run
+
+DAY = 24 * 3600.0
+
+
+def settled_run(root: Path, run_id: str, clock: ManualClock) -> StagedRun:
+    run = open_run(root, run_id, clock)
+    record_settled(run, open_generation(run), SettleReport(acked=1))
+    return run
+
+
+def sweep(run: StagedRun, clock: ManualClock, **given: int) -> list[str]:
+    return sweep_retention(run.store, "Pipeline", "dag", clock=clock, **given)
+
+
+def test_a_balanced_run_is_removed_after_a_week(tmp_path: Path) -> None:
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a:1", clock)
+    mark_balanced(run)
+
+    clock.advance(KEEP - 1)
+    assert sweep(run, clock) == []
+    clock.advance(2)
+    assert sweep(run, clock) == ["a:1"]
+
+    assert run.generations() == []
+    assert sweep(run, clock) == []
+
+
+def test_a_run_that_never_balanced_stays_whatever_its_age(tmp_path: Path) -> None:
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    clock.advance(1000 * DAY)
+    assert sweep(run, clock) == []
+    assert len(run.generations()) == 1
+
+
+def test_an_unsettled_generation_keeps_its_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a balanced run in which a task was cleared later
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    mark_balanced(run)
+    open_generation(run, try_number=2)
+    clock.advance(8 * DAY)
+    assert sweep(run, clock) == []
+    assert "run 'a' was marked balanced but has an unsettled generation: kept" in caplog.text
+
+
+def test_an_unsettled_generation_keeps_its_run_even_off_the_list(tmp_path: Path) -> None:
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    mark_balanced(run)
+    run.forget_open(open_generation(run, try_number=2).generation)
+    clock.advance(8 * DAY)
+    assert sweep(run, clock) == []
+
+
+def test_a_run_that_balanced_again_counts_from_then(tmp_path: Path) -> None:
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    mark_balanced(run)
+    clock.advance(5 * DAY)
+    mark_balanced(run)
+    clock.advance(5 * DAY)
+    assert sweep(run, clock) == []
+    clock.advance(3 * DAY)
+    assert sweep(run, clock) == ["a"]
+    assert run.dag.list("_balanced") == []
+
+
+def test_one_call_removes_a_bounded_number_oldest_first(tmp_path: Path) -> None:
+    clock = ManualClock()
+    for number in range(5):
+        mark_balanced(settled_run(tmp_path, f"r{number}", clock))
+        clock.advance(60)
+    clock.advance(8 * DAY)
+    run = open_run(tmp_path, clock=clock)
+    assert sweep(run, clock, limit=2) == ["r0", "r1"]
+    assert sweep(run, clock, limit=2) == ["r2", "r3"]
+
+
+def test_who_dies_while_removing_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    mark_balanced(run)
+    clock.advance(8 * DAY)
+    with monkeypatch.context() as patched:
+        patched.setattr("airflow_broadway.staging.store.Folder.remove", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sweep(run, clock)
+    assert sweep(run, clock) == ["a"]
+    assert run.dag.list("_balanced") == []

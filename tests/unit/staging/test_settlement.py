@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.custody import (
+    ACK,
+    Action,
+    Delivery,
+    Entry,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.manifest import BatchPlan, paths
+from airflow_broadway.core.message import NO_ACK, Message
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.settlement import (
+    build_settlement,
+    plans_of,
+    settle_generation,
+    settled_journal,
+)
+from tests.unit.staging.kit import (
+    FakeCustodian,
+    Republishing,
+    Silent,
+    batches_of,
+    message,
+    open_generation,
+    open_run,
+    pipeline_of,
+    publish,
+    record_outcome,
+)
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
+
+
+def pipeline_with(producer: Silent | None = None) -> Broadway:
+    return pipeline_of(producer, b=Batcher(batch_size=3))
+
+
+def stream(count: int, start: int = 0) -> list[Message]:
+    return [message(number, batcher="b") for number in range(start, start + count)]
+
+
+def failed(name: str, action: Action = Action.DEAD_LETTER) -> Entry:
+    return Entry(name, f"receipt of {name}", Verdict(action, 0.0, "why", "batch"))
+
+
+def planned(run: StagedRun, pipeline: Broadway, *generations: str) -> BatchPlan:
+    return plan_batches(run, pipeline, "b", generations, try_label="1")
+
+
+def verdicts(settlement: Settlement) -> dict[str, str]:
+    return {entry.message_id: entry.verdict.action.value for entry in settlement.entries()}
+
+
+def everything(settlement: Settlement) -> dict[str, str]:
+    assert settlement.everything is not None
+    return {entry.message_id: entry.receipt for entry in settlement.everything()}
+
+
+# --------------------------------------------------------------------------------------------------
+# What becomes of each message
+# --------------------------------------------------------------------------------------------------
+
+
+def test_when_all_is_known_the_rest_is_acked_and_only_exceptions_are_named(tmp_path: Path) -> None:
+    # Given six messages in two batches with outcomes, one of them failed, and one failed before
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(6)], entries=[failed("early", Action.RETRY)])
+    plan = planned(run, pipeline, generation)
+    first, second = batches_of(run, plan)
+    record_outcome(run, plan, first, entries=[failed("m-1")])
+    record_outcome(run, plan, second)
+
+    # When the settlement is built
+    settlement, complete, progress = build_settlement(
+        run, generation, pipeline, [plan], final=False
+    )
+
+    # Then
+    assert complete
+    assert settlement.rest == ACK
+    assert verdicts(settlement) == verdicts(settlement) == {"early": "retry", "m-1": "dead_letter"}
+    assert settlement.expected == 7
+    assert everything(settlement) == {
+        "early": "receipt of early",
+        **{f"m-{n}": f"receipt-{n}" for n in range(6)},
+    }
+    assert (progress.received, progress.staged, progress.decided) == (7, 6, 6)
+    assert (progress.batches, progress.recorded) == (2, 2)
+
+
+def test_what_has_no_outcome_is_released_and_what_has_one_is_settled_by_it(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(7)])
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[1], entries=[failed("m-4")])
+
+    settlement, complete, progress = build_settlement(run, generation, pipeline, [plan], final=True)
+
+    assert not complete
+    assert settlement.rest.action is Action.RELEASE
+    assert verdicts(settlement) == {"m-3": "ack", "m-4": "dead_letter", "m-5": "ack"}
+    assert (progress.decided, progress.staged) == (3, 7)
+
+
+def test_a_generation_that_published_nothing_is_released_whole(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    generation = open_generation(run).generation
+    settlement, complete, _ = build_settlement(run, generation, pipeline_with(), [], final=True)
+    assert (complete, settlement.rest.action) == (False, Action.RELEASE)
+    assert settlement.everything is None
+    assert settlement.expected is None
+
+
+def test_a_batcher_without_a_plan_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(2)])
+    _, complete, progress = build_settlement(run, generation, pipeline, None, final=True)
+    assert not complete
+    assert progress.unplanned == ("b",)
+    assert "2 of 2 staged messages have no outcome and are given back (no plan for b)" in (
+        caplog.text
+    )
+
+
+def test_without_batchers_all_that_has_no_entry_is_acked(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_of()
+    generation = publish(run, pipeline, [], entries=[failed("a")])
+    settlement, complete, _ = build_settlement(run, generation, pipeline, None, final=True)
+    assert complete
+    assert settlement.rest == ACK
+    assert verdicts(settlement) == {"a": "dead_letter"}
+
+
+def test_an_empty_run_is_complete(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [])
+    settlement, complete, _ = build_settlement(run, generation, pipeline, None, final=True)
+    assert complete
+    assert (settlement.expected, verdicts(settlement)) == (0, {})
+
+
+def test_a_producer_that_does_not_ack_successes_names_each(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="noop"))
+    generation = publish(run, pipeline, [stream(3)])
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
+    settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
+    assert complete
+    assert settlement.rest.action is Action.RELEASE
+    assert verdicts(settlement) == {"m-0": "leave", "m-1": "dead_letter", "m-2": "leave"}
+
+
+def test_a_message_that_configured_its_success_gets_it(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    own = message(1, batcher="b", delivery=Delivery(receipt="r", on_success="dead_letter"))
+    generation = publish(run, pipeline, [[message(0, batcher="b"), own]])
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[0])
+    settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
+    assert complete
+    assert verdicts(settlement) == {"m-0": "ack", "m-1": "dead_letter"}
+
+
+def test_what_a_callback_settled_at_once_is_settled_no_more(tmp_path: Path) -> None:
+    # Given one settled in a processor and staged, one settled there and failed, one in its batch
+    run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="noop"))
+    staged = message(0, batcher="b").with_acknowledger(NO_ACK)
+    generation = publish(
+        run,
+        pipeline,
+        [[staged, message(1, batcher="b"), message(2, batcher="b")]],
+        settled=[failed("early")],
+        settled_now=SettleReport(acked=1, dead_lettered=1),
+    )
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[0], settled=[Entry("m-2", "", ACK)])
+
+    settlement, complete, progress = build_settlement(
+        run, generation, pipeline, [plan], final=False
+    )
+
+    # Then only the fourth is left
+    assert complete
+    assert verdicts(settlement) == {"m-1": "leave"}
+    assert list(everything(settlement)) == ["m-1"]
+    assert settlement.expected == 1
+    assert progress.settled_now == SettleReport(acked=2, dead_lettered=1)
+
+
+def test_a_batch_of_two_generations_settles_each_ones_own(tmp_path: Path) -> None:
+    # Given an id that both generations hold, failed in one of them only
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    first = publish(run, pipeline, [stream(1)])
+    second = publish(run, pipeline, [stream(2)], map_index=1)
+    plan = planned(run, pipeline, first, second)
+    [batch] = batches_of(run, plan)
+    record_outcome(
+        run,
+        plan,
+        batch,
+        entries=[failed("m-0"), failed("m-1")],
+        sources=[plan.generations.index(first), None],
+    )
+
+    found = {
+        generation: build_settlement(run, generation, pipeline, [plan], final=False)[0]
+        for generation in (first, second)
+    }
+
+    # Then an entry that names its source is that one's, and any other goes by its id
+    assert verdicts(found[first]) == {"m-0": "dead_letter"}
+    assert verdicts(found[second]) == {"m-1": "dead_letter"}
+
+
+def test_the_body_goes_with_what_is_published_again(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_with(Republishing(on_success="noop"))
+    delivery = Delivery(payload=b"body", properties="{}")
+    generation = publish(run, pipeline, [[message(0, batcher="b", delivery=delivery)]])
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[0])
+    settlement, _, _ = build_settlement(run, generation, pipeline, [plan], final=False)
+    [entry] = settlement.entries()
+    assert (entry.payload, entry.properties) == (b"body", "{}")
+
+
+def test_the_newest_plan_that_holds_a_generation_decides(tmp_path: Path) -> None:
+    # Given a batcher that was cleared together with one of two process tasks
+    clocked = open_run(tmp_path)
+    pipeline = pipeline_with()
+    kept = publish(clocked, pipeline, [stream(3)])
+    void = publish(clocked, pipeline, [stream(3, 10)], map_index=1)
+    planned(clocked, pipeline, kept, void)
+    clocked.clock.sleep(5)
+    again = publish(clocked, pipeline, [stream(3, 20)], map_index=1)
+    newer = planned(clocked, pipeline, kept, again)
+    assert plans_of(clocked, pipeline, kept) == [newer]
+    assert plans_of(clocked, pipeline, "nowhere") == []
+
+
+# --------------------------------------------------------------------------------------------------
+# The journal
+# --------------------------------------------------------------------------------------------------
+
+
+def ready(tmp_path: Path) -> tuple[StagedRun, Broadway, str, BatchPlan]:
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(3)])
+    plan = planned(run, pipeline, generation)
+    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
+    return run, pipeline, generation, plan
+
+
+def settle(
+    run: StagedRun, pipeline: Broadway, generation: str, plan: BatchPlan, custodian: FakeCustodian
+) -> SettleReport:
+    settlement, _, progress = build_settlement(run, generation, pipeline, [plan], final=True)
+    record = run.generation(generation)
+    return settle_generation(run, record, custodian, settlement, progress=progress, by="test")
+
+
+def test_settling_is_journalled_and_taken_off_the_sweeps_list(tmp_path: Path) -> None:
+    run, pipeline, generation, plan = ready(tmp_path)
+    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
+    report = settle(run, pipeline, generation, plan, custodian)
+    assert report == SettleReport(acked=2, dead_lettered=1)
+    journal = settled_journal(run, generation)
+    assert journal is not None
+    assert (journal.report, journal.received, journal.by) == (report, 3, "test")
+    assert run.state(generation) == "settled"
+    assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
+
+
+def test_settling_again_reports_the_same_and_asks_no_broker(tmp_path: Path) -> None:
+    run, pipeline, generation, plan = ready(tmp_path)
+    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
+    first = settle(run, pipeline, generation, plan, custodian)
+    assert settle(run, pipeline, generation, plan, custodian) == first
+    assert custodian.calls == 1
+
+
+def test_a_broker_that_fails_leaves_the_generation_unsettled_for_the_next(tmp_path: Path) -> None:
+    run, pipeline, generation, plan = ready(tmp_path)
+    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
+
+    def fail() -> None:
+        raise ProducerUnavailable("away")
+
+    custodian.before = fail
+    with pytest.raises(ProducerUnavailable):
+        settle(run, pipeline, generation, plan, custodian)
+    assert run.state(generation) == "settling"
+    [(_, record)] = iter_unsettled(run.store, "Pipeline", "dag")
+    assert record.state == "settling"
+
+    custodian.before = lambda: None
+    assert settle(run, pipeline, generation, plan, custodian).total == 3
+
+
+def test_two_that_settle_at_once_end_with_one_report(tmp_path: Path) -> None:
+    # Given two processes that both find the generation unsettled
+    _, pipeline, generation, plan = ready(tmp_path)
+    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
+    both = threading.Barrier(2)
+
+    def meet() -> None:
+        both.wait()
+
+    custodian.before = meet
+    reports: list[SettleReport] = []
+
+    def work() -> None:
+        own = open_run(tmp_path)
+        reports.append(settle(own, pipeline, generation, plan, custodian))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    # Then each message was judged once, and both say the same
+    assert custodian.calls == 2
+    assert reports[0] == reports[1] == SettleReport(acked=2, dead_lettered=1)
+
+
+@pytest.mark.parametrize("step", ["intent", "settle", "settled", "marker"])
+def test_who_dies_at_any_step_of_settling_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    # Given a process that dies right after one of the steps
+    run, pipeline, generation, plan = ready(tmp_path)
+    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
+
+    class DiedError(BaseException):
+        pass
+
+    create, forget, settled = run.files.create, run.forget_open, custodian.settle
+
+    def created(path: str, text: str) -> bool:
+        made = create(path, text)
+        if path == getattr(paths, step, lambda _: None)(generation):
+            raise DiedError
+        return made
+
+    def custody(*given: object) -> SettleReport:
+        report = settled(*given)  # type: ignore[arg-type]
+        if step == "settle":
+            raise DiedError
+        return report
+
+    def forgot(name: str) -> None:
+        forget(name)
+        if step == "marker":
+            raise DiedError
+
+    monkeypatch.setattr(run.files, "create", created)
+    monkeypatch.setattr(run, "forget_open", forgot)
+    monkeypatch.setattr(custodian, "settle", custody)
+    with pytest.raises(DiedError):
+        settle(run, pipeline, generation, plan, custodian)
+
+    # When another settles it
+    monkeypatch.undo()
+    fresh = open_run(tmp_path)
+    report = settle(fresh, pipeline, generation, plan, custodian)
+
+    # Then the end is the same
+    assert report == SettleReport(acked=2, dead_lettered=1)
+    assert list(iter_unsettled(fresh.store, "Pipeline", "dag")) == []
