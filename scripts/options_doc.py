@@ -1,4 +1,4 @@
-"""Render docs/options.md from the declarations of the options: ``python -m scripts.options_doc``."""
+"""Render docs/options.md from the declarations: ``python -m scripts.options_doc``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ seconds, sizes bytes.  An unknown or ill-typed option is an `OptionsError` that 
 value, the rule or the valid names, and the nearest of them.
 
 Any option may be overridden where the pipeline is used, with JSON values and Airflow templates:
-`Flights(producer={"queue": "flights-{{ var.value.env }}"}, batchers={"delayed": {"batch_size": 10}})`.
+
+```python
+Flights(
+    producer={"queue": "flights-{{ var.value.env }}"},
+    batchers={"delayed": {"batch_size": 10}},
+)
+```
 """
 
 SECTIONS: list[tuple[str, str, type[Any], type[Any] | None]] = [

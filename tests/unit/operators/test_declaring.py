@@ -111,7 +111,7 @@ def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
         (lambda: PythonOrders(batchers={"smal": {}}), "did you mean 'small'?"),
         (
             lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_messages=0),
-            "invalid value for option 'p.max_messages': expected a positive integer or None, got: 0",
+            "option 'p.max_messages': expected a positive integer or None, got: 0",
         ),
         (
             lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_seconds=None),
