@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -261,7 +262,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             self._prepare(uri, Path(folder))
             self._before_submit(context, run)
             try:
-                self._hook = self._make_hook(uri, lambda: self._write_work(context, run, heads))
+                self._hook = None
+                self._hook_of = lambda: self._make_hook(
+                    uri, lambda: self._write_work(context, run, heads)
+                )
                 super().execute(context)
             except AirflowException as error:
                 return error
@@ -333,6 +337,12 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         conn_id = authority.rpartition("@")[0]
         connection = AirflowConnections().get(conn_id) if conn_id else None
         return s3_settings(uri, connection, conf)
+
+    #: Makes the hook; the parent asks for it once it has completed ``conf``.
+    _hook_of: Callable[[], SparkSubmitHook] | None = None
+
+    def _get_hook(self) -> SparkSubmitHook:
+        return super()._get_hook() if self._hook_of is None else self._hook_of()
 
     def _make_hook(self, uri: str, prepare: Callable[[], str]) -> _SubmitHook:
         def arguments() -> list[str]:
@@ -414,7 +424,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _tell_settled(self, run: StagedRun, plans: Sequence[_Plan]) -> None:
         """Say when and how batches were settled, and how to run them again all the same."""
         generations = sorted({name for plan in plans for name in plan.head.generations})
-        settled = {name: _settled_at(run, name) for name in generations}
+        settled = {name: _how_settled(run, name) for name in generations}
         if not any(settled.values()):
             return
         told = 0
@@ -454,30 +464,25 @@ def _references(batches: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _outcomes(run: StagedRun, head: BatchPlan) -> Iterator[Outcome]:
-    _, batches = BatchPlan.read(run.files, head.path)
-    done = set(run.files.list(paths.outcomes(head.batcher)))
-    for batch in batches:
-        if f"{batch.batch_id}.json" in done:
-            path = paths.outcome(head.batcher, batch.batch_id)
-            yield Outcome.loads(run.files.read(path), path)
+    from airflow_broadway.staging.plans import outcomes_of
+
+    return (outcome for _, outcome in outcomes_of(run, head) if outcome is not None)
 
 
 def _is_settled(run: StagedRun, generation: str) -> bool:
     return run.files.exists(paths.intent(generation)) or run.files.exists(paths.settled(generation))
 
 
-def _settled_at(run: StagedRun, generation: str) -> str:
+def _how_settled(run: StagedRun, generation: str) -> str:
     """How a generation was settled, for people; empty if it was not."""
-    try:
-        value = json.loads(run.files.read(paths.settled(generation)))
-    except FileNotFoundError:
+    from airflow_broadway.staging.settlement import settled_journal
+
+    journal = settled_journal(run, generation)
+    if journal is None:
         return "being settled" if run.files.exists(paths.intent(generation)) else ""
-    report = value.get("report", value)
-    counts = {name: n for name, n in report.items() if isinstance(n, int) and n}
-    counts.pop("version", None)
-    when = next((value[name] for name in ("settled_at", "at", "ended_at") if name in value), "")
-    shown = ", ".join(f"{name} {count}" for name, count in counts.items()) or "nothing to settle"
-    return f"settled {when}: {shown}".replace("settled :", "settled:")
+    counts = asdict(journal.report + journal.settled_now)
+    shown = ", ".join(f"{name} {n}" for name, n in counts.items() if isinstance(n, int) and n)
+    return f"settled at {journal.at} by {journal.by}: {shown or 'it held no message'}"
 
 
 def _python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,457 @@
+"""What the Spark operator does around spark-submit; a stand-in plays the application."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.sdk import DAG
+from airflow.serialization.serialized_objects import DagSerialization
+
+import airflow_broadway
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    ConnectionMissing,
+    OptionsError,
+    PipelineError,
+)
+from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, paths
+from airflow_broadway.operators import spark_submit
+from airflow_broadway.operators._common import open_run
+from airflow_broadway.operators._spark_home import LIGHT_JVM, SparkMissing
+from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.spark.files import LocalFiles
+from airflow_broadway.staging.run import StagedRun
+from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
+
+LOCAL = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
+
+
+class World:
+    """A run of one plan, and what was submitted."""
+
+    def __init__(self, root: Path) -> None:
+        self.staging = f"file://{root}/staging"
+        (root / "staging").mkdir()
+        ti = SimpleNamespace(
+            dag_id="d", run_id="r", task_id="g.handle_batches", map_index=-1, try_number=1
+        )
+        dag_run = SimpleNamespace(
+            logical_date=None, data_interval_start=None, data_interval_end=None
+        )
+        context: Any = {"ti": ti, "dag_run": dag_run, "params": {"p": 1}}
+        self.context = context
+        self.run: StagedRun = open_run(context, self.staging, "Counting")
+        self.staged = Staged(root / "staging" / self.run.path)
+        self.staged.root_id = self.run.store.root_id()
+        self.commands: list[list[str]] = []
+        self.envs: list[Mapping[str, str]] = []
+        self.works: list[Work] = []
+        self.handled: set[str] | None = None
+        self.exit_code = 0
+
+    def plan(self, count: int = 3, batcher: str = "default") -> BatchPlan:
+        batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(count)]
+        return self.staged.plan(batcher, batches)
+
+    def operator(self, *references: Any, **more: Any) -> BroadwaySparkSubmitOperator:
+        return BroadwaySparkSubmitOperator(
+            **{
+                "task_id": "handle_batches",
+                "pipeline": Counting,
+                "batches": list(references),
+                "staging": self.staging,
+                "check_pipeline": False,
+                **more,
+            }
+        )
+
+    def execute(self, *references: Any, **more: Any) -> Any:
+        return self.operator(*references, **more).execute(self.context)
+
+    # What takes the place of spark-submit: records an outcome for each batch, or for some.
+    def popen(self, command: list[str], **kwargs: Any) -> Any:
+        self.commands.append(command)
+        self.envs.append(kwargs.get("env") or dict(os.environ))
+        arguments = dict(zip(command[-6::2], command[-5::2], strict=True))
+        files = LocalFiles(arguments["--run"].removeprefix("file://"))
+        work = Work.loads(files.read(arguments["--work"]), arguments["--work"])
+        self.works.append(work)
+        for path in work.plans:
+            head, batches = BatchPlan.read(files, path)
+            for batch in batches:
+                if self.handled is None or batch.batch_id in self.handled:
+                    made = Outcome(
+                        batch_id=batch.batch_id,
+                        batcher=head.batcher,
+                        plan=head.path,
+                        successful=batch.size,
+                        failed=0,
+                        writer="w",
+                    )
+                    files.create(paths.outcome(head.batcher, batch.batch_id), made.dumps())
+        return SimpleNamespace(
+            stdout=iter(["line\n"]), wait=lambda: self.exit_code, poll=lambda: self.exit_code
+        )
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(tmp_path)
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(LOCAL))
+    monkeypatch.setattr(
+        "airflow.providers.apache.spark.hooks.spark_submit.subprocess",
+        SimpleNamespace(Popen=made.popen, PIPE=-1, STDOUT=-2),
+    )
+    monkeypatch.setattr(spark_submit, "check_java", lambda env: None)
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_before_submit", lambda *_: None)
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_after_submit", lambda *_: None)
+    for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "SPARK_CONF_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def settings(command: Sequence[str]) -> dict[str, str]:
+    pairs = itertools.pairwise(command)
+    return dict(value.split("=", 1) for name, value in pairs if name == "--conf")
+
+
+# -- the application it starts ---------------------------------------------------------------------
+
+
+def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
+    plan = world.plan()
+    returned = world.execute({"plan": plan.path}, None)
+    assert returned == {
+        "batches": 3,
+        "failed": 0,
+        "messages": 6,
+        "failed_messages": 0,
+        "plans": [plan.path],
+    }
+    [command] = world.commands
+    assert command[0].endswith("/pyspark/bin/spark-submit")
+    assert command[command.index("--master") + 1] == "local[2]"
+    assert command[command.index("--py-files") + 1].endswith("airflow_broadway_pipeline.zip")
+    assert command[-7].endswith("airflow_broadway_job.py")
+    assert command[-6:-2] == ["--run", world.run.spark_uri(), "--work", command[-3]]
+    [work] = world.works
+    assert (work.name, work.try_number) == ("g.handle_batches", 1)
+    assert work.pipeline == {"class": "tests.unit.spark.pipelines:Counting", "options": {}}
+    assert work.run["params"] == {"p": 1}
+    assert work.package_version == airflow_broadway.__version__
+
+
+def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World) -> None:
+    plan = world.plan()
+    world.execute({"plan": plan.path}, conf={"spark.ui.enabled": "true", "a.b": "c"})
+    made = settings(world.commands[0])
+    assert made["spark.driver.extraJavaOptions"] == LIGHT_JVM
+    assert made["spark.scheduler.mode"] == "FAIR"
+    assert (made["spark.ui.enabled"], made["a.b"]) == ("true", "c")
+
+
+def test_settings_of_files_are_not_overridden(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "own.conf"
+    file.write_text("# mine\nspark.scheduler.mode FIFO\nspark.log.level=INFO\n")
+    world.execute({"plan": world.plan().path}, properties_file=str(file))
+    made = settings(world.commands[0])
+    assert {"spark.scheduler.mode", "spark.log.level"}.isdisjoint(made)
+    assert "spark.ui.enabled" in made
+
+
+def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
+    world.execute({"plan": world.plan().path}, env_vars={"MINE": "1"})
+    [env] = world.envs
+    assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == sys.executable
+    assert env["SPARK_HOME"].endswith("/pyspark")
+    assert env["MINE"] == "1"
+
+
+def test_a_python_that_was_chosen_stays(world: World) -> None:
+    world.execute({"plan": world.plan().path}, env_vars={"PYSPARK_PYTHON": "/opt/python"})
+    [env] = world.envs
+    assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == "/opt/python"
+
+
+def test_the_users_py_files_are_kept(world: World, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("")
+    world.execute({"plan": world.plan().path}, py_files=f"{own}, s3://code/more.zip")
+    command = world.commands[0]
+    given = command[command.index("--py-files") + 1].split(",")
+    assert given[0].endswith(".zip")
+    assert given[1:] == [str(own), "s3://code/more.zip"]
+
+
+def test_nothing_to_do_starts_nothing(world: World) -> None:
+    plan = world.plan()
+    world.execute({"plan": plan.path})
+    assert world.execute({"plan": plan.path})["batches"] == 3
+    assert len(world.commands) == 1
+    assert world.execute(None, [None, []]) == {
+        "batches": 0,
+        "failed": 0,
+        "messages": 0,
+        "failed_messages": 0,
+        "plans": [],
+    }
+    assert len(world.commands) == 1
+
+
+def test_references_come_in_any_nesting(world: World) -> None:
+    plan = {"plan": world.plan().path}
+    assert world.execute([[plan], None], plan)["batches"] == 3
+    assert world.works[0].plans == [plan["plan"]]
+
+
+def test_every_application_fences_the_earlier_ones_off(world: World) -> None:
+    plan = world.plan()
+    world.handled = set()
+    for _ in range(3):  # a retry, or a cleared task whose tries begin at 1 again
+        with pytest.raises(AirflowException):
+            world.execute({"plan": plan.path})
+    assert [work.try_number for work in world.works] == [1, 2, 3]
+
+
+# -- what came of it -------------------------------------------------------------------------------
+
+
+def test_a_missing_outcome_fails_the_task_and_says_what_to_do(world: World) -> None:
+    plan = world.plan()
+    world.handled, world.exit_code = {"b0"}, 1
+    with pytest.raises(
+        AirflowException, match=r"2 of 3 batches have no outcome; .*A retry, or clearing this task"
+    ):
+        world.execute({"plan": plan.path})
+    # The retry runs only the others.
+    world.handled, world.exit_code = None, 0
+    assert world.execute({"plan": plan.path})["batches"] == 3
+
+
+def test_an_application_that_ends_badly_after_all_was_done_is_no_failure(world: World) -> None:
+    world.exit_code = 1
+    assert world.execute({"plan": world.plan().path})["batches"] == 3
+
+
+def test_failed_batches_are_counted(world: World) -> None:
+    plan = world.plan()
+    bad = Outcome(
+        batch_id="b0", batcher="default", plan=plan.path, successful=0, failed=2, error="no"
+    )
+    world.staged.files.create(paths.outcome("default", "b0"), bad.dumps())
+    returned = world.execute({"plan": plan.path})
+    assert (returned["failed"], returned["failed_messages"]) == (1, 2)
+
+
+def test_a_lapsed_lease_fails_at_once_without_a_jvm(world: World) -> None:
+    plan = world.plan()
+    world.staged.lease(seconds=-1)
+    with pytest.raises(AirflowFailException, match="no longer holds its messages: clear `process`"):
+        world.execute({"plan": plan.path})
+    assert world.commands == []
+
+
+def test_a_lease_that_lapses_meanwhile_is_not_retried(world: World) -> None:
+    plan = world.plan()
+    world.handled = {"b0"}
+    operator = world.operator({"plan": plan.path})
+    operator._after_submit = lambda *_: world.staged.lease(seconds=-1)  # type: ignore[method-assign]
+    with pytest.raises(AirflowFailException, match="2 of 3 batches have no outcome: the lease"):
+        operator.execute(world.context)
+
+
+def settle(world: World) -> None:
+    assert world.staged.files.create(paths.intent(GENERATION), "{}")
+    journal = {
+        "version": 1,
+        "generation": GENERATION,
+        "report": SettleReport(acked=6).to_json(),
+        "settled_now": SettleReport().to_json(),
+        "received": 6,
+        "by": "ack try 1",
+        "at": "2026-01-01T00:00:00+00:00",
+    }
+    assert world.staged.files.create(paths.settled(GENERATION), json.dumps(journal))
+
+
+@pytest.mark.parametrize("handled", [True, False])
+def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
+    world: World, handled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = world.plan()
+    if handled:
+        world.execute({"plan": plan.path})
+    settle(world)
+    world.staged.lease(seconds=-1)
+    world.commands.clear()
+    lines: list[str] = []
+    operator = world.operator({"plan": plan.path})
+    monkeypatch.setattr(
+        type(operator),
+        "log",
+        SimpleNamespace(
+            info=lambda text, *more: lines.append(text % more),
+            error=lambda text, *more: lines.append(text % more),
+            warning=lambda *more: None,
+        ),
+    )
+    assert operator.execute(world.context)["batches"] == (3 if handled else 0)
+    assert world.commands == []
+    text = "\n".join(lines)
+    assert "settled at 2026-01-01T00:00:00+00:00 by ack try 1: acked 6" in text
+    assert "airflow-broadway replay --dag-id d --run-id r" in text
+    assert ("b0: 2 succeeded, 0 failed" in text) is handled
+
+
+def test_a_plan_of_another_root_is_refused_with_both_hosts(world: World) -> None:
+    world.staged.root_id = "another"
+    plan = world.plan()
+    with pytest.raises(BroadwayError, match=r"files written on host 'host' lie under another"):
+        world.execute({"plan": plan.path})
+
+
+def test_leases_are_kept_around_the_application_only(world: World) -> None:
+    plan = world.plan()
+    seen: list[str] = []
+    operator = world.operator({"plan": plan.path})
+    operator._before_submit = lambda *_: seen.append(f"before {len(world.commands)}")  # type: ignore[method-assign]
+    operator._after_submit = lambda *_: seen.append(f"after {len(world.commands)}")  # type: ignore[method-assign]
+    operator.execute(world.context)
+    operator.execute(world.context)
+    assert seen == ["before 0", "after 1"]
+
+
+# -- a cluster that outlives the task --------------------------------------------------------------
+
+
+def test_a_job_of_a_cluster_is_known_by_its_list_of_work(world: World) -> None:
+    first, second = world.plan(), world.plan(batcher="wide")
+    keys = []
+    for references in ([first], [first], [first, second]):
+        operator = world.operator(*({"plan": each.path} for each in references))
+        world.handled = set()
+        with pytest.raises(AirflowException):
+            operator.execute(world.context)
+        keys.append(operator.external_id_key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_job_that_succeeded_with_outcomes_missing_is_submitted_again(world: World) -> None:
+    plan = world.plan()
+    operator = world.operator({"plan": plan.path})
+    world.handled = {"b0"}
+    with pytest.raises(AirflowException):
+        operator.execute(world.context)
+    assert not operator.is_job_succeeded("FINISHED")
+    world.handled = None
+    world.execute({"plan": plan.path})
+    assert operator.is_job_succeeded("FINISHED")
+    assert not operator.is_job_succeeded("FAILED")
+
+
+def test_a_kill_before_anything_was_started_is_harmless(world: World) -> None:
+    world.operator().on_kill()
+
+
+# -- what is missing -------------------------------------------------------------------------------
+
+
+def test_a_missing_connection_is_never_yarn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = world.plan()
+    with pytest.raises(ConnectionMissing, match=r"'spark_prod' is not defined; .*AIRFLOW_CONN_SPA"):
+        world.execute({"plan": plan.path}, conn_id="spark_prod")
+    assert world.commands == []
+
+
+@pytest.mark.parametrize(
+    "connection",
+    [{"conn_type": "http", "host": "example.org"}, {"conn_type": "spark", "host": "x"}],
+)
+def test_a_connection_of_another_kind_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, connection: dict[str, str]
+) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
+    with pytest.raises(ConnectionMissing, match=r"expected local.*, yarn"):
+        world.execute({"plan": world.plan().path})
+
+
+def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("airflow_broadway.operators._spark_home._bundled", lambda: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        SparkMissing, match=r"neither on PATH nor in SPARK_HOME.*pip install pyspark"
+    ):
+        world.execute({"plan": world.plan().path})
+
+
+def test_a_pipeline_that_spark_cannot_import_is_one_clear_error_before_a_jvm(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "helper_module_x.py").write_text("")
+    (folder / "needs_helper_x.py").write_text(
+        "import helper_module_x\n"
+        "from tests.unit.spark.pipelines import Counting\n"
+        "class Needy(Counting):\n    name = 'Counting'\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    plan = world.plan()
+    given: dict[str, Any] = {"pipeline": "needs_helper_x:Needy", "check_pipeline": True}
+    with pytest.raises(PipelineError, match=r"No module named 'helper_module_x'.*\n.*py_files"):
+        world.execute({"plan": plan.path}, **given)
+    assert world.commands == []
+    # With the helper, and what the class inherits from, it goes.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    given["py_files"] = str(folder / "helper_module_x.py")
+    assert world.execute({"plan": plan.path}, **given)["batches"] == 3
+
+
+# -- while the Dag is parsed -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["application", "application_args", "java_class"])
+def test_the_application_is_ours(name: str) -> None:
+    given: dict[str, Any] = {name: ["x"]}
+    with pytest.raises(OptionsError, match=name):
+        BroadwaySparkSubmitOperator(task_id="t", pipeline=Counting, batches=[], **given)
+
+
+def test_the_serialized_task_holds_only_a_reference() -> None:
+    with DAG("d", schedule=None) as dag:
+        BroadwaySparkSubmitOperator(
+            task_id="t",
+            pipeline=Counting(batchers={"default": {"batch_size": 7}}),
+            batches=[],
+            executor_memory="4g",
+            pool="spark",
+        )
+    text = json.dumps(DagSerialization.to_dict(dag), default=str)
+    assert "tests.unit.spark.pipelines:Counting" in text
+    assert "object at 0x" not in text
+    assert "handle_batch(" not in text
+
+
+def test_a_class_of_a_dag_file_is_refused_with_the_cure() -> None:
+    name = "unusual_prefix_0123456789abcdef0123456789abcdef01234567_my_dag"
+    module = type(sys)(name)
+    cls = type("InDag", (Counting,), {"__module__": name, "__qualname__": "InDag"})
+    module.InDag = cls  # type: ignore[attr-defined]
+    sys.modules[name] = module
+    try:
+        with pytest.raises(OptionsError, match="move the class InDag to a module of its own"):
+            BroadwaySparkSubmitOperator(task_id="t", pipeline=cls, batches=[])
+    finally:
+        del sys.modules[name]
