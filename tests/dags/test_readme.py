@@ -22,9 +22,10 @@ PIPELINE, DAG, SEND, TEST = re.findall(r"```python\n(.*?)```", README, re.DOTALL
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A user's own folder, with the README's files and its ``/data`` in it."""
+    (tmp_path / "dags").mkdir()
     for name, text in {
-        "orders_pipeline.py": PIPELINE,
-        "orders.py": DAG,
+        "dags/orders_pipeline.py": PIPELINE,
+        "dags/orders.py": DAG,
         "send.py": SEND,
         "test_orders.py": TEST,
     }.items():
@@ -33,9 +34,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(project: Path, *arguments: str, timeout: float = 60.0) -> str:
+def python(project: Path, *arguments: str, timeout: float = 120.0) -> str:
     home = project / "airflow"
-    env = airflow_env(home=home, dags=project)
+    env = airflow_env(home=home, dags=project / "dags")
     for name, connection in re.findall(r"export (AIRFLOW_CONN_\w+)='(.*)'", README):
         env[name] = connection.replace("/data/", f"{project}/data/")
     if "orders_run.py" in arguments:
@@ -61,7 +62,9 @@ def test_its_pipeline_passes_its_test(project: Path) -> None:
 
 
 def test_its_dag_parses(project: Path) -> None:
-    text = python(project, str(Path(__file__).with_name("parse.py")), str(project / "orders.py"))
+    text = python(
+        project, str(Path(__file__).with_name("parse.py")), str(project / "dags" / "orders.py")
+    )
 
     told = json.loads(text.splitlines()[-1])
     assert told["errors"] == {}
@@ -79,6 +82,7 @@ def test_its_dag_writes_what_was_sent(project: Path) -> None:
     told = python(project, "orders_run.py", timeout=240.0)
 
     # Then Spark has written the order, and the queue is empty
+    assert (project / "data" / "orders").is_dir(), told
     rows = ds.dataset(project / "data" / "orders", format="parquet", partitioning="hive")
     [row] = rows.to_table(columns=["customer", "amount"]).to_pylist()
     assert row == {"customer": "ada", "amount": 12.5}, told
