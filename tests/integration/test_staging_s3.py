@@ -1,0 +1,214 @@
+"""Staging on S3, against a real server over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import ACK, Entry, SettleReport
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.reader import read_batch
+from airflow_broadway.staging.retention import mark_balanced, sweep_retention
+from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.store import Folder, Store
+from airflow_broadway.testing import ManualClock
+from tests.unit.staging.kit import (
+    FakeCustodian,
+    batches_of,
+    manifest_of,
+    message,
+    open_generation,
+    pipeline_of,
+    publish,
+    record_outcome,
+)
+
+pytest.importorskip("s3fs")
+server = pytest.importorskip("moto.server")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    running = server.ThreadedMotoServer(port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def options(endpoint: str) -> dict[str, Any]:
+    return {
+        "key": "test",
+        "secret": "test",
+        "client_kwargs": {"endpoint_url": endpoint},
+        # A client of its own for each store, as in processes of their own.
+        "skip_instance_cache": True,
+    }
+
+
+@pytest.fixture
+def uri(options: dict[str, Any]) -> str:
+    bucket = f"bucket-{uuid.uuid4().hex}"
+    Store.open(f"s3://{bucket}", **options).fs.mkdir(bucket)
+    return f"s3://{bucket}/staging"
+
+
+def run_on(uri: str, options: dict[str, Any], clock: ManualClock | None = None) -> StagedRun:
+    store = Store.open(uri, **options)
+    clock = clock or ManualClock()
+    return StagedRun(store, pipeline="Pipeline", dag_id="dag", run_id="run:1", clock=clock)
+
+
+def test_of_two_writers_at_once_exactly_one_creates_the_object(
+    uri: str, options: dict[str, Any]
+) -> None:
+    # Given two clients that have both seen that there is no manifest
+    folders: list[Folder] = [Store.open(uri, **options).folder("f") for _ in range(2)]
+    assert not any(folder.exists("manifest.json") for folder in folders)
+
+    for attempt in range(10):
+        path, start, won = f"{attempt}.json", threading.Barrier(2), []
+
+        def write(folder: Folder, text: str, path: str = path, start: Any = start) -> None:
+            start.wait()
+            if folder.create(path, text):
+                won.append(text)  # noqa: B023 - joined below
+
+        # When both write it at the same instant
+        threads = [
+            threading.Thread(target=write, args=(folder, name * 5000))
+            for folder, name in zip(folders, "ab", strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        # Then one of them is told that it did, and its text is there
+        assert len(won) == 1
+        assert folders[0].read(path) == won[0]
+
+
+def test_what_one_client_writes_another_sees_at_once(uri: str, options: dict[str, Any]) -> None:
+    first, second = (Store.open(uri, **options).folder("f") for _ in range(2))
+    assert second.list("x") == []
+    assert not second.exists("x/a")
+    first.create("x/a", "1")
+    assert second.list("x") == ["a"]
+    assert second.exists("x/a")
+    first.replace("x/a", "22")
+    assert second.read("x/a") == "22"
+    assert list(second.lines("x/a")) == ["22"]
+    second.remove("x/a")
+    assert not first.exists("x/a")
+    assert first.list("x") == []
+
+
+def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(
+    uri: str, options: dict[str, Any]
+) -> None:
+    folder = Store.open(uri, **options).folder("f")
+    lines = [str(number) * 1000 for number in range(10_000, 14_000)]  # several parts
+    assert folder.write_lines("big.jsonl", iter(lines)) == len(lines)
+    assert list(folder.lines("big.jsonl")) == lines
+
+    def broken() -> Iterator[str]:
+        yield from lines
+        raise RuntimeError("halfway")
+
+    with pytest.raises(StagingError, match="halfway"):
+        folder.write_lines("half.jsonl", broken())
+    assert folder.list("") == ["big.jsonl"]
+
+
+def test_two_hosts_see_one_root(uri: str, options: dict[str, Any]) -> None:
+    first, second = (Store.open(uri, **options) for _ in range(2))
+    second.check_root(first.root_id(), "worker-1")
+    bucket = uri.removeprefix("s3://")
+    assert first.spark_uri("p") == f"s3a://{bucket}/p"
+    assert Store(first.fs, first.root, f"s3://conn@{bucket}").spark_uri() == f"s3a://{bucket}"
+
+
+def test_a_bucket_that_is_not_there_is_one_clear_error(options: dict[str, Any]) -> None:
+    store = Store.open(f"s3://nowhere-{uuid.uuid4().hex}/staging", **options)
+    with pytest.raises(StagingError, match=r"cannot .* s3://nowhere-.*`\[broadway\] staging`"):
+        store.folder("f").create("x", "")
+
+
+def test_a_server_that_does_not_answer_is_one_clear_error(options: dict[str, Any]) -> None:
+    away = {"endpoint_url": "http://127.0.0.1:9"}
+    store = Store.open(
+        "s3://bucket/staging",
+        **{**options, "client_kwargs": away, "config_kwargs": {"retries": {"max_attempts": 0}}},
+    )
+    with pytest.raises(StagingError, match=r"s3://bucket/staging: .*check `\[broadway\] staging`"):
+        store.root_id()
+
+
+def test_a_run_from_its_first_record_to_its_removal(uri: str, options: dict[str, Any]) -> None:
+    # Given two generations staged by clients of their own
+    pipeline = pipeline_of(
+        b=Batcher(engine="python", batch_size=40, batch_timeout=None, schema="n int")
+    )
+    generations = [
+        publish(
+            run_on(uri, options),
+            pipeline,
+            [[message(n, {"n": n}, batcher="b") for n in range(index, 100, 2)]],
+            map_index=index,
+        )
+        for index in range(2)
+    ]
+    second_try = manifest_of(run_on(uri, options), generations[0], 0)
+    assert not run_on(uri, options).publish(second_try)
+
+    # When they are planned, read, and their outcomes recorded
+    clock = ManualClock()
+    run = run_on(uri, options, clock)
+    plan = plan_batches(run, pipeline, "b", generations, try_label="1")
+    batches = batches_of(run, plan)
+    read = [each for batch in batches for each in read_batch(run_on(uri, options), plan, batch)]
+    assert sorted(each.data["n"] for each in read) == list(range(100))
+    for batch in batches:
+        record_outcome(run, plan, batch)
+
+    # Then each is settled once
+    found = list(iter_unsettled(run.store, "Pipeline", "dag"))
+    assert [record.generation for _, record in found] == [
+        record.generation for record in run.generations()
+    ]
+    for generation in generations:
+        settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
+        assert complete
+        assert settlement.rest == ACK
+        custodian = FakeCustodian({generation: [f"m-{n}" for n in range(50)]})
+        report = settle_generation(run, run.generation(generation), custodian, settlement)
+        assert report == SettleReport(acked=50)
+    assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
+
+    # and the run is removed when its time has come
+    mark_balanced(run)
+    clock.advance(8 * 24 * 3600)
+    assert sweep_retention(run.store, "Pipeline", "dag", clock=clock) == ["run:1"]
+    assert run_on(uri, options).generations() == []
+
+
+def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, Any]) -> None:
+    from airflow_broadway.staging.writer import ProcessWriter
+
+    run = run_on(uri, options)
+    generation = open_generation(run).generation
+    writer = ProcessWriter(run, generation, pipeline_of(b=Batcher()))
+    writer.messages(0, [message(0, batcher="b")])
+    writer.entry(Entry("x", "", ACK))
+    writer.abort()
+    del writer
+    assert run.files.list(generation) == []
