@@ -17,7 +17,7 @@ class Counting(Broadway):
     """Calls ``Counting.callback``, and keeps what it was called with."""
 
     producer = Producer()
-    batchers = {  # noqa: RUF012 - as a pipeline declares them
+    batchers = {
         "default": Batcher(schema="n bigint"),
         "wide": Batcher(schema="n bigint", concurrency=3),
         "other": Batcher(schema="n bigint", concurrency=2),
@@ -52,4 +52,4 @@ class Without(Broadway):
     """Has no ``handle_batch``."""
 
     producer = Producer()
-    batchers = {"default": Batcher(schema="n bigint")}  # noqa: RUF012
+    batchers = {"default": Batcher(schema="n bigint")}

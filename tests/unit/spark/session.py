@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -27,5 +28,7 @@ def spark_session() -> SparkSession:
     os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local[2] {arguments} pyspark-shell"
     made = _session()
     made.sparkContext.setLogLevel("ERROR")
+    # It logs when its sockets close, which may be after pytest has closed the log's stream.
+    logging.getLogger("py4j").setLevel(logging.WARNING)
     atexit.register(made.stop)
     return made

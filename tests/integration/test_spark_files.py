@@ -1,0 +1,52 @@
+"""A run's folder through Hadoop's file systems, as on a cluster; here its local one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.spark.files import CHUNK, HadoopFiles, open_files
+from tests.unit.spark.session import spark_session
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(params=[True, False], ids=["renames", "writes"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> HadoopFiles:
+    return HadoopFiles(spark_session(), f"file://{tmp_path}/run", renames=request.param)
+
+
+def test_a_file_is_created_once(files: HadoopFiles) -> None:
+    assert not files.exists("a/b.json")
+    assert files.create("a/b.json", "one ✓")
+    assert not files.create("a/b.json", "two")
+    assert files.read("a/b.json") == "one ✓"
+    assert [name for name in files.list("a") if not name.startswith(".")] == ["b.json"]
+
+
+def test_a_file_is_replaced(files: HadoopFiles) -> None:
+    files.replace("a.json", "one")
+    files.replace("a.json", "two")
+    assert files.read("a.json") == "two"
+
+
+def test_what_is_not_there(files: HadoopFiles) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.read("nothing.json")
+    assert files.list("nothing") == []
+
+
+def test_lines_come_back_as_they_went(files: HadoopFiles) -> None:
+    lines = ["", "ü ✓", "x" * (CHUNK + 1), '{"a": 1}']
+    assert files.write_lines("x/y.jsonl", iter(lines)) == 4
+    assert list(files.lines("x/y.jsonl")) == lines
+
+
+def test_other_schemes_go_through_the_jvm() -> None:
+    class Fake:
+        _jvm = spark_session()._jvm
+        _jsc = spark_session()._jsc
+
+    with pytest.raises(Exception, match=r"No FileSystem for scheme|UnsupportedFile"):
+        open_files("nosuch://bucket/run", Fake())

@@ -1,0 +1,140 @@
+"""The operator and a real spark-submit, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException
+
+from airflow_broadway.operators._common import open_run
+from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from tests.unit.spark.plans import Planned, Staged, rows
+
+pytestmark = pytest.mark.spark
+
+PIPELINE = """
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.core.producer import Producer
+from airflow_broadway.spark import failed
+
+
+def double(n: int) -> int:
+    return 2 * n
+
+
+class Doubling(Broadway):
+    producer = Producer()
+    batchers = {"default": Batcher(schema="n bigint", concurrency=2)}
+
+    def setup(self, run):
+        return run.params["lake"]
+
+    def handle_batch(self, batcher, messages, info, lake):
+        from pyspark.sql import functions as F
+
+        twice = F.udf(double, "bigint")          # executors import the pipeline's package too
+        good = messages.where("data.n > 0").select("message_id", twice("data.n").alias("n"))
+        good.write.mode("overwrite").parquet(info.path(lake))
+        if info.batch_id == "b1":
+            raise ValueError("b1 is broken")
+        return failed(messages.where("data.n = 0"), reason="zero")
+"""
+
+
+def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a pipeline in a package that only this process has on its path, and three batches
+    package = tmp_path / "code" / "doubling_shop"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "flights.py").write_text(PIPELINE)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    connection = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
+    for hook in ("_before_submit", "_after_submit"):
+        monkeypatch.setattr(BroadwaySparkSubmitOperator, hook, lambda *_: None)
+    staging = f"file://{tmp_path}/staging"
+    (tmp_path / "staging").mkdir()
+    run_id = "manual__2026-01-01T00:00:00+00:00"
+    ti = SimpleNamespace(dag_id="d", run_id=run_id, task_id="t", map_index=-1, try_number=1)
+    dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
+    lake = f"file://{tmp_path}/lake"
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {"lake": lake}}
+    run = open_run(context, staging, "Doubling")
+    staged = Staged(tmp_path / "staging" / run.path, pipeline="Doubling")
+    staged.root_id = run.store.root_id()
+    batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
+    plan = staged.plan("default", batches)
+    operator = BroadwaySparkSubmitOperator(
+        task_id="t",
+        pipeline="doubling_shop.flights:Doubling",
+        batches=[{"plan": plan.path}, None],
+        staging=staging,
+        name="d.t",
+    )
+
+    # When it is executed
+    returned = operator.execute(context)
+
+    # Then each batch has its outcome, a failed one included, and the lake its rows
+    assert returned == {
+        "batches": 3,
+        "failed": 1,
+        "messages": 30,
+        "failed_messages": 12,
+        "plans": [plan.path],
+    }
+    outcomes = staged.outcomes("default")
+    assert [outcomes[f"b{n}"].successful for n in range(3)] == [9, 0, 9]
+    assert "ValueError: b1 is broken" in outcomes["b1"].error
+    assert outcomes["b0"].application_id.startswith("local-")
+    import pyarrow.dataset as ds
+
+    found: list[Any] = ds.dataset(tmp_path / "lake", format="parquet").to_table()["n"].to_pylist()
+    assert sorted(found) == sorted(2 * n for n in range(1, 10) for _ in range(3))
+
+    # and a second execution starts no JVM
+    monkeypatch.setattr(operator, "_submit", None)
+    assert operator.execute(context) == returned
+
+
+def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A staging root that the driver does not see: it refuses before it starts a session.
+    (tmp_path / "staging").mkdir()
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    connection = {"conn_type": "spark", "host": "local[1]", "extra": {"deploy-mode": "client"}}
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
+    for hook in ("_before_submit", "_after_submit"):
+        monkeypatch.setattr(BroadwaySparkSubmitOperator, hook, lambda *_: None)
+    staging = f"file://{tmp_path}/staging"
+    ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
+    dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
+    run = open_run(context, staging, "Counting")
+    staged = Staged(tmp_path / "staging" / run.path)
+    staged.root_id = run.store.root_id()
+    plan = staged.plan("default", [Planned("b0", rows(1))])
+    operator = BroadwaySparkSubmitOperator(
+        task_id="t",
+        pipeline="tests.unit.spark.pipelines:Counting",
+        batches=[{"plan": plan.path}],
+        staging=staging,
+        name="d.t",
+    )
+    monkeypatch.setattr(type(run), "spark_uri", lambda self: f"file://{tmp_path}/not-seen")
+    with pytest.raises(AirflowException) as found:
+        operator.execute(context)
+    text = str(found.value)
+    assert "1 of 1 batches have no outcome; the others stand." in text
+    assert "every task and the driver must see the same staging root" in text

@@ -1,0 +1,127 @@
+"""What a worker needs to start Spark, found and checked before a JVM starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.producer import Connection
+from airflow_broadway.operators import _spark_home
+from airflow_broadway.operators._spark_home import (
+    SparkMissing,
+    check_java,
+    find_spark,
+    s3_settings,
+)
+
+
+def program(path: Path, text: str = "exit 0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def java(home: Path, version: str, *modules: str) -> dict[str, str]:
+    lines = "\n".join([f"java.base@{version}", *(f"{name}@{version}" for name in modules)])
+    program(home / "bin" / "java", f"cat <<END\n{lines}\nEND")
+    return {"JAVA_HOME": str(home)}
+
+
+def test_spark_home_wins(tmp_path: Path) -> None:
+    binary = program(tmp_path / "bin" / "spark-submit")
+    found = find_spark("spark-submit", {"SPARK_HOME": str(tmp_path), "PATH": ""})
+    assert (found.binary, found.bundled, found.env) == (str(binary), False, {})
+
+
+def test_a_program_on_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    binary = program(tmp_path / "spark3-submit")
+    found = find_spark("spark3-submit", {"PATH": str(tmp_path)})
+    assert (found.binary, found.env) == (str(binary), {})
+
+
+def test_else_the_pyspark_of_this_python(tmp_path: Path) -> None:
+    found = find_spark("spark-submit", {"PATH": str(tmp_path)})
+    assert found.bundled
+    assert found.binary == f"{found.env['SPARK_HOME']}/bin/spark-submit"
+
+
+def test_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spark_home, "_bundled", lambda: None)
+    with pytest.raises(SparkMissing, match="'spark2-submit' is neither on PATH nor in SPARK_HOME"):
+        find_spark("spark2-submit", {"PATH": "/nowhere"})
+
+
+def test_a_good_java(tmp_path: Path) -> None:
+    check_java(java(tmp_path, "17.0.15", "jdk.incubator.vector"))
+    check_java(java(tmp_path, "21", "jdk.incubator.vector"))
+
+
+def test_no_java(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"no java program was found \(there is no JAVA_HOME\)"):
+        check_java({"PATH": str(tmp_path)})
+    with pytest.raises(SparkMissing, match=r"JAVA_HOME is .*: install a JRE of version 17"):
+        check_java({"JAVA_HOME": str(tmp_path)})
+
+
+def test_an_old_java(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"is too old for Spark \(11.0.2; JAVA_HOME is"):
+        check_java(java(tmp_path, "11.0.2", "jdk.incubator.vector"))
+    program(tmp_path / "bin" / "java", "echo 'Unrecognized option: --list-modules' >&2; exit 1")
+    with pytest.raises(SparkMissing, match=r"is too old for Spark .Unrecognized option"):
+        check_java({"JAVA_HOME": str(tmp_path)})
+
+
+def test_a_java_without_the_vector_module(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"lacks the module jdk.incubator.vector, without which"):
+        check_java(java(tmp_path, "17.0.15"))
+
+
+AWS = Connection(
+    conn_id="aws",
+    conn_type="aws",
+    login="AKIA",
+    password="hush",
+    extra={"endpoint_url": "http://minio:9000", "region_name": "eu-central-1"},
+)
+
+
+def test_the_arguments_for_a_root_in_s3() -> None:
+    conf, secret = s3_settings("s3a://bucket/broadway/run", AWS, {})
+    prefix = "spark.hadoop.fs.s3a.bucket.bucket"
+    assert conf == {
+        f"{prefix}.endpoint": "http://minio:9000",
+        f"{prefix}.path.style.access": "true",
+        f"{prefix}.connection.ssl.enabled": "false",
+        f"{prefix}.endpoint.region": "eu-central-1",
+    }
+    assert secret == {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "hush"}
+    assert "hush" not in str(conf)
+
+
+def test_own_settings_of_s3_stay() -> None:
+    name = "spark.hadoop.fs.s3a.bucket.bucket.endpoint"
+    conf, _ = s3_settings("s3a://bucket/x", AWS, {name: "mine"})
+    assert name not in conf
+
+
+def test_amazon_itself_needs_no_path_style_and_temporary_keys_have_a_token() -> None:
+    connection = Connection(
+        conn_id="aws",
+        login="ASIA",
+        password="p",
+        extra={
+            "service_config": {"s3": {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}},
+            "aws_session_token": "t",
+        },
+    )
+    conf, secret = s3_settings("s3a://b/x", connection, {})
+    assert "spark.hadoop.fs.s3a.bucket.b.path.style.access" not in conf
+    assert conf["spark.hadoop.fs.s3a.bucket.b.connection.ssl.enabled"] == "true"
+    assert secret["AWS_SESSION_TOKEN"] == "t"
+
+
+def test_a_connection_without_keys_leaves_it_to_the_chain_of_providers() -> None:
+    assert s3_settings("s3a://b/x", Connection(conn_id="aws"), {}) == ({}, {})
+    assert s3_settings("s3a://b/x", None, {}) == ({}, {})
