@@ -402,6 +402,6 @@ def _dag_module(name: str) -> object:
         if match and match["stem"] == stem:
             return module
     raise PipelineError(
-        f"the Dag file {stem!r} is not loaded in this process; move the pipeline's class to a module"
-        " of its own"
+        f"the Dag file {stem!r} is not loaded in this process; move the pipeline's class to a"
+        " module of its own"
     )

@@ -28,10 +28,11 @@ from airflow_broadway.core.custody import SettleReport
 from airflow_broadway.core.engine import Engine, check_engines
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.keeper import Keeper
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.producer import Connection, Connections, ProducerEnv
 from airflow_broadway.core.rate_limiter import RateLimiter
-from airflow_broadway.core.settler import Keeper, Settler, Tally
+from airflow_broadway.core.settler import Settler, Tally
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -267,7 +268,9 @@ class _Run:
                 threaded=_is_threaded(self._pipeline),
             )
             keeper = Keeper(
-                lambda: producer.custodian(env), lambda: source.lease, lambda: settler.received > 0
+                lambda: producer.custodian(env),
+                source.lease.seconds,
+                lambda: [source.lease] if settler.received else [],
             )
             if producer.renews:
                 keeper.start()
@@ -310,9 +313,7 @@ class _Run:
         return report
 
     def _engine(self) -> Engine:
-        return Engine(
-            self._pipeline, clock=self._clock, ack=ack_messages, late=self._stop.late
-        )
+        return Engine(self._pipeline, clock=self._clock, ack=ack_messages, late=self._stop.late)
 
     def _report(
         self,

@@ -5,8 +5,8 @@ A class decorated with :func:`options` is a frozen, keyword-only dataclass whose
 lists the valid names and the nearest; ``docs/options.md`` is made of them.
 
 Text that holds ``{{`` is an Airflow template: it passes every rule while the Dag is parsed, and is
-checked once rendered (:func:`override` with ``rendered=True``), when text is also read as the number
-or truth value that the rule asks for.
+checked once rendered (:func:`override` with ``rendered=True``), when text is also read as the
+number or truth value that the rule asks for.
 """
 
 from __future__ import annotations
@@ -342,7 +342,9 @@ class Processors(Options):
         " ``max_demand - min_demand`` messages.  10 as in Broadway.",
     )
     min_demand: int = option(
-        default=AUTO, rule=at_least(0), doc="Less than ``max_demand``; half of it unless given, as in Broadway."
+        default=AUTO,
+        rule=at_least(0),
+        doc="Less than ``max_demand``; half of it unless given, as in Broadway.",
     )
     partition_by: Callable[[Any], int] | None = option(
         default=None,

@@ -1,7 +1,7 @@
 """Settling in the process that works: acks go to the broker in bulk, as they come.
 
 A :class:`Settler` is the sink of a :class:`RunAcknowledger`.  It has one custodian, used from one
-thread, and a keeper that renews the lease from a thread of its own.
+thread.
 """
 
 from __future__ import annotations
@@ -215,51 +215,3 @@ class Settler:
 
 def _each(entries: list[Entry]) -> Iterator[Entry]:
     return iter(entries)
-
-
-class Keeper:
-    """Renews a lease from a thread of its own, until told to stop.
-
-    :param custodian: Opens the custodian; called in that thread.
-    :param used: Whether the lease has held a message yet; there is nothing to renew before.
-    """
-
-    def __init__(
-        self,
-        custodian: Callable[[], Custodian],
-        lease: Callable[[], Lease],
-        used: Callable[[], bool],
-    ) -> None:
-        self._open = custodian
-        self._lease = lease
-        self._used = used
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="broadway-keeper", daemon=True)
-        #: Whether the lease has lapsed.
-        self.lapsed = False
-
-    def start(self) -> None:
-        """Begin; renews for the first time after a third of the lease."""
-        self._thread.start()
-
-    def _run(self) -> None:
-        custodian: Custodian | None = None
-        while not self._stop.wait(self._lease().seconds / 3):
-            if not self._used():
-                continue
-            try:
-                custodian = custodian or self._open()
-                if custodian.renew(self._lease()) is None:
-                    self.lapsed = True
-                    log.error("the lease has lapsed: its messages may be handled by another run")
-                    break
-            except BroadwayError as error:
-                log.warning("could not renew the lease yet: %s", error)
-        if custodian is not None:
-            custodian.close()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()

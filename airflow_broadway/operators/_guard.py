@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.operators._leases import LeaseKeeper
+from airflow_broadway.core.keeper import Keeper
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.run import StagedRun
@@ -32,20 +32,20 @@ class Guard:
         if not pipeline.producer.renews:
             open_ones = []
         leases = [run.lease(each.generation) for each in open_ones]
-        self._keeper = LeaseKeeper(
+        self._keeper = Keeper(
             self._settler.custodian,
-            leases,
+            min((lease.seconds for lease in leases), default=3600.0),
+            lambda: [] if self._settler.watched() else leases,
             renewed=run.put_lease,
-            idle=self._settler.watched,
         )
 
     def start(self) -> None:
         """Begin to renew."""
-        self._keeper.__enter__()
+        self._keeper.start()
 
     def finish(self) -> None:
         """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
-        self._keeper.__exit__(None, None, None)
+        self._keeper.stop()
         try:
             if not self._settler.watched():
                 log.info("No ack sensor has looked after this run lately: settling here.")

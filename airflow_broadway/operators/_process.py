@@ -23,6 +23,7 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.keeper import Keeper
 from airflow_broadway.core.manifest import Manifest
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.processor import ChunkResult
@@ -30,7 +31,6 @@ from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.core.rate_limiter import RateLimiter, RateState
 from airflow_broadway.core.settler import entry_of
-from airflow_broadway.operators._leases import LeaseKeeper
 from airflow_broadway.staging.rows import Rows
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -70,6 +70,7 @@ class Process:
         self._failed = 0
         self._settled_now = SettleReport()
         self._custodian: Custodian | None = None
+        self._intake_now: Intake | None = None
 
     def stop(self, reason: str) -> None:
         """Stop pulling; what was received is finished.  Called from a signal handler."""
@@ -93,7 +94,7 @@ class Process:
             )
             try:
                 with (
-                    self._keeper(source.lease) as keeper,
+                    self._keeper(source) as keeper,
                     ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
                 ):
                     intake = self._handle_all(source, writer)
@@ -109,18 +110,21 @@ class Process:
         self._finish(manifest)
         return self._reference(manifest)
 
-    def _keeper(self, lease: Lease) -> LeaseKeeper:
+    def _keeper(self, source: Source) -> Keeper:
         producer = self._pipeline.producer
-        return LeaseKeeper(
-            lambda: producer.custodian(self._env), [lease] if producer.renews else []
-        )
+
+        def held() -> list[Lease]:
+            intake = self._intake_now
+            return [source.lease] if producer.renews and intake and intake.received else []
+
+        return Keeper(lambda: producer.custodian(self._env), source.lease.seconds, held)
 
     # -- messages ------------------------------------------------------------------------------
 
     def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
         pool = ProcessorPool(self._pipeline, convert=Rows)
-        intake = self._intake(source, acknowledger)
+        intake = self._intake_now = self._intake(source, acknowledger)
         number = 0
         try:
             for chunk, result in pool.map(intake):

@@ -1,0 +1,101 @@
+"""Keep leases alive from a thread while the work goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from airflow_broadway.core.custody import Custodian, Lease
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+
+__all__ = ["Keeper"]
+
+log = logging.getLogger(__name__)
+
+#: A lease is renewed so many times within its length, so that some renewals may fail.
+RENEWALS = 4
+
+
+class Keeper:
+    """Renews leases from :meth:`start` to :meth:`stop`, or within ``with``.
+
+    :param custodian: Opens the custodian; called in the thread that then uses it alone.
+    :param seconds: The length of the shortest lease.
+    :param leases: The leases to renew now: those that hold messages.
+    :param renewed: Called with each renewed lease, in the thread.
+    """
+
+    def __init__(
+        self,
+        custodian: Callable[[], Custodian],
+        seconds: float,
+        leases: Callable[[], Sequence[Lease]],
+        *,
+        renewed: Callable[[Lease], None] = lambda lease: None,
+    ) -> None:
+        self._open = custodian
+        self._interval = seconds / RENEWALS
+        self._leases = leases
+        self._renewed = renewed
+        self._stop = threading.Event()
+        self._lapsed: set[str] = set()
+        self._thread = threading.Thread(target=self._keep, name="broadway-keeper", daemon=True)
+
+    def __enter__(self) -> Keeper:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether a lease has lapsed."""
+        return bool(self._lapsed)
+
+    def check(self) -> None:
+        """Go on only while all leases are held.
+
+        :raises LeaseLapsed: If one lapsed.
+        """
+        if self._lapsed:
+            raise LeaseLapsed(
+                f"this run no longer holds its messages (generations {sorted(self._lapsed)}): their"
+                " lease lapsed before it was renewed; clear `process` to receive them again"
+            )
+
+    def start(self) -> None:
+        """Begin; renews for the first time after a quarter of the lease."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread.  Safe to repeat."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30.0)
+
+    def _keep(self) -> None:
+        custodian: Custodian | None = None
+        while not self._stop.wait(self._interval):
+            try:
+                for lease in self._leases():
+                    if lease.generation not in self._lapsed:
+                        custodian = custodian or self._open()
+                        self._renew(custodian, lease)
+            except BroadwayError as error:
+                # The next round tries again: a lease outlasts several.
+                log.warning("could not renew leases yet: %s", error)
+        if custodian is not None:
+            custodian.close()
+
+    def _renew(self, custodian: Custodian, lease: Lease) -> None:
+        held = custodian.renew(lease)
+        if held is None:
+            self._lapsed.add(lease.generation)
+            log.error(
+                "the lease of generation %s has lapsed: its messages may be handled by another run",
+                lease.generation,
+            )
+        else:
+            self._renewed(held)
