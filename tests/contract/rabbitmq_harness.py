@@ -16,11 +16,16 @@ __all__ = ["RabbitHarness"]
 
 
 class RabbitHarness(Harness):
-    lease = 6.0
-
     def __init__(
-        self, url: str, queue: str, staging: str, kind: str = "classic", custody: str = "broker"
+        self,
+        url: str,
+        queue: str,
+        staging: str,
+        kind: str = "classic",
+        custody: str = "broker",
+        lease: float = 6.0,
     ) -> None:
+        self.lease = lease
         self._url = url
         self._queue = queue
         self._staging = staging
@@ -51,9 +56,7 @@ class RabbitHarness(Harness):
         with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
             channel = connection.channel()
             for body in bodies:
-                channel.basic_publish(
-                    "", self._queue, body, pika.BasicProperties(delivery_mode=2)
-                )
+                channel.basic_publish("", self._queue, body, pika.BasicProperties(delivery_mode=2))
             # Publishing is not waited for: this is, behind it.
             channel.confirm_delivery()
             channel.queue_declare(self._queue, passive=True)
@@ -65,4 +68,5 @@ class RabbitHarness(Harness):
             self._staging,
             self._kind,
             self._custody,
+            self.lease,  # type: ignore[list-item]
         ]

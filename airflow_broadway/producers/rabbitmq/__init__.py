@@ -1,0 +1,14 @@
+"""RabbitMQ: custody stays with the broker, in bundles.
+
+``producer`` has the options.  Receiving: ``source`` (the run's thread), ``intake`` (the
+connection's thread), ``lane`` and ``transfer`` (the confirm rule), ``wire`` (deliveries from
+bytes), ``returns``. Settling: ``custodian``, ``settling``, ``publisher``.  Formats: ``bundle``,
+``properties``,
+``journal``.  Queues: ``queues``, ``topology``.  ``docs/rabbitmq.md`` is the guide.
+"""
+
+from __future__ import annotations
+
+from airflow_broadway.producers.rabbitmq.producer import Qos, RabbitMQProducer
+
+__all__ = ["Qos", "RabbitMQProducer"]

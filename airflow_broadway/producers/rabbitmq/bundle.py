@@ -1,0 +1,186 @@
+"""The format in which messages lie in a lease queue: many in one body, nothing executable.
+
+::
+
+    bundle   = "AFBW" version:u8 header messages
+    header   = length:u32 JSON       what all messages of the bundle share: see Header
+    message  = body_length:u32 properties_length:u32 attempt:u32 crashes:u8 flags:u8
+               route_length:u16 id_length:u8 id route properties body
+
+Numbers are big-endian and unsigned.  ``route`` and ``properties`` are the bytes of the delivery:
+the exchange and routing key as short strings, the content header from its property flags on.  The
+flag 1 is ``redelivered``.  ``version`` is raised when an old reader could misread a bundle; a
+reader that meets another one leaves the bundle where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.errors import ProducerError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_MESSAGES",
+    "VERSION",
+    "BundleError",
+    "Header",
+    "Held",
+    "pack",
+    "read_header",
+    "unpack",
+]
+
+VERSION = 1
+#: The most messages in a bundle.
+MAX_MESSAGES = 500
+#: Bytes of messages at which a bundle is closed; a single larger message is a bundle of its own.
+MAX_BYTES = 1024 * 1024
+
+_MAGIC = b"AFBW"
+_MESSAGE = struct.Struct(">IIIBBHB")
+_MAX_HEADER = 1024 * 1024
+
+
+class BundleError(ProducerError):
+    """A body is no bundle, is damaged, or is of a version that this release does not read."""
+
+
+class Held(NamedTuple):
+    """One message in a bundle.
+
+    :param crashes: How many processes died while they held it.
+    :param route: As in :class:`~airflow_broadway.producers.rabbitmq.wire.Delivered`.
+    """
+
+    message_id: str
+    attempt: int
+    crashes: int
+    redelivered: bool
+    route: bytes
+    properties: bytes
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the messages of a bundle share.
+
+    :param bundle: The bundle's id; unique.
+    :param generation: Who holds it; for a bundle that was given back, who held it.
+    :param queue: The source queue.
+    :param count: Messages in it.
+    :param released: Whether it was given back on purpose: no journal speaks of it.
+    :param owner: For people: dag_id, run_id, task_id, map_index, try_number.
+    :param staged: Staged custody: ``{"path", "bytes", "sha256"}`` of the messages, which then are
+        not in this body.
+    """
+
+    bundle: str
+    generation: str
+    queue: str
+    count: int
+    released: bool = False
+    owner: dict[str, Any] = field(default_factory=dict)
+    staged: dict[str, Any] | None = None
+
+
+def pack(header: Header, messages: Iterable[Held]) -> bytes:
+    """The bundle's body."""
+    head = json.dumps(asdict(header), separators=(",", ":")).encode()
+    parts = [_MAGIC, struct.pack(">BI", VERSION, len(head)), head]
+    parts.append(pack_messages(messages))
+    return b"".join(parts)
+
+
+def pack_messages(messages: Iterable[Held]) -> bytes:
+    """The part of the body after the header."""
+    parts: list[bytes] = []
+    add, make = parts.append, _MESSAGE.pack
+    for message_id, attempt, crashes, redelivered, route, properties, body in messages:
+        key = message_id.encode()
+        add(
+            make(
+                len(body),
+                len(properties),
+                attempt,
+                min(crashes, 255),
+                redelivered,
+                len(route),
+                len(key),
+            )
+        )
+        add(key)
+        add(route)
+        add(properties)
+        add(body)
+    return b"".join(parts)
+
+
+def read_header(data: bytes) -> tuple[Header, int]:
+    """The header, and where the messages begin.
+
+    :raises BundleError: If this release cannot read the bundle.
+    """
+    if data[:4] != _MAGIC or len(data) < 9:
+        raise BundleError("a message that is no bundle lies in a queue for bundles alone")
+    version, length = struct.unpack_from(">BI", data, 4)
+    if version != VERSION:
+        raise BundleError(
+            f"a bundle has format version {version}, and this release reads {VERSION}: use the"
+            " release of airflow-broadway that wrote it, or a newer one"
+        )
+    if length > _MAX_HEADER or 9 + length > len(data):
+        raise BundleError("a bundle is damaged: its header is cut off")
+    try:
+        header = Header(**json.loads(data[9 : 9 + length]))
+    except (ValueError, TypeError) as error:
+        raise BundleError(f"a bundle is damaged: {error}") from None
+    return header, 9 + length
+
+
+def unpack(data: bytes) -> tuple[Header, list[Held]]:
+    """The header and the messages, in order; none for a bundle of staged custody.
+
+    :raises BundleError: If this release cannot read the bundle, or it is damaged.
+    """
+    header, at = read_header(data)
+    messages = list(unpack_messages(data, at))
+    if header.staged is None and len(messages) != header.count:
+        raise BundleError(
+            f"a bundle is damaged: it holds {len(messages)} of {header.count} messages"
+        )
+    return header, messages
+
+
+def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
+    """The messages from ``at`` on.
+
+    :raises BundleError: If they are damaged.
+    """
+    end = len(data)
+    try:
+        while at < end:
+            size, properties, attempt, crashes, flags, route, key = _MESSAGE.unpack_from(data, at)
+            first = at + _MESSAGE.size
+            second = first + key
+            third = second + route
+            fourth = third + properties
+            at = fourth + size
+            if at > end:
+                raise BundleError("a bundle is damaged: its last message is cut off")
+            yield Held(
+                data[first:second].decode(),
+                attempt,
+                crashes,
+                bool(flags & 1),
+                data[second:third],
+                data[third:fourth],
+                data[fourth:at],
+            )
+    except (struct.error, UnicodeDecodeError) as error:
+        raise BundleError(f"a bundle is damaged: {error}") from None

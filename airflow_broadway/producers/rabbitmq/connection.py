@@ -1,0 +1,222 @@
+"""Where a broker is, and how its refusals read.
+
+A password is held here and given to pika; it never reaches a ``repr``, a log or an error.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.core.producer import Connection
+
+__all__ = ["Address", "address_of", "address_of_uri", "translate"]
+
+#: Types of connections that may name a RabbitMQ.
+_TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A broker and how to log in.
+
+    :param heartbeat: Seconds after which a silent peer counts as dead.
+    :param timeout: Seconds that connecting may take.
+    :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
+        ``server_name``.
+    :param management_url: The management API, e.g. ``http://host:15672``; ``""`` if it is not told.
+    """
+
+    host: str = "localhost"
+    port: int = 5672
+    login: str = "guest"
+    password: str = field(default="guest", repr=False)
+    virtual_host: str = "/"
+    heartbeat: int = 60
+    timeout: float = 30.0
+    tls: Mapping[str, Any] | None = field(default=None, repr=False)
+    name: str = "airflow-broadway"
+    management_url: str = field(default="", repr=False)
+
+    @property
+    def shown(self) -> str:
+        """It, for people."""
+        return f"{self.host}:{self.port}"
+
+    def parameters(self) -> Any:
+        """It, for pika."""
+        import pika
+
+        return pika.ConnectionParameters(
+            host=self.host,
+            port=self.port,
+            virtual_host=self.virtual_host,
+            credentials=pika.PlainCredentials(self.login, self.password),
+            heartbeat=self.heartbeat,
+            blocked_connection_timeout=self.timeout * 10,
+            socket_timeout=self.timeout,
+            stack_timeout=self.timeout,
+            connection_attempts=1,
+            ssl_options=None if self.tls is None else self._ssl(self.tls),
+            client_properties={"connection_name": self.name},
+        )
+
+    def _ssl(self, tls: Mapping[str, Any]) -> Any:
+        import pika
+
+        try:
+            context = ssl.create_default_context(cafile=tls.get("ca") or None)
+            if tls.get("cert"):
+                context.load_cert_chain(tls["cert"], tls.get("key") or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConnectionMissing(
+                f"the TLS files for RabbitMQ at {self.shown} cannot be used: {error}"
+            ) from None
+        if tls.get("verify") is False:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return pika.SSLOptions(context, tls.get("server_name") or self.host)
+
+
+def address_of(connection: Connection, *, name: str) -> Address:
+    """The broker that an Airflow connection names.
+
+    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``, ``tls`` and
+    ``management_url`` say the rest.
+
+    :raises ConnectionMissing: If it is of another service, or lacks what is needed.
+    """
+    shown = f"the connection {connection.conn_id!r}"
+    if connection.conn_type not in _TYPES:
+        raise ConnectionMissing(
+            f"{shown} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
+        )
+    if not connection.host:
+        raise ConnectionMissing(f"{shown} names no host")
+    extra = connection.extra
+    tls = extra.get("tls")
+    if tls is True or (tls is None and connection.conn_type == "amqps"):
+        tls = {}
+    if tls is False:
+        tls = None
+    if tls is not None and not isinstance(tls, Mapping):
+        raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
+    try:
+        return Address(
+            host=connection.host,
+            port=int(connection.port or (5672 if tls is None else 5671)),
+            login=connection.login or "guest",
+            password=connection.password or "guest",
+            virtual_host=connection.schema or "/",
+            heartbeat=int(extra.get("heartbeat", 60)),
+            timeout=float(extra.get("timeout", 30.0)),
+            tls=tls,
+            name=name,
+            management_url=str(extra.get("management_url", "")),
+        )
+    except (TypeError, ValueError):
+        raise ConnectionMissing(
+            f"{shown}: its extras 'heartbeat' and 'timeout' must be numbers of seconds"
+        ) from None
+
+
+def address_of_uri(uri: str, *, name: str) -> Address:
+    """The broker of an ``amqp://`` or ``amqps://`` address.
+
+    :raises ConnectionMissing: If it is none; the address itself is not shown, for its password.
+    """
+    try:
+        parts = urlsplit(uri)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
+        raise ConnectionMissing(
+            "the address of RabbitMQ must be amqp://user:password@host:port/virtual-host"
+        )
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    return address_of(
+        Connection(
+            conn_id="of the option 'uri'",
+            conn_type=parts.scheme,
+            host=unquote(parts.hostname),
+            port=port,
+            login=unquote(parts.username or ""),
+            password=unquote(parts.password or ""),
+            schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
+            extra={
+                **{k: query[k] for k in ("heartbeat", "management_url") if k in query},
+                **(
+                    {"timeout": query["connection_timeout"]}
+                    if "connection_timeout" in query
+                    else {}
+                ),
+            },
+        ),
+        name=name,
+    )
+
+
+def translate(error: BaseException, address: Address) -> ProducerError:
+    """Our error for one of pika's, or of the socket's."""
+    if isinstance(error, ProducerError):
+        return error
+    from pika import exceptions
+
+    causes = _causes(error)
+    where = f"RabbitMQ at {address.shown}"
+    for cause in causes:
+        if (
+            isinstance(
+                cause, (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
+            )
+            or getattr(cause, "reply_code", 0) == 403
+        ):
+            return ProducerError(
+                f"{where} refused the login of user {address.login!r}: wrong name or password, or"
+                " a user that may come from the broker's own host only"
+            )
+        if isinstance(cause, exceptions.ProbableAccessDeniedError) or (
+            getattr(cause, "reply_code", 0) == 530
+        ):
+            return ProducerError(
+                f"{where} refused user {address.login!r} the virtual host"
+                f" {address.virtual_host!r}: it does not exist, or the user has no permission there"
+            )
+        if isinstance(cause, ssl.SSLError):
+            return ProducerError(f"{where}: TLS failed: {cause}")
+    closed = next((c for c in causes if getattr(c, "reply_code", 0)), None)
+    if closed is not None:
+        code = closed.reply_code  # type: ignore[attr-defined]
+        text = closed.reply_text  # type: ignore[attr-defined]
+        kind = ProducerUnavailable if code in (200, 320, 541) else ProducerError
+        return kind(f"{where} closed the connection: {text} ({code})")
+    cause = next((c for c in causes if isinstance(c, OSError)), causes[-1])
+    text = str(cause) or type(cause).__name__
+    if isinstance(cause, socket.gaierror):
+        text = f"the host's name is not known ({text})"
+    return ProducerUnavailable(f"{where} cannot be reached: {text}")
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it wraps, the outermost first."""
+    found: list[BaseException] = []
+    todo = [error]
+    while todo and len(found) < 50:
+        each = todo.pop(0)
+        if each in found:
+            continue
+        found.append(each)
+        todo += [item for item in each.args if isinstance(item, BaseException)]
+        for name in ("exceptions", "exception", "__cause__"):
+            value = getattr(each, name, None)
+            if isinstance(value, BaseException):
+                todo.append(value)
+            elif isinstance(value, (list, tuple)):
+                todo += [item for item in value if isinstance(item, BaseException)]
+    return found

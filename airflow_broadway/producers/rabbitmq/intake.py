@@ -1,0 +1,404 @@
+"""Takes deliveries from the source queue, packs them in bundles and secures these.
+
+All of it happens in the link's thread, while the run's own thread handles what was secured before.
+How far it may run ahead is the demand of the last ``receive``; what the broker delivers beyond that
+stays unacknowledged and goes back in the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq.bundle import Header, Held
+from airflow_broadway.producers.rabbitmq.lane import Lane
+from airflow_broadway.producers.rabbitmq.link import Channel
+from airflow_broadway.producers.rabbitmq.properties import (
+    Mark,
+    encode,
+    mark_of,
+    republished,
+)
+from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues
+from airflow_broadway.producers.rabbitmq.wire import Delivered, Parser
+
+__all__ = ["Intake", "Ready", "Sealer"]
+
+#: Seconds from a bundle's first message until it is published unfilled.
+LINGER = 0.02
+
+
+class Ready:
+    """What is secured and waits to be handed out; shared between the threads."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.bundles: deque[list[Held]] = deque()
+        #: How many messages may be on their way together, from being taken to being handed out.
+        self.credit = 0
+        #: How many are.
+        self.outstanding = 0
+        #: Bundles that were secured.
+        self.secured = 0
+        self.error: BroadwayError | None = None
+
+    def add(self, loads: list[list[Held] | None]) -> None:
+        """Bundles may be relied on."""
+        with self.changed:
+            for load in loads:
+                if load:
+                    self.bundles.append(load)
+                    self.secured += 1
+            self.changed.notify()
+
+    def fail(self, error: BroadwayError) -> None:
+        """Nothing more comes."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.changed.notify()
+
+    def take(self, demand: int) -> list[Held]:
+        """At most ``demand`` messages; the lock is held by the caller."""
+        taken: list[Held] = []
+        while self.bundles and len(taken) < demand:
+            head = self.bundles[0]
+            room = demand - len(taken)
+            if len(head) <= room:
+                taken += self.bundles.popleft()
+            else:
+                taken += head[:room]
+                self.bundles[0] = head[room:]
+        self.outstanding -= len(taken)
+        self.credit -= len(taken)  # nobody asked for others in their place yet
+        return taken
+
+
+@dataclass
+class Sealer:
+    """Makes bundles of one generation, and publishes them to its lease queue.
+
+    :param store: Staged custody: keeps the messages of a bundle and returns the reference to them.
+    """
+
+    generation: str
+    queues: Queues
+    owner: dict[str, Any]
+    store: Callable[[str, bytes], dict[str, Any]] | None = None
+    count: int = 0
+    #: Bundles that are sealed and not yet published.
+    waiting: int = 0
+    prefix: str = ""
+    _writer: ThreadPoolExecutor | None = field(default=None, repr=False)
+
+    def publish(self, lane: Lane, messages: list[Held], tag: int | None) -> None:
+        """Secure ``messages``; then ``tag`` may be acknowledged.  For the link's thread."""
+        self.count += 1
+        self.waiting += 1
+        name = f"{self.prefix}.{self.count:x}"
+        if self.store is None:
+            body = bundles.pack(self._header(name, len(messages)), messages)
+            self._publish(lane, name, body, tag, messages)
+            return
+        # One writer, so that what is published keeps the order of the delivery tags.
+        self._writer = self._writer or ThreadPoolExecutor(1, "rabbitmq-staging")
+        store = self.store
+        link = lane.channel.link
+
+        def done(future: Future[dict[str, Any]]) -> None:
+            link.post(lambda: self._stored(future, lane, name, messages, tag))
+
+        self._writer.submit(lambda: store(name, bundles.pack_messages(messages))).add_done_callback(
+            done
+        )
+
+    def close(self) -> None:
+        """End the writer."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=True, cancel_futures=True)
+
+    def _stored(
+        self,
+        future: Future[dict[str, Any]],
+        lane: Lane,
+        name: str,
+        messages: list[Held],
+        tag: int | None,
+    ) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            lane.fail(
+                error
+                if isinstance(error, ProducerError)
+                else ProducerError(f"a bundle could not be staged: {error}")
+            )
+            return
+        body = bundles.pack(self._header(name, len(messages), future.result()), [])
+        self._publish(lane, name, body, tag, messages)
+
+    def _header(self, name: str, count: int, staged: dict[str, Any] | None = None) -> Header:
+        return Header(
+            bundle=name,
+            generation=self.generation,
+            queue=self.queues.source,
+            count=count,
+            owner=self.owner,
+            staged=staged,
+        )
+
+    def _publish(
+        self, lane: Lane, name: str, body: bytes, tag: int | None, messages: list[Held]
+    ) -> None:
+        self.waiting -= 1
+        properties = encode(
+            {
+                "content_type": "application/x-broadway-bundle",
+                "delivery_mode": 2,
+                "message_id": name,
+            }
+        )
+        target = self.queues.lease(self.generation)
+        lane.publish(EXCHANGE, target, properties, body, key=name, tag=tag, load=messages)
+
+
+class Intake:
+    """The source queue's consumer; all but the constructor is for the link's thread.
+
+    :param max_bytes: A message with a larger body is set aside as a dead letter.
+    :param dead: Exchange and routing key of dead letters.
+    :param consume: More arguments of ``basic.consume``.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        ready: Ready,
+        sealer: Sealer,
+        *,
+        prefetch: int,
+        max_bytes: int,
+        dead: tuple[str, str],
+        consume: dict[str, Any],
+    ) -> None:
+        self.channel = channel
+        self.backlog: deque[Delivered] = deque()
+        #: Why nothing more is taken, without its being an error: ``"own"``.
+        self.stopped = ""
+        self.oversized = 0
+        self.open = False  # whether bundles have a queue to go to
+        self._ready = ready
+        self._sealer = sealer
+        self._prefetch = prefetch
+        self._max_bytes = max_bytes
+        self._dead = dead
+        self._consume = dict(consume)
+        self._tag_name = self._consume.pop("consumer_tag", None) or f"broadway-{sealer.prefix}"
+        self._consumer: str | None = None
+        self._consumers = 0
+        self._exact = False
+        self._bound = 0
+        self._number = 0
+        self._pending: list[Held] = []
+        self._pending_bytes = 0
+        self._pending_tag: int | None = None
+        self._timer: Any = None
+        self._known: dict[str, int] = {}
+        self.lane = Lane(
+            channel,
+            multiple=True,
+            secured=self._secured,
+            failed=ready.fail,
+            what=f"the lease queue {sealer.queues.lease(sealer.generation)!r}",
+        )
+        raw, link = channel.raw, channel.link
+        parser = Parser(channel.number, self.backlog.append)
+
+        def attach() -> None:
+            link.raw.parsers[channel.number] = parser
+            link.raw.after_data = self.pump
+            raw.add_on_cancel_callback(self._cancelled)
+
+        link.post(attach)
+
+    # -- consuming -----------------------------------------------------------------------------
+
+    def want(self, demand: int) -> None:
+        """See to it that deliveries come: a stream of them, or for a small demand just so many.
+
+        Only a stream can leave deliveries unused; they go back to the queue in the end.
+        """
+        if self.stopped or self.lane.failure is not None:
+            return
+        stream = demand >= self._prefetch
+        missing = demand - self._ready.outstanding - len(self.backlog)
+        if self._consumer is not None and not stream and self._bound > max(0, missing):
+            self._cancel()
+        if self._consumer is None and missing > 0:
+            self._exact = not stream
+            self._bound = self._prefetch if stream else missing
+            self._consumers += 1
+            self._consumer = f"{self._tag_name}.{self._consumers}"
+            self.channel.raw.basic_qos(prefetch_count=self._bound)
+            self.channel.raw.basic_consume(
+                self._sealer.queues.source,
+                lambda *_: None,  # the parser takes deliveries before pika sees them
+                consumer_tag=self._consumer,
+                **self._consume,
+            )
+        self.pump()
+
+    def _cancel(self) -> None:
+        if self._consumer is not None and self.channel.raw.is_open:
+            consumer, self._consumer = self._consumer, None
+            self.channel.raw.basic_cancel(consumer)
+
+    def _secured(self, loads: list[Any]) -> None:
+        if self._exact:
+            # Before the acknowledgement: it would make room for deliveries nobody asked for.
+            self._cancel()
+        self._ready.add(loads)
+
+    def _cancelled(self, frame: Any) -> None:
+        if frame.method.consumer_tag == self._consumer:
+            self._consumer = None
+            self.lane.fail(
+                ProducerUnavailable(
+                    f"RabbitMQ ended the consumer of {self._sealer.queues.source!r}: the queue was"
+                    " deleted, or moved to another node"
+                )
+            )
+
+    # -- taking --------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Take what may be taken.  Called after every portion of data, and when demand rises."""
+        ready = self._ready
+        if not self.backlog and not self._pending:
+            return
+        if not self.open or self.lane.failure is not None:
+            with ready.changed:
+                ready.changed.notify()
+            return
+        with ready.changed:
+            room = 0 if self.stopped else min(len(self.backlog), ready.credit - ready.outstanding)
+            room = max(room, 0)
+            ready.outstanding += room
+        unused = room - self._take(room)
+        with ready.changed:
+            ready.outstanding -= unused
+            full = ready.outstanding >= ready.credit
+        if self._pending:
+            self._seal_in_time(now=full or bool(self.stopped))
+
+    def _take(self, room: int) -> int:
+        """Move ``room`` deliveries into bundles; how many became messages."""
+        backlog, pending = self.backlog, self._pending
+        prefix, number = self._sealer.prefix, self._number
+        size, limit, largest = self._pending_bytes, bundles.MAX_BYTES, self._max_bytes
+        taken = 0
+        for _ in range(room):
+            delivered = backlog[0]
+            tag, redelivered, route, properties, body = delivered
+            mark = mark_of(properties)
+            if mark is not None and mark.giver == self._sealer.generation:
+                self.stopped = "own"
+                break
+            backlog.popleft()
+            weight = len(body) + len(properties) + len(route) + 64
+            if pending and (size + weight > limit or len(pending) >= bundles.MAX_MESSAGES):
+                self._seal()
+                pending, size = self._pending, 0
+            if len(body) > largest:
+                if pending:
+                    self._seal()
+                    pending, size = self._pending, 0
+                self._set_aside(delivered)
+                continue
+            if mark is None:
+                number += 1
+                held = Held(f"{prefix}-{number:x}", 1, 0, redelivered, route, properties, body)
+            else:
+                again = self._marked(mark, delivered)
+                if again is None:  # the same once more: done with when what came before is
+                    self._pending_tag = tag
+                    continue
+                held = again
+            pending.append(held)
+            size += weight
+            taken += 1
+            self._pending_tag = tag
+        self._number, self._pending_bytes = number, size
+        if len(pending) >= bundles.MAX_MESSAGES:
+            self._seal()
+        elif self._pending_tag is not None and not pending and not self._sealer.waiting:
+            # Nothing but repetitions since the last bundle: done with when that is.
+            tag, self._pending_tag = self._pending_tag, None
+            if not self.lane.window.extend(tag) and self.channel.raw.is_open:
+                self.channel.raw.basic_ack(tag, multiple=True)
+        return taken
+
+    def _marked(self, mark: Mark, delivered: Delivered) -> Held | None:
+        """A message that was published again; ``None`` if this generation has it already."""
+        print_ = hash((delivered.body, mark.attempt))
+        message_id = mark.message_id
+        if message_id in self._known:
+            if self._known[message_id] == print_:
+                return None
+            self._number += 1
+            message_id = f"{message_id}~{self._sealer.prefix}-{self._number:x}"
+        self._known[message_id] = print_
+        return Held(
+            message_id, mark.attempt, 0, True, delivered.route, delivered.properties, delivered.body
+        )
+
+    def _set_aside(self, delivered: Delivered) -> None:
+        self.oversized += 1
+        self._number += 1
+        key = f"{self._sealer.prefix}-{self._number:x}"
+        reason = f"its body has {len(delivered.body)} bytes, more than max_message_bytes"
+        exchange, routing_key = self._dead
+        self.lane.publish(
+            exchange,
+            routing_key,
+            republished(
+                delivered.properties,
+                Mark(key, self._sealer.generation, 1),
+                extra={"x-broadway-reason": reason, "x-broadway-stage": "receive"},
+            ),
+            delivered.body,
+            key=key,
+            tag=delivered.tag,
+        )
+
+    # -- sealing -------------------------------------------------------------------------------
+
+    def _seal_in_time(self, *, now: bool) -> None:
+        if now:
+            self._seal()
+        elif self._timer is None:
+            self._timer = self.channel.link.raw.ioloop.call_later(LINGER, self._late)
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._pending and self.lane.failure is None:
+            self._seal()
+
+    def _seal(self) -> None:
+        if not self._pending:
+            return
+        messages, tag = self._pending, self._pending_tag
+        self._pending, self._pending_bytes, self._pending_tag = [], 0, None
+        self._sealer.publish(self.lane, messages, tag)
+
+    def flush(self) -> None:
+        """Publish what is pending now."""
+        if self.lane.failure is None and self.open:
+            self._seal()

@@ -1,0 +1,191 @@
+"""What settling has done, kept in staging so that a killed settlement goes on where it was.
+
+One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed)::
+
+    lease.json      the lease queue's name and deadline; written before it is declared
+    now-*.json      ids that callbacks settled at once, by action
+    settled.json    settling is done but for deleting the lease queue: the report, and the bundles
+
+Losing these files loses no message: bundles that come back are then handled again, marked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from airflow_broadway.core.errors import StagingError
+
+__all__ = ["Journal", "digest"]
+
+
+def digest(text: str) -> str:
+    """A short hash, fit for names."""
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Journal:
+    """The journals of one source queue's generations.
+
+    :param staging: A folder URI; with ``None`` they are kept in memory, for tests and trials.
+    """
+
+    def __init__(self, staging: str | None, queue: str) -> None:
+        self._memory: dict[str, dict[str, Any]] = {}
+        self._root: str | None = None
+        self._fs: Any = None
+        if staging is not None:
+            self._fs, root = _file_system(staging)
+            self._root = f"{root.rstrip('/')}/rabbitmq/{digest(queue)}"
+
+    @property
+    def durable(self) -> bool:
+        """Whether another process sees it."""
+        return self._root is not None
+
+    def lease(self, generation: str) -> dict[str, Any] | None:
+        """What was noted when the lease queue was declared."""
+        return self._read(f"{digest(generation)}/lease.json")
+
+    def note_lease(self, generation: str, value: dict[str, Any]) -> None:
+        """Note a lease queue before it is declared."""
+        self._write(f"{digest(generation)}/lease.json", value)
+
+    def settled(self, generation: str) -> dict[str, Any] | None:
+        """What a settlement did, if it got as far: ``{"report", "bundles"}``."""
+        return self._read(f"{digest(generation)}/settled.json")
+
+    def note_settled(
+        self, generation: str, report: dict[str, Any], bundles: Iterable[str] | None
+    ) -> None:
+        """Note that all verdicts are carried out.
+
+        :param bundles: The bundles that this is true of; ``None``: all.
+        """
+        self._write(
+            f"{digest(generation)}/settled.json",
+            {"report": report, "bundles": None if bundles is None else list(bundles)},
+        )
+
+    def note_now(self, generation: str, actions: dict[str, str]) -> None:
+        """Note what callbacks settled at once: message id → action."""
+        self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
+
+    def now(self, generation: str) -> dict[str, str]:
+        """All that callbacks settled at once."""
+        found: dict[str, str] = {}
+        for name in self._names(digest(generation)):
+            if name.startswith("now-"):
+                found.update(self._read(f"{digest(generation)}/{name}") or {})
+        return found
+
+    def leases(self) -> list[tuple[str, dict[str, Any]]]:
+        """The folders of all generations, with their lease."""
+        found = []
+        for folder in self._names(""):
+            value = self._read(f"{folder}/lease.json")
+            if value is not None:
+                found.append((folder, value))
+        return found
+
+    def forget(self, folder: str) -> None:
+        """Remove a folder that :meth:`leases` named."""
+        if self._root is not None:
+            self._fs.rm(f"{self._root}/{folder}", recursive=True)
+
+    def dropped(self, generation: str, bundle: str) -> bool:
+        """Whether a bundle that came back has nothing left to handle."""
+        value = self.settled(generation)
+        return value is not None and (value["bundles"] is None or bundle in value["bundles"])
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write a file of staged custody, durably; its path."""
+        if self._root is None:
+            raise StagingError("custody='staged' needs a staging folder")
+        path = f"{self._root}/{name}"
+        self._put(path, data)
+        return path
+
+    def get(self, path: str) -> bytes:
+        """Read a file that :meth:`put` wrote.
+
+        :raises StagingError: If it is not there.
+        """
+        try:
+            return bytes(self._fs.cat_file(path))
+        except (OSError, AttributeError) as error:
+            raise StagingError(f"the staged bundle {path} cannot be read: {error}") from None
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        if self._root is None:
+            return self._memory.get(name)
+        try:
+            value = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StagingError(f"the journal {self._root}/{name} cannot be read: {error}") from None
+        return dict(value)
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        if self._root is None:
+            self._memory[name] = value
+        else:
+            self._put(f"{self._root}/{name}", json.dumps(value).encode())
+
+    def _put(self, path: str, data: bytes) -> None:
+        try:
+            if not _is_local(self._fs):  # an object appears whole or not at all
+                self._fs.pipe_file(path, data)
+                return
+            folder = os.path.dirname(path)
+            os.makedirs(folder, exist_ok=True)
+            draft = f"{path}.{uuid.uuid4().hex}.tmp"
+            with open(draft, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise StagingError(f"{path} cannot be written: {error}") from None
+
+    def _names(self, folder: str) -> list[str]:
+        if self._root is None:
+            names = {name.partition("/") for name in self._memory}
+            return sorted(
+                {n[2] for n in names if n[0] == folder} if folder else {n[0] for n in names}
+            )
+        try:
+            paths = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
+
+
+def _is_local(fs: Any) -> bool:
+    protocol = fs.protocol if isinstance(fs.protocol, (list, tuple)) else (fs.protocol,)
+    return "file" in protocol or "local" in protocol
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    """The file system of a folder's URI, and its path there."""
+    if "@" in uri.partition("://")[2].partition("/")[0]:  # s3://connection@bucket: Airflow's
+        from airflow.sdk import ObjectStoragePath
+
+        path = ObjectStoragePath(uri)
+        return path.fs, path.path
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(uri)
+    return fs, str(root)

@@ -1,0 +1,305 @@
+"""One connection to RabbitMQ, run by a thread of its own.
+
+The thread keeps heartbeats going while callbacks take their time.  pika is not thread-safe: every
+use of it happens in that thread, by :meth:`Link.post`, and the other threads wait for replies.  A
+link is opened once and, once lost, stays lost; who wants to go on opens another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.connection import Address, translate
+from airflow_broadway.producers.rabbitmq.wire import connection_class
+
+__all__ = ["Channel", "Link", "Refused", "Reply", "raw_properties"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the broker may take to answer one request.
+ANSWER = 60.0
+
+
+class Refused(ProducerError):
+    """The broker closed a channel instead of doing what it was asked.
+
+    :param code: AMQP's: 403 permissions, 404 missing, 405 locked, 406 other arguments.
+    """
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"RabbitMQ refused: {text} ({code})")
+        self.code = code
+        self.text = text
+
+
+class Reply:
+    """What one thread waits for and another gives."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def give(self, value: Any = None) -> None:
+        if not self._ready.is_set():
+            self._value = value
+            self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        if not self._ready.is_set():
+            self._error = error
+            self._ready.set()
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a value, or an error."""
+        return self._ready.is_set()
+
+    def wait(self, seconds: float) -> Any:
+        if not self._ready.wait(seconds):
+            raise ProducerUnavailable(f"RabbitMQ did not answer within {seconds:.0f} s")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Link:
+    """A connection and its thread.
+
+    :param on_lost: Called in the thread when the connection is lost, or closed.
+    :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
+    :raises ProducerError: If it refuses.
+    """
+
+    def __init__(self, address: Address, *, on_lost: Callable[[], None] = lambda: None) -> None:
+        self.address = address
+        self.lost: ProducerError | None = None
+        self._on_lost = on_lost
+        self._waiting: set[Reply] = set()
+        self._opened = Reply()
+        self._closing = False
+        self._raw: Any = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
+        self._thread.start()
+        try:
+            self._opened.wait(address.timeout)
+        except BaseException:
+            self.close(wait=False)
+            raise
+
+    @property
+    def raw(self) -> Any:
+        """Pika's connection; to be used in the thread."""
+        return self._raw
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Have the thread call ``function`` soon; nothing happens if the link is lost."""
+        if self.lost is None and not self._done.is_set():
+            self._raw.ioloop.add_callback_threadsafe(function)
+
+    def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER) -> Any:
+        """Have the thread call ``function`` with a reply, and wait for what it is given.
+
+        :raises ProducerError: If the broker refuses, or the link is lost.
+        """
+        reply = Reply()
+
+        def run() -> None:
+            try:
+                function(reply)
+            except Exception as error:  # pika's: a channel that is closed
+                reply.fail(translate(error, self.address))
+
+        self._waiting.add(reply)  # first, so that a loss at any moment reaches it
+        try:
+            if self.lost is not None:
+                raise self.lost
+            self.post(run)
+            return reply.wait(seconds)
+        finally:
+            self._waiting.discard(reply)
+
+    def channel(self) -> Channel:
+        """Open a channel.
+
+        :raises ProducerError: If the link is lost.
+        """
+        made: list[Channel] = []
+
+        def opened(raw: Any, reply: Reply) -> None:
+            made.append(Channel(self, raw))
+            reply.give()
+
+        self.ask(lambda reply: self._raw.channel(on_open_callback=lambda raw: opened(raw, reply)))
+        return made[0]
+
+    def close(self, *, wait: bool = True) -> None:
+        """Close the connection and end the thread.  Safe to repeat."""
+        self._closing = True
+        if self._raw is not None and not self._done.is_set():
+            try:
+                self._raw.ioloop.add_callback_threadsafe(self._close)
+            except Exception:  # the loop has just ended
+                log.debug("The connection had ended already.", exc_info=True)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._raw = connection_class()(
+                self.address.parameters(),
+                on_open_callback=lambda raw: self._on_open(),
+                on_open_error_callback=lambda raw, error: self._end(error),
+                on_close_callback=lambda raw, error: self._end(error),
+            )
+            self._raw.ioloop.start()
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            log.debug("The connection's thread ended.", exc_info=True)
+            self._end(error)
+        finally:
+            self._done.set()
+            if self._raw is not None:
+                self._raw.ioloop.close()
+
+    def _on_open(self) -> None:
+        self._raw.add_on_connection_blocked_callback(
+            lambda *_: log.warning(
+                "RabbitMQ is short of memory or disk and blocks this connection: waiting."
+            )
+        )
+        self._raw.add_on_connection_unblocked_callback(
+            lambda *_: log.warning("RabbitMQ unblocked this connection.")
+        )
+        if self._closing:
+            self._raw.close()
+        else:
+            self._opened.give()
+
+    def _close(self) -> None:
+        if self._raw.is_open:
+            self._raw.close()
+        elif not self._raw.is_closing:
+            self._raw.ioloop.stop()
+
+    def _end(self, error: BaseException) -> None:
+        first = self.lost is None
+        if first:
+            self.lost = (
+                ProducerUnavailable("the connection was closed")
+                if self._closing
+                else translate(error, self.address)
+            )
+        assert self.lost is not None
+        self._opened.fail(self.lost)
+        for reply in list(self._waiting):
+            reply.fail(self.lost)
+        if first:
+            self._on_lost()
+        if self._raw is not None:
+            self._raw.ioloop.stop()
+
+
+class Channel:
+    """A channel, called from any thread but the link's own.
+
+    :param raw: pika's; to be used in the link's thread.
+    """
+
+    def __init__(self, link: Link, raw: Any) -> None:
+        self.link = link
+        self.raw = raw
+        self.lost: ProducerError | None = None
+        self._waiting: set[Reply] = set()
+        self._on_lost: list[Callable[[ProducerError], None]] = []
+        raw.add_on_close_callback(self._closed)
+
+    @property
+    def number(self) -> int:
+        """Its number on its connection."""
+        return int(self.raw.channel_number)
+
+    def on_lost(self, function: Callable[[ProducerError], None]) -> None:
+        """Have ``function`` called in the thread when the channel is lost."""
+        self._on_lost.append(function)
+
+    def call(self, name: str, seconds: float = ANSWER, **arguments: Any) -> Any:
+        """Call a method of pika's channel that has a ``callback``, and return what that is given.
+
+        :raises Refused: If the broker closes the channel over it.
+        """
+
+        def run(reply: Reply) -> None:
+            self.await_reply(reply)
+            getattr(self.raw, name)(callback=reply.give, **arguments)
+
+        return self.link.ask(run, seconds)
+
+    def await_reply(self, reply: Reply) -> None:
+        """Let ``reply`` fail with the channel.  For the link's thread.
+
+        :raises ProducerError: If it is lost already.
+        """
+        if self.lost is not None:
+            raise self.lost
+        self._waiting = {each for each in self._waiting if not each.given}
+        self._waiting.add(reply)
+
+    def shut(self) -> None:
+        """Close it, and wait until the broker has done all that came before."""
+        if self.lost is None and self.link.lost is None:
+            try:
+                self.call("basic_qos", prefetch_count=1)  # answered after all that came before
+            except ProducerError:
+                return
+            self.close()
+
+    def close(self) -> None:
+        """Close it; nothing happens if it is lost."""
+
+        def run() -> None:
+            if self.raw.is_open:
+                self.raw.close()
+
+        self.link.post(run)
+
+    def _closed(self, raw: Any, error: Any) -> None:
+        code = getattr(error, "reply_code", 0)
+        if self.link.lost is not None:
+            self.lost = self.link.lost
+        elif code:
+            self.lost = Refused(code, str(error.reply_text))
+        else:
+            self.lost = translate(error, self.link.address)
+        for reply in list(self._waiting):
+            reply.fail(self.lost)
+        for function in self._on_lost:
+            function(self.lost)
+
+
+@functools.cache
+def _raw_class() -> type[Any]:
+    from pika import BasicProperties
+
+    class Raw(BasicProperties):  # type: ignore[misc]
+        """Properties that are sent as the bytes they are."""
+
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def encode(self) -> list[bytes]:
+            return [self.data]
+
+    return Raw
+
+
+def raw_properties(data: bytes) -> Any:
+    """Properties for pika that are sent as the bytes they are."""
+    return _raw_class()(data)

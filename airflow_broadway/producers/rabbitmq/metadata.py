@@ -1,0 +1,64 @@
+"""What a message's metadata holds: the fields that the option ``metadata`` names, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.properties import FIELDS, MARK, ORIGINAL, decode, plain
+
+__all__ = ["NAMES", "Describer"]
+
+#: Every name that the option takes.  ``delivery_tag`` and ``cluster_id`` are Broadway's too; the
+#: tag means nothing after a delivery is secured, and is not given.
+NAMES = (
+    "redelivered",
+    "exchange",
+    "routing_key",
+    "content_type",
+    "content_encoding",
+    "headers",
+    "persistent",
+    "priority",
+    "correlation_id",
+    "message_id",
+    "timestamp",
+    "type",
+    "user_id",
+    "app_id",
+    "cluster_id",
+    "reply_to",
+)
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Describer:
+    """Makes the metadata of messages."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._decodes = any(name in FIELDS or name == "persistent" for name in names)
+
+    def __call__(self, held: Held) -> Mapping[str, Any]:
+        """The metadata of one message: JSON values."""
+        if not self._names:
+            return _NOTHING
+        known: dict[str, Any] = {}
+        if self._decodes:
+            try:
+                known = decode(held.properties)
+            except ProducerError as error:
+                return {"unreadable": str(error)}
+        known["redelivered"] = held.redelivered
+        known["persistent"] = known.pop("delivery_mode", 1) == 2
+        first = 1 + held.route[0]
+        known["exchange"] = held.route[1:first].decode("utf-8", "backslashreplace")
+        known["routing_key"] = held.route[first + 1 :].decode("utf-8", "backslashreplace")
+        headers = known.get("headers")
+        if headers:
+            known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
+        return {name: plain(known.get(name)) for name in self._names}

@@ -1,0 +1,306 @@
+"""RabbitMQ as a pipeline's producer: its options."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from airflow_broadway.core.custody import (
+    Action,
+    Custodian,
+    Delivery,
+    QueueDepth,
+    Source,
+    Verdict,
+)
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.options import (
+    AUTO,
+    FUNCTION,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    Options,
+    Rule,
+    at_least,
+    one_of,
+    option,
+    options,
+    override,
+)
+from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.producers.rabbitmq.backoff import TYPES, Backoff, bounds
+from airflow_broadway.producers.rabbitmq.connection import Address, address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.metadata import NAMES
+
+__all__ = ["DEFAULT_CONNECTION", "Qos", "RabbitMQProducer"]
+
+log = logging.getLogger(__name__)
+
+#: The connection of the broker where no address is given.
+DEFAULT_CONNECTION = "rabbitmq_default"
+
+_DECLARE = ("durable", "passive", "arguments")
+_CONSUME = ("consumer_tag", "exclusive", "arguments")
+
+
+def _keys_of(value: object, names: tuple[str, ...]) -> bool:
+    return isinstance(value, Mapping) and set(value) <= set(names)
+
+
+def _is_binding(value: object) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and _keys_of(value[1], ("routing_key", "arguments"))
+    )
+
+
+_BINDINGS = Rule(
+    "a list of (exchange, {'routing_key': …, 'arguments': …})",
+    lambda v: isinstance(v, (tuple, list)) and all(map(_is_binding, v)),
+)
+_URI = Rule(
+    "amqp://host:port/virtual-host without a password: that belongs into an Airflow connection",
+    lambda v: (
+        isinstance(v, str)
+        and v.startswith(("amqp://", "amqps://"))
+        and ":" not in v.partition("://")[2].rpartition("@")[0]
+    ),
+)
+_DEAD_LETTER = Rule(
+    "a queue's name, or {'exchange': …, 'routing_key': …}",
+    lambda v: (isinstance(v, str) and v != "") or _keys_of(v, ("exchange", "routing_key")),
+)
+
+
+@options
+class Qos(Options):
+    """How many deliveries the broker sends ahead."""
+
+    prefetch_count: int = option(
+        default=1000,
+        rule=POSITIVE,
+        doc="Deliveries that are sent and not yet secured; two bundles of 500 keep it flowing.",
+    )
+    prefetch_size: int = option(
+        default=0, rule=Rule("0, as RabbitMQ knows no other", lambda v: v == 0), doc="Of no effect."
+    )
+
+
+@options
+class RabbitMQProducer(Producer):
+    """Messages from a RabbitMQ queue: see ``docs/rabbitmq.md``.
+
+    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"reject"``, which
+    dead-letters; ``"reject_and_requeue"``, at once and always; ``"reject_and_requeue_once"``,
+    unless it was redelivered, then ``"reject"``.  Beside them ``"retry"`` (by the option
+    ``retry``), ``"dead_letter"`` and ``"noop"``, after which a message comes again when the lease
+    would have lapsed.
+    """
+
+    kind: ClassVar[str] = "rabbitmq"
+    keeps_payload: ClassVar[bool] = True
+    renews: ClassVar[bool] = False
+    actions: ClassVar[Mapping[str, Action]] = {
+        "ack": Action.ACK,
+        "reject": Action.DEAD_LETTER,
+        "reject_and_requeue": Action.RETRY,
+        "reject_and_requeue_once": Action.RETRY,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "noop": Action.LEAVE,
+    }
+
+    queue: str = option(rule=TEXT, doc="The queue to drain: classic or quorum, no stream.")
+    conn_id: str | None = option(
+        default=AUTO,
+        rule=TEXT.or_none(),
+        doc=f"The Airflow connection; ``{DEFAULT_CONNECTION}`` unless ``uri`` is given.",
+    )
+    uri: str | None = option(
+        default=None,
+        rule=_URI.or_none(),
+        doc="The broker's address without a password, for trials.  Instead of ``conn_id``.",
+    )
+    on_failure: str = option(
+        default="reject_and_requeue",
+        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        doc="What is done with a message that failed; the values of ``on_success``.",
+    )
+    lease: float = option(
+        default=21600.0,
+        rule=SECONDS,
+        doc="Seconds for which a run may hold messages: a fixed bound, from pulling to settling.",
+    )
+    custody: str = option(
+        default="broker",
+        rule=one_of("broker", "staged"),
+        doc="Where payloads are while a run holds them: in the broker, or in the staging folder"
+        " with a reference in the broker.",
+    )
+    queue_type: str = option(
+        default="quorum",
+        rule=one_of("quorum", "classic"),
+        doc="The type of this package's own queues; ``classic`` with ``custody='staged'`` alone.",
+    )
+    qos: Qos = option(
+        default=Qos(),
+        rule=Rule("a Qos", lambda v: isinstance(v, Qos)),
+        doc="Prefetching.",
+        nested=Qos,
+    )
+    declare: Mapping[str, Any] | None = option(
+        default=None,
+        rule=Rule(
+            f"a mapping with keys of {list(_DECLARE)}", lambda v: _keys_of(v, _DECLARE)
+        ).or_none(),
+        doc="Declares the queue with these arguments before it is read; ``None``: it must exist."
+        "  An exclusive or auto-deleted queue would end with the run, and its messages with it.",
+    )
+    bindings: Any = option(default=(), rule=_BINDINGS, doc="Binds the queue to exchanges.")
+    consume_options: Mapping[str, Any] | None = option(
+        default=None,
+        rule=Rule(
+            f"a mapping with keys of {list(_CONSUME)} (no_ack would lose messages)",
+            lambda v: _keys_of(v, _CONSUME),
+        ).or_none(),
+        doc="More arguments of ``basic.consume``.",
+    )
+    name: str | None = option(
+        default=None, rule=TEXT.or_none(), doc="The connection's name in the management view."
+    )
+    metadata: Any = option(
+        default=(),
+        rule=Rule(
+            f"a list of {list(NAMES)}",
+            lambda v: isinstance(v, (tuple, list)) and all(name in NAMES for name in v),
+        ),
+        doc="What a message's metadata holds.",
+    )
+    after_connect: Callable[[Any], Any] | None = option(
+        default=None,
+        rule=FUNCTION.or_none(),
+        doc="Called with a channel after connecting, before anything is declared:"
+        " ``channel.call('queue_declare', queue=…)``.  Raises to refuse the connection.",
+    )
+    merge_options: Callable[[int], Mapping[str, Any]] | None = option(
+        default=None,
+        rule=FUNCTION.or_none(),
+        doc="Called with the producer's index at every connecting; returns options to replace.",
+    )
+    backoff_type: str = option(
+        default="rand_exp",
+        rule=one_of(*TYPES),
+        doc="How the delay grows between attempts to connect again.",
+    )
+    backoff_min: float | None = option(
+        default=None, rule=SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
+    )
+    backoff_max: float | None = option(
+        default=None, rule=SECONDS.or_none(), doc="The longest such delay in seconds; 30."
+    )
+    reconnect_timeout: float = option(
+        default=60.0,
+        rule=SECONDS,
+        doc="Seconds after which a run that cannot connect again ends with an error.",
+    )
+    dead_letter: Any = option(
+        default=None,
+        rule=_DEAD_LETTER.or_none(),
+        doc="Where dead letters go; ``None``: to ``broadway.dead.<queue>``.",
+    )
+    max_message_bytes: int = option(
+        default=15 * 1024 * 1024,
+        rule=POSITIVE,
+        doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
+        " it must pass the broker's max_message_size.",
+    )
+    max_crashes: int = option(
+        default=5,
+        rule=at_least(1),
+        doc="How often processes may die of a message before it is handled alone, and set aside.",
+    )
+
+    def _resolve(self) -> None:
+        super()._resolve()
+        self._default("conn_id", DEFAULT_CONNECTION if self.uri is None else None)
+        if self.uri is not None and self.conn_id is not None:
+            raise OptionsError(
+                "RabbitMQProducer.conn_id", "nothing beside 'uri': one of the two", self.conn_id
+            )
+        if self.uri is None and self.conn_id is None:
+            raise OptionsError.missing("RabbitMQProducer.conn_id")
+        if self.queue_type == "classic" and self.custody == "broker":
+            raise OptionsError(
+                "RabbitMQProducer.queue_type",
+                "'quorum' with custody='broker': a classic queue may lose what lapses",
+                self.queue_type,
+            )
+        if not any(isinstance(v, str) for v in (self.backoff_min, self.backoff_max)):
+            bounds(self.backoff_min, self.backoff_max)
+
+    # -- opening -------------------------------------------------------------------------------
+
+    @property
+    def prefetch_count(self) -> int:
+        """Deliveries that the broker sends ahead."""
+        return self.qos.prefetch_count
+
+    def merged(self, index: int) -> RabbitMQProducer:
+        """These options with those that ``merge_options`` replaces.
+
+        :raises OptionsError: If it returns what is no option.
+        """
+        if self.merge_options is None:
+            return self
+        given = self.merge_options(index)
+        made: RabbitMQProducer = override(self, given, "merge_options", rendered=True)
+        return made
+
+    def address(self, env: ProducerEnv) -> Address:
+        """The broker.
+
+        :raises ConnectionMissing: If the connection is missing or lacks what is needed.
+        """
+        name = self.name or f"airflow-broadway {env.pipeline} {env.owner.get('run_id', '')}".strip()
+        if self.uri is not None:
+            return address_of_uri(self.uri, name=name)
+        return address_of(env.connections.get(str(self.conn_id)), name=name)
+
+    def backoff(self) -> Backoff:
+        """The delays between attempts to connect again."""
+        return Backoff(self.backoff_type, *bounds(self.backoff_min, self.backoff_max))
+
+    def source(self, env: ProducerEnv) -> Source:
+        from airflow_broadway.producers.rabbitmq.source import RabbitSource
+
+        return RabbitSource(self, env)
+
+    def custodian(self, env: ProducerEnv) -> Custodian:
+        from airflow_broadway.producers.rabbitmq.custodian import RabbitCustodian
+
+        return RabbitCustodian(self, env)
+
+    def depth(self, env: ProducerEnv) -> QueueDepth:
+        from airflow_broadway.producers.rabbitmq.custodian import depth
+
+        return depth(self, env)
+
+    # -- verdicts ------------------------------------------------------------------------------
+
+    def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
+        data = message.acknowledger.data
+        own = data if isinstance(data, Delivery) else Delivery()
+        name = (
+            (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
+        )
+        reason = message.status.text if failed else ""
+        if name == "reject_and_requeue_once":
+            name = "reject" if message.redelivered else "reject_and_requeue"
+        if name == "reject_and_requeue":
+            return Verdict(Action.RETRY, 0.0, reason, stage)
+        return self.decide(self.actions[name], message.attempt, reason, stage)

@@ -1,0 +1,117 @@
+"""The queues of our own that stand beside a source queue, and what each is declared with.
+
+================================  =================================================================
+``broadway.lease.<q>.<hash>``     what one generation holds; messages leave it when the lease lapses
+``broadway.returns.<q>``          bundles whose lease lapsed or was given up, for the next run
+``broadway.delay.<s>.<q>``        retries that wait; one queue per step of the ladder
+``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another place
+``broadway.leases``               the exchange by which bundles reach their lease queue
+================================  =================================================================
+
+A lease queue is reached through an exchange, so that unbinding it fences its holder off: what a
+process that is taken for dead still publishes is returned to it, and it keeps its deliveries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["EXCHANGE", "LADDER", "Queues", "lease_arguments", "rung"]
+
+#: The exchange that routes bundles: direct, by the lease queue's name.
+EXCHANGE = "broadway.leases"
+#: Seconds of the steps of the delay ladder.
+LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
+#: AMQP's limit for a queue's name, in bytes.
+_NAME_BYTES = 255
+#: A retry may come this part of its delay early: as much as the retry policy's own jitter.
+_EARLY = 0.1
+
+_QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
+#: Returns of a message after which its queue gives it up: never.  RabbitMQ 4's default is 20, and
+#: its -1 for "no limit" makes RabbitMQ 3 give a message up at its first return.
+_NO_LIMIT: dict[str, Any] = {"x-delivery-limit": 1_000_000_000}
+#: A dead-letter worker that waits for the target's confirm; needs ``reject-publish``.
+_SAFE_DEAD_LETTERING: dict[str, Any] = {
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
+
+
+def rung(delay: float) -> int | None:
+    """The step of the ladder for a delay in seconds; ``None`` for no delay.
+
+    The shortest step that is at least nine tenths of the delay, else the longest of all.
+    """
+    if delay <= 0:
+        return None
+    return next((step for step in LADDER if step >= delay * (1 - _EARLY)), LADDER[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """The names that belong to one source queue."""
+
+    source: str
+
+    def lease(self, generation: str) -> str:
+        """The lease queue of a generation."""
+        digest = hashlib.sha256(f"{self.source}\0{generation}".encode()).hexdigest()[:20]
+        return self._name("broadway.lease", f".{digest}")
+
+    @property
+    def returns(self) -> str:
+        """Where bundles go whose lease has ended."""
+        return self._name("broadway.returns", "")
+
+    @property
+    def dead(self) -> str:
+        """Where dead letters go."""
+        return self._name("broadway.dead", "")
+
+    def delay(self, step: int) -> str:
+        """Where retries wait for a step of the ladder."""
+        return self._name(f"broadway.delay.{step}", "")
+
+    def _name(self, prefix: str, suffix: str) -> str:
+        name = f"{prefix}.{self.source}{suffix}"
+        if len(name.encode()) <= _NAME_BYTES:
+            return name
+        digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
+        return f"{prefix}.{digest}{suffix}"
+
+    def returns_arguments(self, *, quorum: bool = True) -> dict[str, Any]:
+        """What the returns queue and the dead-letter queue are declared with."""
+        return {**_QUORUM, **_NO_LIMIT} if quorum else {"x-queue-type": "classic"}
+
+    def delay_arguments(self, step: int, *, quorum: bool = True) -> dict[str, Any]:
+        """What a step of the ladder is declared with."""
+        kind = (
+            {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT}
+            if quorum
+            else {"x-queue-type": "classic"}
+        )
+        return {
+            **kind,
+            "x-message-ttl": step * 1000,
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": self.source,
+        }
+
+
+def lease_arguments(queues: Queues, seconds: float, *, quorum: bool = True) -> dict[str, Any]:
+    """What a lease queue is declared with.
+
+    No ``x-expires``: a publisher does not keep a queue from expiring.
+    """
+    kind: dict[str, Any] = (
+        {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT} if quorum else {"x-queue-type": "classic"}
+    )
+    return {
+        **kind,
+        "x-message-ttl": max(1, int(seconds * 1000)),
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": queues.returns,
+    }

@@ -1,0 +1,445 @@
+"""The half that receives: secured in bundles before it is handed out.
+
+:meth:`RabbitSource.receive` returns what is secured already, and lets the intake run ahead by as
+much as was demanded; so ``secure`` has nothing left to do for a message, and, given none, brings in
+what is still on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.custody import Delivery, Lease
+from airflow_broadway.core.errors import (
+    LeaseLapsed,
+    ProducerError,
+    ProducerUnavailable,
+    StagingError,
+)
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.intake import Intake, Ready, Sealer
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.lane import Lane
+from airflow_broadway.producers.rabbitmq.link import Channel, Link
+from airflow_broadway.producers.rabbitmq.metadata import Describer
+from airflow_broadway.producers.rabbitmq.properties import Mark, dump, encode, republished
+from airflow_broadway.producers.rabbitmq.returns import (
+    examine,
+    rest_header,
+    split,
+    store_staged,
+    unreadable,
+)
+from airflow_broadway.producers.rabbitmq.topology import Topology
+from airflow_broadway.producers.rabbitmq.wire import Delivered, Parser
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.producer import ProducerEnv
+    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+
+__all__ = ["RabbitSource", "is_open_here"]
+
+log = logging.getLogger(__name__)
+
+#: The sources of this process: a generation that ends while one of them is open did not crash.
+_open: weakref.WeakSet[RabbitSource] = weakref.WeakSet()
+
+#: A generation takes nothing more when this part of its lease is left.
+_MARGIN = 0.02
+
+
+def is_open_here(generation: str) -> bool:
+    """Whether this process holds the generation's source open."""
+    return any(source.lease.generation == generation for source in list(_open))
+
+
+class RabbitSource:
+    """Receives for one generation."""
+
+    def __init__(self, producer: RabbitMQProducer, env: ProducerEnv) -> None:
+        self._producer = producer
+        self._env = env
+        self._clock = env.clock
+        self._options = producer.merged(env.index)
+        self._address = producer.address(env)
+        self._journal = Journal(env.staging, producer.queue)
+        self._topology = Topology(producer)
+        self._queues = self._topology.queues
+        self._ready = Ready()
+        self._sealer = Sealer(
+            env.generation, self._queues, dict(env.owner), prefix=secrets.token_hex(8)
+        )
+        if producer.custody == "staged":
+            self._sealer.store = store_staged(self._journal, env.generation)
+        self._describe = Describer(producer.metadata)
+        self._backoff = producer.backoff()
+        self._position = 0
+        self._handed = 0
+        self._extra = 0
+        self._alone = False
+        self._declared = False
+        self._fenced: LeaseLapsed | None = None
+        self._link: Link | None = None
+        self._intake: Intake | None = None
+        self._returned: deque[Delivered] = deque()
+        self._returns: Lane | None = None
+        self._returns_left = 0
+        self._has_messages = False
+        self._properties: dict[tuple[bytes, bytes], str] = {}
+        self._deadline = self._fresh_deadline()
+        self._connect()
+        _open.add(self)
+
+    # -- the lease -----------------------------------------------------------------------------
+
+    @property
+    def lease(self) -> Lease:
+        """The lease as of now; its state counts what was handed out."""
+        with self._ready.changed:
+            waiting = self._ready.outstanding
+            state = {
+                "queue": self._producer.queue,
+                "lease_queue": self._queues.lease(self._env.generation),
+                "virtual_host": self._address.virtual_host,
+                "declared": self._declared,
+                "bundles": self._ready.secured,
+                "messages": self._handed,
+                # Bundles that may be there beside those counted, and messages never handed out.
+                "extra": self._extra + waiting,
+            }
+        return Lease(
+            kind=self._producer.kind,
+            generation=self._env.generation,
+            seconds=self._producer.lease,
+            deadline=self._deadline,
+            owner=dict(self._env.owner),
+            state=state,
+        )
+
+    def _fresh_deadline(self) -> Any:
+        return self._clock.now() + timedelta(seconds=self._producer.lease)
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        if self._fenced is not None:
+            raise self._fenced
+        if demand < 1:
+            return []
+        end = self._clock.monotonic() + timeout
+        ready = self._ready
+        self._check_deadline()
+        while True:
+            self._reconnect()
+            intake = self._intake
+            assert intake is not None
+            assert self._link is not None
+            if not ready.bundles and self._returns_left > 0:
+                self._drain(demand, end)
+            if not self._alone:
+                with ready.changed:
+                    ready.credit = demand
+                self._link.post(lambda intake=intake: intake.want(demand))  # type: ignore[misc]
+            with ready.changed:
+                while not self._stirred(intake):
+                    left = end - self._clock.monotonic()
+                    if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
+                        left += self._address.timeout
+                    if left <= 0:
+                        return []
+                    ready.changed.wait(left)
+                held = ready.take(demand)
+            if held:
+                return self._messages(held)
+            if ready.error is None and intake.backlog and not intake.open:
+                self._open_lease(intake)
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if messages:
+            return messages
+        # Called with none at the end of pulling, until it returns none: bring in what is on its
+        # way.
+        ready, intake, link = self._ready, self._intake, self._link
+        if intake is None or link is None:
+            return []
+        with ready.changed:
+            ready.credit = 0
+        link.post(intake.flush)
+        end = self._clock.monotonic() + self._address.timeout
+        with ready.changed:
+            while not ready.bundles and ready.outstanding and ready.error is None:
+                left = end - self._clock.monotonic()
+                if left <= 0:
+                    raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+                ready.changed.wait(left)
+            held = ready.take(100_000)
+            if not held and ready.outstanding and ready.error is not None:
+                # Never secured, so still the source's; nobody was given it.
+                ready.outstanding = 0
+                self._extra += 1
+        return self._messages(held) if held else []
+
+    def close(self) -> None:
+        _open.discard(self)
+        self._sealer.close()
+        link, self._link, self._intake = self._link, None, None
+        if link is not None:
+            link.close()
+
+    def _stirred(self, intake: Intake) -> bool:
+        ready = self._ready
+        return bool(
+            ready.bundles
+            or ready.error is not None
+            or (intake.backlog and not intake.open)
+            or (self._returns_left > 0 and not ready.outstanding)
+        )
+
+    def _check_deadline(self) -> None:
+        now = self._clock.now()
+        if not self._declared:  # what holds nothing cannot lapse
+            self._deadline = self._fresh_deadline()
+        elif (self._deadline - now).total_seconds() < self._producer.lease * _MARGIN:
+            self._fenced = LeaseLapsed(
+                "this run's lease is about to end while it still receives messages: let it receive"
+                " for a shorter time (max_seconds), or give the producer a longer lease"
+            )
+            raise self._fenced
+
+    def _messages(self, held: list[Held]) -> list[Message]:
+        now, position = self._clock.now(), self._position
+        generation, texts, describe = self._env.generation, self._properties, self._describe
+        made = []
+        for place, each in enumerate(held, position):
+            key = (each.route, each.properties)
+            text = texts.get(key)
+            if text is None:
+                if len(texts) > 10_000:
+                    texts.clear()
+                text = texts[key] = dump(each.route, each.properties)
+            body = each.body
+            made.append(
+                Message(
+                    body,
+                    metadata=describe(each),
+                    acknowledger=AckRef(None, generation, Delivery(payload=body, properties=text)),
+                    message_id=each.message_id,
+                    attempt=each.attempt,
+                    redelivered=each.redelivered,
+                    received_at=now,
+                    position=place,
+                    size=len(body),
+                )
+            )
+        self._position += len(made)
+        self._handed += len(made)
+        return made
+
+    # -- connecting ----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        ready = self._ready
+        link = Link(
+            self._address, on_lost=lambda: ready.fail(ProducerUnavailable("the connection is lost"))
+        )
+        try:
+            options = self._options = self._producer.merged(self._env.index)
+            channel = link.channel()
+            depth = self._topology.prepare(link, channel, options)
+            self._has_messages = depth > 0
+            self._intake = Intake(
+                channel,
+                ready,
+                self._sealer,
+                prefetch=options.prefetch_count,
+                max_bytes=options.max_message_bytes,
+                dead=self._topology.dead,
+                consume=dict(options.consume_options or {}),
+            )
+            self._link = link
+            self._intake.open = self._declared
+            self._open_returns(link)
+        except BaseException:
+            link.close()
+            raise
+
+    def _reconnect(self) -> None:
+        """Go on after a lost connection; nothing happens if there is none lost."""
+        ready = self._ready
+        error = ready.error
+        if error is None:
+            return
+        if isinstance(error, LeaseLapsed):
+            self._fenced = error
+        if not isinstance(error, ProducerUnavailable):
+            raise error
+        with ready.changed:
+            # What was taken and not confirmed may be in the lease queue, and is the source's again.
+            waiting = sum(map(len, ready.bundles))
+            if ready.outstanding != waiting or self._sealer.waiting:
+                self._extra += 1
+            ready.outstanding = waiting
+        if self._link is not None:
+            self._link.close()
+        end = self._clock.monotonic() + self._producer.reconnect_timeout
+        while True:
+            with ready.changed:
+                ready.error = None
+            try:
+                self._returned.clear()
+                self._connect()
+            except ProducerUnavailable as again:
+                pause = self._backoff.next()
+                if pause is None or self._clock.monotonic() + pause > end:
+                    with ready.changed:
+                        ready.error = again
+                    raise
+                log.warning("%s; trying again in %.1f s", again, pause)
+                self._clock.sleep(pause)
+            else:
+                self._backoff.reset()
+                log.info("Connected to RabbitMQ again.")
+                return
+
+    def _open_lease(self, intake: Intake) -> None:
+        """Declare the lease queue: at the first message, so that an empty run declares nothing."""
+        assert self._link is not None
+        self._deadline = self._fresh_deadline()
+        name = self._queues.lease(self._env.generation)
+        self._journal.note_lease(
+            self._env.generation,
+            {
+                "queue": name,
+                "deadline": self._deadline.isoformat(),
+                "seconds": self._producer.lease,
+            },
+        )
+        if intake.backlog:
+            self._topology.refuse_stream(self._link, intake.backlog[0].properties)
+        self._topology.open_lease(self._link, name)
+        self._declared = True
+
+        def run() -> None:
+            intake.open = True
+            intake.pump()
+
+        self._link.post(run)
+
+    # -- what came back ------------------------------------------------------------------------
+
+    def _open_returns(self, link: Link) -> None:
+        depth = self._topology.depth(link, self._queues.returns)
+        self._returns, self._returns_left = None, depth or 0
+        if not depth:
+            return
+        channel = link.channel()
+        self._returns = Lane(
+            channel,
+            multiple=False,
+            secured=self._ready.add,
+            failed=self._ready.fail,
+            what="the lease queue",
+        )
+        self._listen(link, channel)
+
+    def _listen(self, link: Link, channel: Channel) -> None:
+        returned, changed = self._returned, self._ready.changed
+
+        def deliver(delivered: Delivered) -> None:
+            returned.append(delivered)
+            with changed:
+                changed.notify()
+
+        parser = Parser(channel.number, deliver)
+
+        def run() -> None:
+            link.raw.parsers[channel.number] = parser
+            channel.raw.basic_qos(prefetch_count=2)
+            channel.raw.basic_consume(self._queues.returns, lambda *_: None)
+
+        link.post(run)
+
+    def _drain(self, demand: int, end: float) -> None:
+        """Secure from a returned bundle: at most half a demand while the source has messages."""
+        ready, intake, lane = self._ready, self._intake, self._returns
+        assert intake is not None
+        assert lane is not None
+        assert self._link is not None
+        with ready.changed:
+            room = demand - ready.outstanding
+            if self._has_messages:
+                room = min(room, max(1, demand // 2))
+            if room <= 0:
+                return
+            if not self._returned and ready.error is None:
+                left = min(1.0, end - self._clock.monotonic())
+                ready.changed.wait_for(
+                    lambda: bool(self._returned) or ready.error is not None, max(left, 0.05)
+                )
+        if not self._returned:
+            self._returns_left = 0  # another run has them
+            return
+        delivered = self._returned.popleft()
+        self._returns_left -= 1
+        try:
+            read = examine(delivered.body, self._journal)
+        except (ProducerError, StagingError) as error:
+            unreadable(error)
+            return
+        if read is None:
+            self._link.post(lambda: lane.ack(delivered.tag))
+            return
+        fresh = not (self._position or ready.outstanding)
+        portion = split(
+            read.messages, room=room, fresh=fresh, max_crashes=self._producer.max_crashes
+        )
+        if portion is None:
+            return
+        if portion.take and not self._declared:
+            self._open_lease(intake)
+        if portion.alone:
+            self._alone, self._returns_left = True, 0
+        with ready.changed:
+            ready.outstanding += len(portion.take)
+        self._topology.ensure_dead(self._link, bool(portion.crashed))
+        self._link.post(lambda: self._secure_again(lane, delivered.tag, read.header, portion))
+
+    def _secure_again(self, lane: Lane, tag: int, header: Any, portion: Any) -> None:
+        """Publish what becomes of a returned bundle, then acknowledge it.  In the link's thread."""
+        exchange, routing_key = self._topology.dead
+        generation = self._env.generation
+        for held in portion.crashed:
+            reason = f"its process died {held.crashes} times, at last with nothing else to handle"
+            lane.publish(
+                exchange,
+                routing_key,
+                republished(
+                    held.properties,
+                    Mark(held.message_id, generation, held.attempt),
+                    extra={"x-broadway-reason": reason, "x-broadway-stage": "crashed"},
+                ),
+                held.body,
+                key=held.message_id,
+            )
+        if portion.later:
+            name = f"{self._sealer.prefix}.r{tag:x}"
+            body = bundles.pack(rest_header(header, name, len(portion.later)), portion.later)
+            lane.publish(
+                "",
+                self._queues.returns,
+                encode({"delivery_mode": 2, "message_id": name}),
+                body,
+                key=name,
+            )
+        if portion.take:
+            self._sealer.publish(lane, portion.take, tag)
+        else:
+            lane.done(tag)

@@ -1,0 +1,183 @@
+"""Declares, binds and looks at queues."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
+from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues, lease_arguments
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+
+__all__ = ["Topology"]
+
+
+class Topology:
+    """The queues of one producer; calls answer when the broker has."""
+
+    def __init__(self, producer: RabbitMQProducer) -> None:
+        self._producer = producer
+        self._quorum = producer.queue_type == "quorum"
+        self._made: set[str] = set()
+        self.queues = Queues(producer.queue)
+
+    @property
+    def dead(self) -> tuple[str, str]:
+        """Exchange and routing key of dead letters."""
+        place = self._producer.dead_letter
+        if place is None:
+            return "", self.queues.dead
+        if isinstance(place, str):
+            return "", place
+        return str(place.get("exchange", "")), str(place.get("routing_key", ""))
+
+    # -- the source ----------------------------------------------------------------------------
+
+    def prepare(self, link: Link, channel: Channel, options: RabbitMQProducer) -> int:
+        """Do what the options ask for, and see that the source queue is there; its depth.
+
+        :raises ProducerError: If it is not, or the broker refuses.
+        """
+        if options.after_connect is not None:
+            told = options.after_connect(channel)
+            if inspect.isawaitable(told) or told not in (None, True):
+                raise ProducerError(
+                    f"after_connect must return None, or raise to refuse; it returned {told!r}"
+                )
+        queue = self.queues.source
+        try:
+            if options.declare is not None:
+                channel.call("queue_declare", queue=queue, **dict(options.declare))
+            for exchange, arguments in options.bindings:
+                channel.call("queue_bind", queue=queue, exchange=exchange, **dict(arguments))
+            declared = channel.call("queue_declare", queue=queue, passive=True)
+        except Refused as error:
+            raise _explained(error, f"the source queue {queue!r}") from None
+        return int(declared.method.message_count)
+
+    def refuse_stream(self, link: Link, properties: bytes) -> None:
+        """Refuse to read a stream: what is acknowledged there is not removed.
+
+        :param properties: Of a delivery; only those of a stream name their offset.
+        """
+        if b"x-stream-offset" not in properties:
+            return
+        channel = link.channel()
+        try:
+            channel.call(
+                "queue_declare",
+                queue=self.queues.source,
+                durable=True,
+                arguments={"x-queue-type": "stream"},
+            )
+        except Refused as error:
+            if error.code == 406 and "x-queue-type" in error.text:
+                return  # another type, whose message has come from a stream
+        channel.close()
+        raise ProducerError(
+            f"{self.queues.source!r} is a stream: reading removes nothing from it, so there is"
+            " nothing to settle; use a classic or quorum queue, fed by the same exchange"
+        )
+
+    # -- our own -------------------------------------------------------------------------------
+
+    def open_lease(self, link: Link, name: str) -> None:
+        """Declare a lease queue, reachable, and the queues that it needs.
+
+        :raises ProducerError: If the broker refuses.
+        """
+        self.ensure_returns(link)
+        self.ensure_dead(link, self._producer.dead_letter is None)
+        channel = link.channel()
+        try:
+            channel.call(
+                "exchange_declare", exchange=EXCHANGE, exchange_type="direct", durable=True
+            )
+            channel.call(
+                "queue_declare",
+                queue=name,
+                durable=True,
+                arguments=lease_arguments(self.queues, self._producer.lease, quorum=self._quorum),
+            )
+            channel.call("queue_bind", queue=name, exchange=EXCHANGE, routing_key=name)
+        except Refused as error:
+            raise _explained(error, f"the lease queue {name!r}") from None
+        channel.close()
+
+    def ensure_returns(self, link: Link) -> None:
+        """Declare the returns queue."""
+        arguments = self.queues.returns_arguments(quorum=self._quorum)
+        self._ensure(link, self.queues.returns, arguments)
+
+    def ensure_dead(self, link: Link, wanted: bool = True) -> None:
+        """Declare the dead-letter queue, if it is ours."""
+        if wanted and self._producer.dead_letter is None:
+            arguments = self.queues.returns_arguments(quorum=self._quorum)
+            self._ensure(link, self.queues.dead, arguments)
+
+    def ensure_delay(self, link: Link, step: int) -> str:
+        """Declare a step of the delay ladder; its name."""
+        name = self.queues.delay(step)
+        self._ensure(link, name, self.queues.delay_arguments(step, quorum=self._quorum))
+        return name
+
+    def depth(self, link: Link, name: str) -> int | None:
+        """Messages that are ready in a queue; ``None`` if there is no such queue."""
+        channel = link.channel()
+        try:
+            declared = channel.call("queue_declare", queue=name, passive=True)
+        except Refused as error:
+            if error.code == 404:
+                return None
+            raise _explained(error, f"the queue {name!r}") from None
+        channel.close()
+        return int(declared.method.message_count)
+
+    def fence(self, link: Link, name: str) -> None:
+        """Let nobody publish to a lease queue any more."""
+        channel = link.channel()
+        try:
+            channel.call("queue_unbind", queue=name, exchange=EXCHANGE, routing_key=name)
+        except Refused as error:
+            if error.code != 404:
+                raise _explained(error, f"the lease queue {name!r}") from None
+            return
+        channel.close()
+
+    def delete(self, link: Link, name: str) -> int:
+        """Delete a queue; how many messages it held."""
+        channel = link.channel()
+        try:
+            deleted = channel.call("queue_delete", queue=name)
+        except Refused as error:
+            if error.code == 404:
+                return 0
+            raise _explained(error, f"the queue {name!r}") from None
+        channel.close()
+        return int(deleted.method.message_count)
+
+    def _ensure(self, link: Link, name: str, arguments: dict[str, Any]) -> None:
+        key = f"{id(link)} {name}"
+        if key in self._made:
+            return
+        channel = link.channel()
+        try:
+            channel.call("queue_declare", queue=name, durable=True, arguments=arguments)
+        except Refused as error:
+            raise _explained(error, f"the queue {name!r}") from None
+        channel.close()
+        self._made.add(key)
+
+
+def _explained(error: Refused, what: str) -> ProducerError:
+    """The refusal, with what to do about it."""
+    advice = {
+        403: "grant the user the permissions in docs/rabbitmq.md",
+        404: "create it, or let the option `declare` do so",
+        405: "another connection holds it exclusively",
+        406: "it exists with other arguments; delete it, or declare it as it is",
+    }.get(error.code)
+    return ProducerError(f"{what}: {error.text}" + (f"; {advice}" if advice else ""))

@@ -1,0 +1,201 @@
+"""Reads deliveries straight from the socket's bytes, and hands all else to pika.
+
+pika makes five objects of every delivery and decodes all its properties: more work than the rest of
+a run has with a message, and a message whose headers it cannot decode costs it the connection.
+Here a delivery is one tuple that keeps the properties as the bytes they came in; they are decoded
+when somebody asks (``properties``), so that hostile headers fail their own message alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pika import SelectConnection
+    from pika.connection import Parameters
+
+__all__ = ["Delivered", "Parser", "connection_class"]
+
+
+class Delivered(NamedTuple):
+    """One delivery.
+
+    :param tag: Its delivery tag, on its channel.
+    :param redelivered: Whether the broker delivered it before.
+    :param route: Exchange and routing key, each a byte of length and its bytes.
+    :param properties: Property flags and property list, as in the content header.
+    """
+
+    tag: int
+    redelivered: bool
+    route: bytes
+    properties: bytes
+    body: bytes
+
+
+#: type, channel, size, class id, method id, length of the consumer tag
+_DELIVER = struct.Struct(">BHIHHB")
+_TAG = struct.Struct(">QB")
+#: type, channel, size, class id, weight, body size
+_HEADER = struct.Struct(">BHIHHQ")
+_FRAME = struct.Struct(">BHI")
+
+#: Class and method of ``basic.deliver``.
+_BASIC, _METHOD = 60, 60
+
+
+class Parser:
+    """Finds the deliveries of one channel in a stream of frames.
+
+    :param deliver: Called with each delivery.
+    """
+
+    def __init__(self, channel: int, deliver: Callable[[Delivered], None]) -> None:
+        self._channel = channel
+        self._deliver = deliver
+
+    def parse(self, data: bytes, start: int) -> tuple[int, bool]:
+        """Read whole deliveries from ``start`` on.
+
+        :return: Where reading stopped, and whether there is another frame than a delivery's; else
+            the rest of a delivery is still to come.
+        """
+        channel, deliver = self._channel, self._deliver
+        end = len(data)
+        unpack, unpack_tag, unpack_header = (
+            _DELIVER.unpack_from,
+            _TAG.unpack_from,
+            _HEADER.unpack_from,
+        )
+        make = Delivered._make
+        at = start
+        while at + 12 <= end:
+            kind, number, size, class_id, method_id, length = unpack(data, at)
+            if kind != 1 or number != channel or method_id != _METHOD or class_id != _BASIC:
+                return at, True
+            head = at + size + 8
+            if head + 21 > end:
+                return at, False
+            place = at + 12 + length
+            tag, redelivered = unpack_tag(data, place)
+            route = data[place + 9 : head - 1]
+            _, _, size, _, _, left = unpack_header(data, head)
+            body = head + size + 8
+            properties = data[head + 19 : body - 1]
+            if not left:
+                if body > end:
+                    return at, False
+                deliver(make((tag, redelivered != 0, route, properties, b"")))
+                at = body
+                continue
+            if body + 7 > end:
+                return at, False
+            size = _FRAME.unpack_from(data, body)[2]
+            after = body + size + 8
+            if after > end:
+                return at, False
+            if size == left:
+                deliver(
+                    make((tag, redelivered != 0, route, properties, data[body + 7 : after - 1]))
+                )
+                at = after
+                continue
+            parts = [data[body + 7 : after - 1]]
+            left -= size
+            while left:  # a body in several frames
+                if after + 7 > end:
+                    return at, False
+                size = _FRAME.unpack_from(data, after)[2]
+                following = after + size + 8
+                if following > end:
+                    return at, False
+                parts.append(data[after + 7 : following - 1])
+                left -= size
+                after = following
+            deliver(make((tag, redelivered != 0, route, properties, b"".join(parts))))
+            at = after
+        return at, at + 7 <= end and data[at] != 1
+
+
+def connection_class() -> type[Any]:
+    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`.
+
+    It changes how pika reads frames, in a method that is pika's own business: a test reads with
+    both and compares.
+
+    :raises ProducerError: If this pika has no such method.
+    """
+    import pika
+    from pika import frame
+
+    from airflow_broadway.core.errors import ProducerError
+
+    base: type[SelectConnection] = pika.SelectConnection
+    if not hasattr(base, "_on_data_available") or not hasattr(base, "_process_frame"):
+        raise ProducerError(
+            f"pika {pika.__version__} is not supported: install a release from 1.3.2 to 1.x"
+        )
+
+    class Reader(base):  # type: ignore[misc]
+        """Reads deliveries by parsers, and the rest as pika does."""
+
+        def __init__(self, parameters: Parameters, **callbacks: Any) -> None:
+            self.parsers: dict[int, Parser] = {}
+            self.after_data: Callable[[], None] | None = None
+            self._parts: list[bytes] = []
+            self._missing = 0
+            super().__init__(parameters, **callbacks)
+
+        def _on_data_available(self, data_in: bytes) -> None:
+            self.bytes_received += len(data_in)  # a sign of life, before a frame is whole
+            self._parts.append(data_in)
+            self._missing -= len(data_in)
+            if self._missing > 0:  # a large body: joining what has come so far is of no use yet
+                return
+            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            at = self._read(data)
+            rest = data[at:] if at else data
+            self._parts = [rest] if rest else []
+            self._missing = _missing(rest)
+            if self.after_data is not None:
+                self.after_data()
+
+        def _read(self, data: bytes) -> int:
+            at, end = 0, len(data)
+            while at < end:
+                if end - at >= 7:
+                    parser = self.parsers.get(int.from_bytes(data[at + 1 : at + 3], "big"))
+                    if parser is not None:
+                        at, other = parser.parse(data, at)
+                        if not other:
+                            return at
+                consumed, value = frame.decode_frame(_one_frame(data, at))
+                if value is None:
+                    return at
+                at += consumed
+                self._process_frame(value)
+            return at
+
+    return Reader
+
+
+def _one_frame(data: bytes, at: int) -> bytes:
+    """What pika is to read next: one frame, or all that is there of it."""
+    if len(data) - at < 7 or data[at : at + 4] == b"AMQP":
+        return data[at:]
+    size = _FRAME.unpack_from(data, at)[2]
+    return data[at : at + size + 8]
+
+
+def _missing(data: bytes) -> int:
+    """Bytes to wait for before reading on: to the end of the first body, where it shows."""
+    if len(data) < 12 or data[0] != 1:
+        return 0
+    _kind, _, size, class_id, method_id, _ = _DELIVER.unpack_from(data, 0)
+    head = size + 8
+    if class_id != _BASIC or method_id != _METHOD or len(data) < head + 19:
+        return 0
+    size, body = _HEADER.unpack_from(data, head)[2], _HEADER.unpack_from(data, head)[5]
+    return int(max(0, head + size + 8 + body - len(data)))

@@ -1,0 +1,187 @@
+"""A private RabbitMQ server for tests: own ports, data folder and node name; loopback only.
+
+``with RabbitServer.start(folder) as server:`` gives ``server.url``.  It ends by its process ids
+alone.  ``AIRFLOW_BROADWAY_RABBITMQ_URL`` names a server that runs already: it is used as it is, and
+the tests that kill their broker are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+__all__ = ["RabbitServer", "find_server", "given_url"]
+
+_PLACES = (
+    "/usr/lib/rabbitmq/bin",
+    "/opt/homebrew/sbin",
+    "/usr/local/sbin",
+    "/usr/sbin",
+)
+
+
+def given_url() -> str | None:
+    """The server that the environment names, if any."""
+    return os.environ.get("AIRFLOW_BROADWAY_RABBITMQ_URL") or None
+
+
+def find_server() -> Path | None:
+    """The ``rabbitmq-server`` script, if one is installed.
+
+    The one of the package's own folder is preferred: that in ``/usr/sbin`` changes the user.
+    """
+    found = shutil.which("rabbitmq-server")
+    for place in (*_PLACES, *([str(Path(found).parent)] if found else [])):
+        script = Path(place) / "rabbitmq-server"
+        if script.exists():
+            return script
+    return None
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RabbitServer:
+    """One server, and what tests do to it.
+
+    :param folder: Where it keeps everything; kept over :meth:`kill` and :meth:`run`.
+    """
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    management_port: int = field(default_factory=free_port)
+    dist_port: int = field(default_factory=free_port)
+    given: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(cls, folder: Path) -> RabbitServer:
+        """Start one, or take the one that the environment names."""
+        given = given_url()
+        server = cls(folder, given=given)
+        if given is None:
+            server.run()
+        return server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Its AMQP address."""
+        return self.given or f"amqp://guest:guest@127.0.0.1:{self.port}/"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for proxies."""
+        parts = urlsplit(self.url)
+        return parts.hostname or "127.0.0.1", parts.port or 5672
+
+    @property
+    def management_url(self) -> str:
+        """Its management API."""
+        return f"http://guest:guest@127.0.0.1:{self.management_port}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of the server and its tools."""
+        f = self.folder
+        return {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RABBITMQ_")},
+            "HOME": str(f),
+            "RABBITMQ_HOME": str(f),
+            "RABBITMQ_NODENAME": f"broadway{self.port}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self.dist_port),
+            "RABBITMQ_MNESIA_BASE": str(f / "data"),
+            "RABBITMQ_LOG_BASE": str(f / "log"),
+            "RABBITMQ_CONFIG_FILE": str(f / "rabbitmq.conf"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(f / "enabled_plugins"),
+            "RABBITMQ_PID_FILE": str(f / "pid"),
+            "RABBITMQ_CONF_ENV_FILE": str(f / "none"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
+                " -kernel inet_dist_use_interface {127,0,0,1}"
+            ),
+            # Its own port mapper too, so that none stays behind that other servers use.
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+        }
+
+    def run(self, *, wait: float = 90.0) -> None:
+        """Start the server, with whatever data it has, and wait until it answers."""
+        script = find_server()
+        if script is None:
+            raise RuntimeError("RabbitMQ is not installed")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "rabbitmq.conf").write_text(
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}\n"
+            f"management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {self.management_port}\n"
+            "loopback_users.guest = true\ndisk_free_limit.absolute = 100MB\n"
+            "vm_memory_high_watermark.absolute = 3GB\n"
+        )
+        (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+        with (self.folder / "console.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(script)],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        end = time.monotonic() + wait
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                tail = (self.folder / "console.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"RabbitMQ did not start: {tail}")
+            time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(self.address, timeout=1) as sock:
+                sock.sendall(b"AMQP\x00\x00\x09\x01")
+                return sock.recv(1) == b"\x01"
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """``kill -9`` to the whole server: its process group, which is its alone."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it, in order if it will."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        except ProcessLookupError:
+            process.wait()
+        # The shell that started the virtual machine may have gone before it.
+        while self._answers():
+            time.sleep(0.1)
