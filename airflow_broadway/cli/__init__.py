@@ -1,0 +1,12 @@
+"""The command ``airflow-broadway``: look at staged runs, run their batches again, serve a queue.
+
+``app`` has the arguments, ``staged`` and ``where`` look at runs, ``replay`` and ``shadow`` run
+batches again, ``queues`` serves the embedded queue, ``output`` prints.  ``docs/cli.md`` is its
+guide.
+"""
+
+from __future__ import annotations
+
+from airflow_broadway.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,219 @@
+"""The arguments of ``airflow-broadway``, and what its exit codes mean.
+
+0: done, and nothing to look at.  1: done, and there is something to look at: a replayed batch
+failed, a message is nowhere.  2: not done; one line on standard error says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from airflow_broadway.cli.output import complain, logging_at, one_line, only_results_on_stdout
+from airflow_broadway.core.errors import BroadwayError
+
+__all__ = ["FAILED", "FOUND", "REFUSED", "build_parser", "main"]
+
+#: Exit codes.
+FOUND, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+#: Where Airflow looks for connections: "server" is what its own commands say, and means also the
+#: metadata database.
+_CONTEXT = "_AIRFLOW_PROCESS_CONTEXT"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    given = build_parser().parse_args(argv)
+    try:
+        with only_results_on_stdout(), _connections_of_airflow():
+            code: int = given.handler(given)
+            return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read has seen enough; what is still buffered would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FOUND
+    except (BroadwayError, OSError) as error:
+        complain(error)
+        return REFUSED
+
+
+@contextmanager
+def _connections_of_airflow() -> Iterator[None]:
+    before = os.environ.get(_CONTEXT)
+    os.environ.setdefault(_CONTEXT, "server")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CONTEXT, None)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{one_line(message)} (see {self.prog} --help)")
+        raise SystemExit(REFUSED)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``handler``."""
+    parser = _Parser(
+        prog="airflow-broadway",
+        description="Look at staged runs, run their batches again, serve the embedded queue.",
+        epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_replay(commands)
+    _add_runs(commands)
+    _add_show(commands)
+    _add_where(commands)
+    _add_queue(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.set_defaults(handler=handler)
+    return made
+
+
+def _staged(parser: argparse.ArgumentParser, *, one_run: bool) -> None:
+    parser.add_argument("--dag-id", required=one_run, metavar="D", help="the Dag's id")
+    if one_run:
+        parser.add_argument("--run-id", required=True, metavar="R", help="the run's id")
+    parser.add_argument(
+        "--staging", metavar="URI", help="the staging root; Airflow's [broadway] staging by default"
+    )
+    parser.add_argument(
+        "--pipeline-name", metavar="NAME", help="the pipeline's name, if several staged this"
+    )
+
+
+def _add_replay(commands: Any) -> None:
+    made = _command(
+        commands,
+        "replay",
+        "Run handle_batch again on the staged batches of a run: the same messages, boundaries and"
+        " batch_ids.  Nothing is settled at the broker, and the run's own outcomes stand.",
+        _replay,
+    )
+    _staged(made, one_run=True)
+    made.add_argument("--batcher", metavar="B", help="only the batches of this batcher")
+    made.add_argument(
+        "--batch-id",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="only these batches, whether or not they were handled before",
+    )
+    made.add_argument(
+        "--pipeline",
+        metavar="REF",
+        help="pkg.module:Class, or a reference as JSON; by default the one that the run's Spark"
+        " application had",
+    )
+    spark = made.add_argument_group("Spark batchers")
+    spark.add_argument("--conn-id", default="spark_default", metavar="ID", help="the connection")
+    spark.add_argument(
+        "--conf",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; may be repeated",
+    )
+    for name in ("py-files", "jars", "packages"):
+        spark.add_argument(f"--{name}", metavar="LIST", help="as for spark-submit")
+
+
+def _replay(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.replay import replay
+
+    with logging_at(logging.INFO):
+        return replay(given)
+
+
+def _add_runs(commands: Any) -> None:
+    _staged(_command(commands, "runs", "List the staged runs.", _runs), one_run=False)
+
+
+def _runs(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.staged import runs
+
+    with logging_at(logging.WARNING):
+        return runs(given)
+
+
+def _add_show(commands: Any) -> None:
+    made = _command(commands, "show", "A run's generations, batches and report.", _show)
+    _staged(made, one_run=True)
+
+
+def _show(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.staged import show
+
+    with logging_at(logging.WARNING):
+        return show(given)
+
+
+def _add_where(commands: Any) -> None:
+    made = _command(commands, "where", "What became of a message, in every staged run.", _where)
+    made.add_argument("message_id", metavar="MESSAGE_ID")
+    _staged(made, one_run=False)
+
+
+def _where(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.where import where
+
+    with logging_at(logging.WARNING):
+        return where(given)
+
+
+def _add_queue(commands: Any) -> None:
+    text = "Serve a queue of the embedded broker."
+    queue = commands.add_parser("queue", help=text, description=text, allow_abbrev=False)
+    actions = queue.add_subparsers(metavar="ACTION", required=True)
+    made = {}
+    for name, text in (
+        ("send", "Send the lines of a file, or of standard input, as messages."),
+        ("depth", "How many messages are ready, delayed, leased and dead."),
+        ("dead", "List dead letters, in order of their death."),
+        ("requeue", "Put dead letters back into the queue, on their first attempt."),
+        ("purge", "Delete messages for good."),
+    ):
+        made[name] = _command(actions, name, text, _queue)
+        made[name].set_defaults(action=name)
+        made[name].add_argument("--path", required=True, metavar="FILE", help="the queue file")
+        made[name].add_argument("--queue", required=True, metavar="NAME", help="the queue's name")
+    made["send"].add_argument("input", nargs="?", default="-", metavar="INPUT", help="- for stdin")
+    made["dead"].add_argument("--limit", type=int, default=100, metavar="N", help="100 by default")
+    what = made["purge"].add_mutually_exclusive_group(required=True)
+    what.add_argument("--dead", action="store_true", help="the dead letters")
+    what.add_argument("--ready", action="store_true", help="all messages that no run holds")
+    for name in ("requeue", "purge"):
+        made[name].add_argument(
+            "--message-id",
+            action="extend",
+            nargs="+",
+            metavar="ID",
+            help="only these dead letters; all of them by default",
+        )
+
+
+def _queue(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.queues import queue
+
+    return queue(given)

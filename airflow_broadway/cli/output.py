@@ -1,0 +1,123 @@
+"""What the commands print: tables for people, JSON for programs, one line for an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from airflow_broadway.core.errors import BroadwayError
+
+__all__ = [
+    "CommandError",
+    "complain",
+    "cut",
+    "logging_at",
+    "one_line",
+    "only_results_on_stdout",
+    "say",
+    "say_json",
+    "table",
+]
+
+#: Characters of a reason in a table.
+MAX_TEXT = 100
+
+_CREDENTIALS = re.compile(r"(\w://)[^/@\s]*:[^/@\s]*@")
+
+
+class CommandError(BroadwayError):
+    """What was asked for cannot be done; the text says why, and what to do instead."""
+
+
+#: Where results go while everything else that is printed goes to standard error.
+_RESULTS: ContextVar[TextIO | None] = ContextVar("_RESULTS", default=None)
+
+
+@contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """Send to standard error what others print: Airflow's loggers, Spark, callbacks."""
+    token = _RESULTS.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _RESULTS.reset(token)
+
+
+@contextmanager
+def logging_at(level: int) -> Iterator[None]:
+    """Log plain lines to standard error, whatever Airflow set up when it was imported."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    handlers, before = root.handlers, root.level
+    root.handlers = [handler]
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(before)
+
+
+def say(*lines: str) -> None:
+    """Print lines for people."""
+    _print("\n".join(lines))
+
+
+def say_json(value: Any) -> None:
+    """Print a value for programs."""
+    _print(json.dumps(value, indent=1, default=str))
+
+
+def _print(text: str) -> None:
+    out = _RESULTS.get() or sys.stdout
+    out.write(_redacted(text) + "\n")
+    out.flush()
+
+
+def complain(error: BaseException | str) -> None:
+    """Print an error on one line."""
+    sys.stderr.write(f"airflow-broadway: error: {_redacted(one_line(error))}\n")
+
+
+def one_line(text: object) -> str:
+    """``text`` with its line breaks made spaces."""
+    return " ".join(str(text).split())
+
+
+def cut(text: object, limit: int = MAX_TEXT) -> str:
+    """``text`` on one line of at most ``limit`` characters."""
+    line = one_line(text)
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table; numbers to the right, ``None`` as ``-``."""
+    told = [list(row) for row in rows]
+    texts = [["-" if cell is None else one_line(cell) for cell in row] for row in told]
+    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
+    numeric = [
+        bool(told) and all(isinstance(row[i], (int, float)) or row[i] is None for row in told)
+        for i in range(len(heads))
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line([head.upper() for head in heads]), *map(line, texts)]
+
+
+def _redacted(text: str) -> str:
+    """Without user and password of any URI."""
+    return _CREDENTIALS.sub(r"\1***@", text)
