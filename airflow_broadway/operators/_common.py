@@ -150,8 +150,14 @@ def open_store(staging: str | None) -> Store:
             f"the staging root {uri!r} is no URI; set [broadway] staging to one such as"
             " 'file:///data/broadway' or 's3://aws_default@bucket/broadway'"
         )
-    path = ObjectStoragePath(uri)
-    return Store(path.fs, path.path, uri)
+    try:
+        path = ObjectStoragePath(uri)
+        return Store(path.fs, path.path, uri)
+    except (ValueError, ImportError) as error:
+        raise StagingError(
+            f"the staging root {uri!r} cannot be opened: {error}; set [broadway] staging to a URI"
+            " that fsspec has a client for, such as 'file:///data/broadway'"
+        ) from error
 
 
 def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
