@@ -84,6 +84,12 @@ def make_task_group(
     ) as group:
         common: dict[str, Any] = {"pipeline": ref, "staging": staging}
         concurrency = pipeline.producer.concurrency
+        if isinstance(concurrency, str):
+            raise OptionsError(
+                "producer.concurrency",
+                "a number, not a template: it says how many process tasks the Dag has",
+                concurrency,
+            )
         pull = BroadwayProcessorOperator.partial(
             task_id="process", **common, **(process or {})
         ).expand(producer_index=list(range(concurrency)))
@@ -149,7 +155,8 @@ def _check_lease(pipeline: Broadway, group: TaskGroup, process: Mapping[str, Any
     if dag is not None and dag.dagrun_timeout is not None:
         limits["dagrun_timeout"] = dag.dagrun_timeout.total_seconds()
     for name, seconds in limits.items():
-        if isinstance(seconds, int | float) and seconds >= producer.lease:
+        known = isinstance(seconds, int | float) and isinstance(producer.lease, int | float)
+        if known and seconds >= producer.lease:
             raise OptionsError(
                 "producer.lease",
                 f"more than {name} ({seconds:g} s): {producer.kind} cannot renew a lease, and what"

@@ -219,8 +219,10 @@ class BroadwayAckSensor(BaseSensorOperator):
         return watched
 
 
-def _interval(given: timedelta | float | None, lease: float | None) -> float:
+def _interval(given: timedelta | float | None, lease: float | str | None) -> float:
     """The poke interval, bounded by the lease that it renews."""
+    if isinstance(lease, str):  # a template, whose value nobody knows yet
+        lease = None
     if given is None:
         return min(MAX_POKE_INTERVAL, (lease or MAX_POKE_INTERVAL * 4) / 4)
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
