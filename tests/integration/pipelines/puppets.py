@@ -1,0 +1,107 @@
+"""A pipeline whose messages say what is to happen to them.
+
+A message is a JSON object, for instance ``{"n": 7, "process": "fail"}``; the keys are
+
+=========== ========================================================================================
+``n``       its number
+``to``      its batcher; ``default`` unless given
+``process`` ``fail``, ``raise``, ``wrong``, ``flush``, ``ack``, or an action for ``configure_ack``:
+            ``on_success=noop``, ``on_failure=dead_letter``…
+``batch``   ``fail``, ``drop``, ``ack``, or an action; ``raise``, ``wrong`` and ``stranger`` concern
+            the whole batch
+``once``    if true, all this only on the first attempt
+=========== ========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy, RunInfo
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Puppets(Broadway):
+    producer: Any = SqliteProducer(
+        queue="puppets", conn_id="puppets", retry=RetryPolicy(max_attempts=2, backoff=0.0)
+    )
+    processors = Processors(concurrency=1, max_demand=20)
+    batchers = {
+        "default": Batcher(engine="python", batch_size=10, batch_timeout=None),
+        "other": Batcher(engine="python", batch_size=4, batch_timeout=None),
+    }
+
+    #: What the callbacks saw in this process: (callback, batcher, batch id, numbers).
+    calls: ClassVar[list[tuple[str, str, str, list[int]]]] = []
+    #: The run as each callback saw it.
+    runs: ClassVar[list[tuple[str, RunInfo, Any]]] = []
+
+    def setup(self, run: RunInfo) -> Any:
+        self.runs.append(("setup", run, None))
+        return {"given": self.context, "run_id": run.run_id}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        self.runs.append(("handle_message", self.run, context))
+        told = json.loads(message.data)
+        message = message.put_data(told).put_batcher(told.get("to", "default"))
+        word = self._word(message, "process")
+        if word == "raise":
+            raise ValueError(f"raised on {told['n']}")
+        if word == "wrong":
+            return f"no message, but {told['n']}"  # type: ignore[return-value]
+        return message.put_batch_mode("flush") if word == "flush" else self._changed(message, word)
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        self.runs.append(("handle_batch", self.run, context))
+        numbers = [message.data["n"] for message in messages]
+        self.calls.append(("handle_batch", batcher, batch_info.batch_id, numbers))
+        words = [self._word(message, "batch") for message in messages]
+        if "raise" in words:
+            raise ValueError(f"raised on a batch of {len(messages)}")
+        if "wrong" in words:
+            return {"no": "list"}
+        if "stranger" in words:
+            return [*messages[:-1], Message(b"made up", message_id="made up")]
+        return [
+            self._changed(message, word)
+            for message, word in zip(messages, words, strict=True)
+            if word != "drop"
+        ]
+
+    def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
+        self.runs.append(("handle_failed", self.run, context))
+        return messages
+
+    @staticmethod
+    def _word(message: Message, key: str) -> str:
+        if message.data.get("once") and message.attempt > 1:
+            return ""
+        return str(message.data.get(key, ""))
+
+    @staticmethod
+    def _changed(message: Message, word: str) -> Message:
+        if word == "fail":
+            return message.failed(f"failed: {message.data['n']}")
+        if word == "ack":
+            return message.ack_immediately()
+        name, found, action = word.partition("=")
+        if found:
+            message = message.configure_ack(**{name: action})
+            return (
+                message.failed(f"{action}: {message.data['n']}") if "failure" in name else message
+            )
+        return message
+
+
+class Plain(Puppets):
+    """Without batchers: the process task settles by itself."""
+
+    batchers: ClassVar[dict[str, Batcher]] = {}  # type: ignore[misc]
+
+
+class Dropping(Plain):
+    """Its ``handle_failed`` forgets what it is given."""
+
+    def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
+        return []

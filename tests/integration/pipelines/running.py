@@ -1,0 +1,140 @@
+"""One fast run after another: ``dag.test()`` on a queue and a staging root of a test's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.dag_processing.bundles.manager import DagBundlesManager
+from airflow.models.serialized_dag import SerializedDagModel
+from airflow.sdk import DAG
+from airflow.serialization.definitions.dag import SerializedDAG
+from airflow.serialization.serialized_objects import LazyDeserializedDAG
+from airflow.utils.session import create_session
+
+from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.producers.sqlite import SqliteQueue
+
+_BUNDLE = "tests"
+
+
+@dataclass
+class Ran:
+    """A run that has ended."""
+
+    run: Any
+    world: World
+
+    @property
+    def state(self) -> str:
+        return str(self.run.state)
+
+    @property
+    def run_id(self) -> str:
+        return str(self.run.run_id)
+
+    @property
+    def states(self) -> dict[str, str]:
+        """By task id without its group, and map index where it is mapped."""
+        return {name: str(each.state) for name, each in self._tasks().items()}
+
+    @property
+    def tries(self) -> dict[str, int]:
+        return {name: int(each.try_number) for name, each in self._tasks().items()}
+
+    def _tasks(self) -> dict[str, Any]:
+        named = {}
+        for each in self.run.get_task_instances():
+            name = str(each.task_id).removeprefix("broadway.")
+            named[name + (f"[{each.map_index}]" if each.map_index >= 0 else "")] = each
+        return named
+
+    def xcom(self, task_id: str, map_index: int = -1) -> Any:
+        """The value that a task returned; ``None`` if it returned nothing."""
+        from airflow.models.xcom import XComModel
+        from sqlalchemy import select
+
+        with create_session() as session:
+            found = session.scalars(
+                select(XComModel.value).where(
+                    XComModel.run_id == self.run_id,
+                    XComModel.dag_id == self.run.dag_id,
+                    XComModel.task_id.in_([task_id, f"broadway.{task_id}"]),
+                    XComModel.map_index == map_index,
+                    XComModel.key == "return_value",
+                )
+            ).first()
+        return json.loads(found) if isinstance(found, str) else found
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The run's ``report.json``."""
+        for path in self.world.staging.rglob("report.json"):
+            told: dict[str, Any] = json.loads(path.read_text())
+            if told["run_id"] == self.run_id:
+                return told
+        raise AssertionError(f"run {self.run_id} left no report under {self.world.staging}")
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The classes of the sum that are not 0."""
+        return {name: count for name, count in self.report["totals"].items() if count}
+
+
+class World:
+    """A queue file, a staging root, the connections: what one test has for itself."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.staging = folder / "staging"
+        self.patch = patch
+        self.file = folder / "queue.db"
+        self.queue = SqliteQueue(self.file, "puppets")
+        (folder / "dags").mkdir()
+        bundle = {
+            "name": _BUNDLE,
+            "classpath": "airflow.dag_processing.bundles.local.LocalDagBundle",
+            "kwargs": {"path": str(folder / "dags")},
+        }
+        patch.setenv("AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST", json.dumps([bundle]))
+        patch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{self.staging}")
+        self.connect("puppets", {"conn_type": "broadway_sqlite", "host": str(self.file)})
+
+    def connect(self, conn_id: str, connection: Mapping[str, Any]) -> None:
+        """Define an Airflow connection."""
+        self.patch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", json.dumps(dict(connection)))
+
+    def send(self, *messages: Mapping[str, Any] | bytes) -> list[str]:
+        """Enqueue messages; returns their ids."""
+        return self.queue.send(
+            each if isinstance(each, bytes) else json.dumps(dict(each)) for each in messages
+        )
+
+    def numbers(self, numbers: Iterable[int], **told: Any) -> list[str]:
+        """Enqueue messages that differ by their numbers alone."""
+        return self.send(*({"n": number, **told} for number in numbers))
+
+    def run(self, dag: DAG, conf: Mapping[str, Any] | None = None) -> Ran:
+        """Run it to its end."""
+        DagBundlesManager().sync_bundles_to_db()  # type: ignore[no-untyped-call]
+        lazy = LazyDeserializedDAG.from_dag(dag)
+        with create_session() as session:
+            SerializedDAG.bulk_write_to_db(_BUNDLE, None, [lazy], session=session)
+            session.commit()
+            SerializedDagModel.write_dag(lazy, bundle_name=_BUNDLE, session=session)
+        return Ran(dag.test(run_conf=dict(conf or {})), self)
+
+    @property
+    def depth(self) -> tuple[int, int, int, int]:
+        """Ready, delayed, leased, dead."""
+        found: QueueDepth = self.queue.depth()
+        return found.ready, found.delayed, found.leased, found.dead
+
+    def reasons(self) -> dict[int, str]:
+        """The dead letters' reasons, by number."""
+        letters = self.queue.dead_letters(limit=None)
+        return {json.loads(letter.body)["n"]: letter.reason for letter in letters}

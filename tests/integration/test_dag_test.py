@@ -1,0 +1,530 @@
+"""Whole runs by ``dag.test()``: fast, in this process, on real custody and staging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.sdk import DAG
+
+from airflow_broadway import Batcher
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+from tests.integration.pipelines.puppets import Dropping, Plain, Puppets
+from tests.integration.pipelines.running import World
+
+pytestmark = pytest.mark.airflow
+
+NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    Puppets.calls.clear()
+    Puppets.runs.clear()
+    made = World(tmp_path, monkeypatch)
+    yield made
+    made.queue.close()
+
+
+def dag_of(pipeline: Any, **given: Any) -> DAG:
+    """Its Dag, without retries unless given."""
+    given.setdefault("default_args", NO_DELAY)
+    made: DAG = pipeline.dag("puppets", **given)
+    return made
+
+
+# ---------------------------------------------------------------------------------- the happy path
+
+
+def test_every_message_is_handled_and_acknowledged_once(world: World) -> None:
+    world.numbers(range(25))
+    world.numbers(range(25, 30), to="other")
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "success"
+    assert sorted(n for call in Puppets.calls for n in call[3]) == list(range(30))
+    assert [len(call[3]) for call in Puppets.calls if call[1] == "default"] == [10, 10, 5]
+    assert ran.totals == {"received": 30, "acked": 30, "accounted": 30}
+    assert ran.report["balanced"] is True
+    assert ran.xcom("ack")["acked"] == 30
+    assert world.depth == (0, 0, 0, 0)
+    assert world.queue.leases() == []
+
+
+def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -> None:
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "success"
+    assert ran.states == {
+        "process[0]": "success",
+        "batch.default": "skipped",
+        "batch.other": "skipped",
+        "ack": "success",
+    }
+    assert ran.totals == {}
+
+
+def test_an_empty_queue_starts_no_spark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a Spark batcher, and no Spark that could be started
+    world.connect("spark_default", {"conn_type": "spark", "host": "spark://nowhere:1"})
+    monkeypatch.setattr(Puppets, "batchers", {"default": Batcher(schema="n long")})
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "success"
+    assert ran.states["handle_batches"] == "skipped"
+    assert ran.states["ack"] == "success"
+
+
+def test_two_mapped_producers_share_the_queue(world: World) -> None:
+    world.numbers(range(40))
+
+    ran = world.run(dag_of(Puppets(producer={"concurrency": 2}), process={"max_messages": 20}))
+
+    assert ran.state == "success"
+    assert ran.xcom("process", 0)["received"] == 20
+    assert ran.xcom("process", 1)["received"] == 20
+    # Batches are made of both.
+    assert [len(call[3]) for call in Puppets.calls] == [10, 10, 10, 10]
+    assert ran.totals == {"received": 40, "acked": 40, "accounted": 40}
+    assert len(ran.report["generations"]) == 2
+    assert world.depth == (0, 0, 0, 0)
+
+
+def test_xcoms_are_references_of_a_few_hundred_bytes(world: World) -> None:
+    world.numbers(range(500))
+
+    ran = world.run(dag_of(Puppets))
+
+    assert len(str(ran.xcom("process", 0))) < 300
+    assert len(str(ran.xcom("batch.default"))) < 600
+
+
+# ------------------------------------------------------------------------------------------ budgets
+
+
+def test_a_budget_leaves_the_rest_in_the_queue(world: World) -> None:
+    world.numbers(range(30))
+
+    ran = world.run(dag_of(Puppets, process={"max_messages": 12}))
+
+    assert ran.xcom("process", 0)["stopped"] == "max_messages"
+    assert ran.totals["acked"] == 12
+    assert world.depth == (18, 0, 0, 0)
+
+
+def test_params_override_the_budgets(world: World) -> None:
+    world.numbers(range(30))
+
+    ran = world.run(dag_of(Puppets, process={"max_messages": 12}), {"max_messages": 5})
+
+    assert ran.totals["acked"] == 5
+    assert world.depth == (25, 0, 0, 0)
+
+
+def test_overrides_are_rendered_templates(world: World) -> None:
+    world.numbers(range(7))
+    pipeline = Puppets(
+        producer={"queue": "{{ params.which }}", "lease": "{{ 60 * 5 }}"},
+        context={"run": "{{ run_id }}"},
+        batchers={"default": {"batch_size": "{{ params.size }}"}},
+    )
+    dag = dag_of(pipeline, params={**Puppets.params(), "which": "puppets", "size": 3})
+
+    ran = world.run(dag)
+
+    assert ran.state == "success"
+    assert [len(call[3]) for call in Puppets.calls] == [3, 3, 1]
+    [generation] = ran.report["generations"]
+    assert generation["acked"] == 7
+    contexts = {context["given"]["run"] for _, _, context in Puppets.runs if context}
+    assert contexts == {ran.run_id}
+
+
+def test_a_rendered_option_that_breaks_its_rule_fails_before_anything_is_received(
+    world: World,
+) -> None:
+    world.numbers(range(3))
+    dag = dag_of(Puppets(producer={"lease": "{{ params.lease }}"}), params={"lease": "soon"})
+
+    ran = world.run(dag)
+
+    assert ran.state == "failed"
+    assert world.depth == (3, 0, 0, 0)
+
+
+# ---------------------------------------------------------------------------- failures of callbacks
+
+
+def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(
+    world: World,
+) -> None:
+    world.send(
+        {"n": 1, "process": "fail"},
+        {"n": 2, "process": "raise"},
+        {"n": 3, "batch": "fail"},
+        {"n": 4, "process": "fail", "once": True},
+        {"n": 5, "batch": "fail", "once": True},
+        {"n": 6},
+    )
+
+    # Given one run, after which what failed waits for another
+    first = world.run(dag_of(Puppets))
+    assert first.state == "success"
+    assert first.totals == {
+        "received": 6, "failed": 3, "acked": 1, "requeued": 5, "accounted": 6
+    }  # fmt: skip
+    assert world.depth == (5, 0, 0, 0)
+
+    # When the next run comes
+    second = world.run(dag_of(Puppets))
+
+    # Then what failed once has succeeded, and the rest is out of attempts
+    assert second.totals == {
+        "received": 5, "failed": 2, "acked": 2, "dead_lettered": 3, "accounted": 5
+    }  # fmt: skip
+    assert world.reasons() == {1: "failed: 1", 2: "ValueError: raised on 2", 3: "failed: 3"}
+    letters = world.queue.dead_letters(limit=None)
+    assert {letter.attempt for letter in letters} == {2}
+    assert sorted(letter.stage for letter in letters) == ["batch", "process", "process"]
+
+
+def test_configured_acknowledgement_wins_in_processors_and_batches(world: World) -> None:
+    world.send(
+        {"n": 1, "process": "on_failure=dead_letter"},
+        {"n": 2, "batch": "on_failure=dead_letter"},
+        {"n": 3, "process": "on_success=noop"},
+        {"n": 4, "batch": "on_success=retry"},
+        {"n": 5, "process": "on_success=dead_letter"},
+        {"n": 6},
+    )
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.totals == {
+        "received": 6, "failed": 1, "acked": 1, "requeued": 1, "dead_lettered": 3, "left": 1,
+        "accounted": 6,
+    }  # fmt: skip
+    assert world.reasons() == {1: "dead_letter: 1", 2: "dead_letter: 2", 5: ""}
+
+
+def test_what_was_settled_at_once_is_counted_and_settled_once(world: World) -> None:
+    world.send(
+        {"n": 1, "process": "ack"},
+        {"n": 2, "batch": "ack"},
+        {"n": 3, "process": "ack", "batch": "fail"},
+        {"n": 4, "batch": "fail"},
+        {"n": 5},
+    )
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 4, "requeued": 1, "accounted": 5}
+    assert world.depth == (1, 0, 0, 0)
+
+
+def test_a_message_that_handle_batch_drops_is_released_not_acknowledged(world: World) -> None:
+    world.send({"n": 1, "batch": "drop"}, {"n": 2})
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.totals == {"received": 2, "acked": 1, "released": 1, "accounted": 2}
+    assert world.depth == (1, 0, 0, 0)
+    [message] = world.queue.receive("next", 10)
+    assert message.redelivered
+    assert message.attempt == 1
+
+
+def test_a_message_that_handle_failed_drops_is_released_not_acknowledged(world: World) -> None:
+    world.send({"n": 1, "process": "fail"}, {"n": 2})
+
+    ran = world.run(dag_of(Dropping))
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 2, "acked": 1, "released": 1, "accounted": 2}
+    assert world.depth == (1, 0, 0, 0)
+
+
+# ---------------------------------------------------------------------------------- shapes of a run
+
+
+def test_a_pipeline_without_batchers_settles_in_its_process_task(world: World) -> None:
+    world.send({"n": 1}, {"n": 2, "process": "on_failure=dead_letter"}, {"n": 3, "process": "ack"})
+
+    ran = world.run(dag_of(Plain))
+
+    assert ran.states == {"process[0]": "success", "ack": "success"}
+    assert ran.totals == {
+        "received": 3, "failed": 1, "acked": 2, "dead_lettered": 1, "accounted": 3
+    }  # fmt: skip
+    assert world.depth == (0, 0, 0, 1)
+
+
+def test_the_run_operator_does_it_all_in_one_task(world: World) -> None:
+    world.numbers(range(12))
+    world.send({"n": 12, "batch": "on_failure=dead_letter"})
+    with DAG("one_task", schedule=None) as dag:
+        BroadwayRunOperator(task_id="all", pipeline=Puppets, retries=0)
+
+    ran = world.run(dag)
+
+    assert ran.state == "success"
+    told = ran.xcom("all")
+    assert (told["received"], told["acked"], told["dead_lettered"]) == (13, 12, 1)
+    assert sorted(n for call in Puppets.calls for n in call[3]) == list(range(13))
+    assert world.depth == (0, 0, 0, 1)
+    assert world.queue.leases() == []
+
+
+def test_operators_wired_by_hand_need_only_each_others_outputs(world: World) -> None:
+    world.numbers(range(15))
+    ref = f"{Puppets.__module__}:Puppets"
+    with DAG("by_hand", schedule=None, default_args=NO_DELAY) as dag:
+        pull = BroadwayProcessorOperator.partial(
+            task_id="pull", pipeline=ref, max_messages=9
+        ).expand(producer_index=[0, 1])
+        late = BroadwayBatcherOperator(
+            task_id="late", pipeline=ref, batcher="default", processed=pull.output
+        )
+        BroadwayAckSensor(task_id="ack", pipeline=ref, watch=["pull", "late"])
+
+    ran = world.run(dag)
+
+    assert late.upstream_task_ids == {"pull"}
+    assert ran.state == "success"
+    assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
+
+
+def test_a_single_process_task_needs_no_mapping(world: World) -> None:
+    world.numbers(range(5))
+    with DAG("unmapped", schedule=None, default_args=NO_DELAY) as dag:
+        pull = BroadwayProcessorOperator(task_id="pull", pipeline=Puppets)
+        BroadwayBatcherOperator(
+            task_id="late", pipeline=Puppets, batcher="default", processed=pull.output
+        )
+        BroadwayAckSensor(task_id="ack", pipeline=Puppets, watch=["pull", "late"])
+
+    ran = world.run(dag)
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+
+
+def test_a_deferrable_sensor_settles(world: World) -> None:
+    world.numbers(range(5))
+
+    ran = world.run(dag_of(Puppets, ack={"deferrable": True}))
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+
+
+def test_a_poking_sensor_settles(world: World) -> None:
+    # dag.test() runs one task at a time: there a poking sensor has to be the last.
+    world.numbers(range(5))
+    with DAG("poking", schedule=None, default_args=NO_DELAY) as dag:
+        pull = BroadwayProcessorOperator(task_id="pull", pipeline=Puppets)
+        late = BroadwayBatcherOperator(
+            task_id="late", pipeline=Puppets, batcher="default", processed=pull.output
+        )
+        late >> BroadwayAckSensor(
+            task_id="ack", pipeline=Puppets, watch=["pull", "late"], mode="poke", poke_interval=0.5
+        )
+
+    ran = world.run(dag)
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+
+
+# --------------------------------------------------------------------------- retries and dead tries
+
+
+def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(8))
+    _fail_once(monkeypatch, "airflow_broadway.staging.run.StagedRun.publish")
+
+    ran = world.run(dag_of(Puppets, default_args={"retries": 1, "retry_delay": timedelta(0)}))
+
+    assert ran.state == "success"
+    assert ran.tries["process[0]"] == 2
+    # Two executions, of which the first gave everything back: the sum counts both.
+    assert ran.totals == {"received": 16, "acked": 8, "released": 8, "accounted": 16}
+    assert world.depth == (0, 0, 0, 0)
+
+
+def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(25))
+    from airflow_broadway.operators._batches import PythonBatches
+
+    record = PythonBatches._record
+    left = [2]
+
+    def failing(self: Any, *given: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError("no room")
+        return record(self, *given)
+
+    monkeypatch.setattr(PythonBatches, "_record", failing)
+    ran = world.run(dag_of(Puppets, default_args={"retries": 1, "retry_delay": timedelta(0)}))
+
+    assert ran.state == "success"
+    assert ran.tries["batch.default"] == 2
+    ids = [call[2] for call in Puppets.calls]
+    assert len(set(ids)) == 3
+    # The first batch had its outcome and was not run again.
+    assert ids.count(ids[0]) == 1
+    assert ran.totals == {"received": 25, "acked": 25, "accounted": 25}
+
+
+def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(8))
+    monkeypatch.setattr("airflow_broadway.operators._batches.PythonBatches._record", _raise_no_room)
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "failed"
+    assert ran.states["ack"] == "failed"
+    assert ran.report["failed_tasks"] == ["broadway.batch.default"]
+    assert ran.totals == {"received": 8, "released": 8, "accounted": 8}
+    assert world.depth == (8, 0, 0, 0)
+
+
+def test_hold_failed_keeps_the_lease_and_then_gives_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(8))
+    monkeypatch.setattr("airflow_broadway.operators._batches.PythonBatches._record", _raise_no_room)
+    held: list[int] = []
+    from airflow_broadway.operators._settling import RunSettler
+
+    hold = RunSettler.hold
+
+    def watched(self: Any, *given: Any) -> bool:
+        waiting = hold(self, *given)
+        if waiting:
+            held.append(world.queue.depth().leased)
+        return waiting
+
+    monkeypatch.setattr(RunSettler, "hold", watched)
+    ran = world.run(dag_of(Puppets, ack={"hold_failed": 2.0}))
+
+    assert held, "nothing was held"
+    assert set(held) == {8}
+    assert ran.state == "failed"
+    assert world.depth == (8, 0, 0, 0)
+
+
+def test_a_backfill_is_refused_before_connecting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(3))
+    opened: list[str] = []
+    from airflow_broadway.operators import process
+    from airflow_broadway.producers.sqlite import SqliteProducer
+
+    monkeypatch.setattr(SqliteProducer, "open_queue", lambda *_: opened.append("opened"))
+    refuse = process.refuse_backfill
+
+    def as_backfill(context: Any, kind: str) -> None:
+        run = context["dag_run"].model_copy(update={"run_type": "backfill"})
+        refuse({**context, "dag_run": run}, kind)  # type: ignore[typeddict-item]
+
+    monkeypatch.setattr(process, "refuse_backfill", as_backfill)
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "failed"
+    assert opened == []
+    assert world.depth == (3, 0, 0, 0)
+
+
+# ------------------------------------------------------------------------- what callbacks may know
+
+
+def test_callbacks_see_the_run_and_what_setup_made_of_it(world: World) -> None:
+    world.send({"n": 1}, {"n": 2, "process": "fail"})
+
+    ran = world.run(dag_of(Puppets(context={"shop": "fruit"})), {"max_messages": 2})
+
+    names = {name for name, _, _ in Puppets.runs}
+    assert names == {"setup", "handle_message", "handle_batch", "handle_failed"}
+    assert {(run.dag_id, run.run_id) for _, run, _ in Puppets.runs} == {("puppets", ran.run_id)}
+    assert {run.params["max_messages"] for _, run, _ in Puppets.runs} == {2}
+    [instants] = {(run.data_interval_start, run.logical_date) for _, run, _ in Puppets.runs}
+    assert [instant and instant.utcoffset() for instant in instants] == [timedelta(0)] * 2
+    contexts = [context for name, _, context in Puppets.runs if name != "setup"]
+    assert contexts == [{"given": {"shop": "fruit"}, "run_id": ran.run_id}] * len(contexts)
+
+
+def test_a_class_of_a_dag_file_may_have_python_batchers(world: World) -> None:
+    # Given a Dag file that holds its pipeline too
+    world.numbers(range(4))
+    path = world.folder / "fruit.py"
+    path.write_text(_DAG_FILE)
+    from airflow.dag_processing.dagbag import DagBag
+
+    bag = DagBag(dag_folder=str(path))
+    assert bag.import_errors == {}
+
+    ran = world.run(bag.dags["fruit"])
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 4, "acked": 4, "accounted": 4}
+
+
+_DAG_FILE = """\
+from airflow.sdk import DAG
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Fruit(Broadway):
+    producer = SqliteProducer(queue="puppets", conn_id="puppets")
+    batchers = {"default": Batcher(engine="python")}
+
+    def handle_message(self, processor, message, context):
+        return message
+
+    def handle_batch(self, batcher, messages, batch_info, context):
+        return messages
+
+
+dag = Fruit.dag("fruit")
+"""
+
+
+def _raise_no_room(*_: Any) -> None:
+    raise OSError("no room")
+
+
+def _fail_once(patch: pytest.MonkeyPatch, path: str) -> None:
+    """Make a method raise the first time it is called."""
+    from pkgutil import resolve_name
+
+    owner_path, _, name = path.rpartition(".")
+    owner = resolve_name(owner_path)
+    method = getattr(owner, name)
+    called: list[bool] = []
+
+    def once(*given: Any, **named: Any) -> Any:
+        if not called:
+            called.append(True)
+            raise OSError("no room")
+        return method(*given, **named)
+
+    patch.setattr(owner, name, once)
