@@ -1,0 +1,30 @@
+"""The Airflow DAGs of the fault runs: one for each broker, ``killed_<broker>``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from airflow.sdk import DAG, Param
+from killed_pipeline import Killed  # type: ignore[import-not-found]  # beside this file
+
+PIPELINES = {"sqlite": Killed}
+
+for broker, pipeline in PIPELINES.items():
+    with DAG(
+        f"killed_{broker}",
+        schedule=None,
+        max_active_runs=1,
+        params={**pipeline.params(), "handled": Param("", type="string")},
+    ):
+        pipeline(context={"handled": "{{ params.handled }}"}).task_group(
+            # A killed task is tried again at once, as often as it takes.
+            default_args={"retries": 60, "retry_delay": timedelta(seconds=1)},
+            spark={
+                "conf": {
+                    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+                    "spark.sql.shuffle.partitions": "2",
+                    "spark.ui.enabled": "false",
+                },
+            },
+            ack={"poke_interval": 3.0},
+        )
