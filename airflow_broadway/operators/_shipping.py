@@ -119,7 +119,7 @@ def check_import(
 
 def _own_files() -> Iterator[tuple[str, Path]]:
     root = Path(str(airflow_broadway.__file__)).parent
-    # Airflow, should a pipeline import it in the driver, asks every installed provider for its info.
+    # Airflow, should a pipeline import it in the driver, asks every provider for its info.
     for name in ("__init__.py", "get_provider_info.py", "types.py"):
         if (root / name).is_file():
             yield f"airflow_broadway/{name}", root / name

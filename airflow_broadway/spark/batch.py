@@ -36,7 +36,7 @@ from airflow_broadway.core.manifest import (
 )
 from airflow_broadway.core.message import BatchInfo, Status, Trigger
 from airflow_broadway.spark.fence import Fence
-from airflow_broadway.spark.frame import BatchFrames, is_connect, new_session
+from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
 from airflow_broadway.spark.outcome import Counts, Judge, plain_key
 from airflow_broadway.spark.results import Failed, Outcomes, read
 
@@ -132,10 +132,16 @@ class BatchRunner:
         :raises SparkLost: If Spark is gone.
         :raises Stopped: If the application was told to stop.
         """
+        self._app.fence.check(batch.sources)
+        session = new_session(self._app.spark)
+        try:
+            return self._run(session, batch, lane)
+        finally:
+            end_session(session)
+
+    def _run(self, session: SparkSession, batch: PlannedBatch, lane: int) -> Outcome | None:
         app = self._app
-        app.fence.check(batch.sources)
         started, clock = datetime.now(timezone.utc), time.monotonic()
-        session = new_session(app.spark)
         self._name_jobs(session, batch, lane)
         info = BatchInfo(
             batcher=self._plan.batcher,

@@ -11,6 +11,7 @@ hold the batch, and the filter on ``batch`` lets Spark pass over the row groups 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
@@ -192,6 +193,17 @@ def new_session(spark: SparkSession) -> SparkSession:
         made = type(spark).builder.remote(spark.client._builder.url).create()  # type: ignore[attr-defined]
         _apply_settings(made)
     return made  # type: ignore[no-any-return]
+
+
+def end_session(spark: Any) -> None:
+    """Give a batch's session back.
+
+    A classic one goes with its last reference; the server of Connect keeps one until it is told.
+    """
+    if is_connect(spark):
+        with suppress(Exception):
+            spark.client.release_session()
+            spark.client.close()
 
 
 def prepare_session(spark: SparkSession) -> None:
