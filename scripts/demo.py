@@ -8,7 +8,9 @@ report are read, compared with the data itself, and shown; ``build/demo.json`` h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -18,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.staging.names import encode_run_id
 from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
 from scripts.demo_report import Expected, Run, make_report, show, shown
 from scripts.demo_screen import Screen
 from scripts.load_flights import FLIGHTS, add_arguments, flights, load
-from scripts.local_airflow import LocalAirflow, LocalAirflowError, free_port
+from scripts.local_airflow import ApiError, LocalAirflow, LocalAirflowError, free_port
 
 DAG_ID = "flights"
 
@@ -145,12 +149,14 @@ class Demo:
     def _run_once(self) -> Run:
         run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(self.output)})
         self.screen.step(f"Triggered the DAG {DAG_ID}, run {run_id}")
+        # What the run stages there is read for the progress, and its report at the end.
+        folder = self.home / "broadway" / "Flights" / DAG_ID / encode_run_id(run_id)
         deadline = time.monotonic() + PATIENCE
         while True:
-            self.airflow.check_alive()
-            dag_run = self.airflow.dag_run(DAG_ID, run_id)
-            tasks = self.airflow.task_instances(DAG_ID, run_id)
-            self.screen.running(tasks, self.queue.depth(), self.expected.sent)
+            dag_run, tasks = self._look(run_id)
+            self.screen.running(
+                tasks, self.queue.depth(), sent=self.expected.sent, batches=_batches(folder)
+            )
             if dag_run["state"] in ("success", "failed"):
                 break
             if time.monotonic() > deadline:
@@ -158,16 +164,37 @@ class Demo:
             time.sleep(PAUSE)
         self._running = None
         self.screen.step(f"The run's state is {dag_run['state']}")
-        return Run(dag_run, tasks, _ack_report(self.home, run_id))
+        return Run(dag_run, tasks, _ack_report(folder))
+
+    # A busy machine's Airflow may not answer at once.
+    @retry(
+        retry=retry_if_exception_type((ApiError, OSError)),
+        stop=stop_after_attempt(5),
+        wait=wait_fixed(1.0),
+        reraise=True,
+    )
+    def _look(self, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Describe the run and its tasks."""
+        self.airflow.check_alive()
+        return self.airflow.dag_run(DAG_ID, run_id), self.airflow.task_instances(DAG_ID, run_id)
 
 
-def _ack_report(home: Path, run_id: str) -> Mapping[str, Any]:
-    """The report that the ack sensor left in the run's staging folder, whether or not it failed."""
-    for path in (home / "broadway").glob(f"*/{DAG_ID}/*/report.json"):
-        report = json.loads(path.read_text())
-        if report["run_id"] == run_id:
-            return dict(report)
-    return {}
+def _ack_report(folder: Path) -> Mapping[str, Any]:
+    """The report that the ack sensor left, whether or not it failed; empty if it left none."""
+    try:
+        return dict(json.loads((folder / "report.json").read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def _batches(folder: Path) -> tuple[int, int]:
+    """How many batches of a run have an outcome, and how many are planned so far."""
+    handled = sum(1 for _ in folder.glob("outcomes/*/*.json"))
+    planned = 0
+    for plan in folder.glob("batches/*/*/*/plan.jsonl"):
+        with plan.open() as lines, contextlib.suppress(ValueError):  # it is just being written
+            planned += json.loads(lines.readline())["batches"]
+    return handled, planned
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -188,6 +215,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     screen = Screen(console)
     demo = None
     try:
+        if not os.environ.get("JAVA_HOME") and shutil.which("java") is None:
+            raise DemoError("Spark needs Java, and there is none here: `make demo` sees to that")
         demo = Demo(
             screen,
             options.folder.resolve(),

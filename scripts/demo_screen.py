@@ -16,7 +16,7 @@ from rich.text import Text
 from airflow_broadway.core.custody import QueueDepth
 
 #: Seconds between two lines about the queue, where lines are all there is.
-INTERVAL = 5.0
+INTERVAL = 4.0
 
 _STYLES = {"success": "green", "failed": "red", "running": "cyan", "upstream_failed": "red"}
 
@@ -29,7 +29,8 @@ class Screen:
         self._begun = time.monotonic()
         self._live: Live | None = None
         self._states: dict[str, str] = {}
-        self._told, self._depth = 0.0, ""
+        self._told = 0.0
+        self._last = ""
 
     def step(self, text: str) -> None:
         """Say what has been done, or is about to be."""
@@ -40,18 +41,26 @@ class Screen:
         """Show how far the queue is filled."""
         self._draw(_bar("sent", sent, wanted))
 
-    def running(self, tasks: Sequence[Mapping[str, Any]], depth: QueueDepth, sent: int) -> None:
+    def running(
+        self,
+        tasks: Sequence[Mapping[str, Any]],
+        depth: QueueDepth,
+        *,
+        sent: int,
+        batches: tuple[int, int],
+    ) -> None:
         """Show a run: its tasks, and where the messages are.
 
         :param sent: Messages that there were at first.
+        :param batches: Those handled, and those planned so far.
         """
         if self.console.is_terminal:
-            gone = sent - depth.ready - depth.delayed - depth.leased
             self._draw(
                 Group(
                     _tasks(tasks),
                     _bar("received", sent - depth.ready - depth.delayed, sent),
-                    _bar("settled", gone, sent),
+                    _bar("batches", *batches),
+                    _bar("settled", sent - depth.ready - depth.delayed - depth.leased, sent),
                 )
             )
             return
@@ -60,11 +69,12 @@ class Screen:
             if self._states.get(name) != state and (state != "waiting" or name in self._states):
                 self.step(f"{name}: {state}")
             self._states[name] = state
-        if time.monotonic() - self._told >= INTERVAL:
-            self._told = time.monotonic()
-            self.step(
-                f"{_waiting(depth)} ready, {depth.leased:,} held, {depth.dead:,} dead letters"
-            )
+        told = f"queue: {_waiting(depth)} ready, {depth.leased:,} held, {depth.dead:,} dead letters"
+        if batches[1]:
+            told += f"; batches: {batches[0]:,} of {batches[1]:,} handled"
+        if told != self._last and time.monotonic() - self._told >= INTERVAL:
+            self._told, self._last = time.monotonic(), told
+            self.step(told)
 
     def close(self) -> None:
         """End the drawing.  Safe to repeat."""
@@ -114,7 +124,7 @@ def _seconds(task: Mapping[str, Any]) -> float:
 
 def _bar(label: str, done: int, total: int) -> Table:
     table = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=max(total, 1), completed=done if total else 1, width=40)
+    bar = ProgressBar(total=max(total, 1), completed=done, width=40)
     table.add_row(f"  {label:<9}", bar, f"{done:,} of {total:,}")
     return table
 

@@ -56,7 +56,7 @@ class Finished:
         return found.to_table(columns=list(columns) or None)
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     # One home for all tests here: its database is made once.
     home = home_of(ROOT, "airflow-test-demo")
     return subprocess.Popen(
@@ -69,12 +69,12 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
     )
 
 
-def run(folder: Path, *arguments: str) -> Finished:
-    process = start(folder, *arguments)
+def run(folder: Path, *arguments: str, **env: str) -> Finished:
+    process = start(folder, *arguments, **env)
     try:
         text, _ = process.communicate(timeout=800)
     finally:
@@ -205,3 +205,12 @@ def test_ctrl_c_leaves_no_process_behind(interrupted: subprocess.Popen[str]) -> 
     assert "Stopping Airflow" in text
     assert "Traceback" not in text
     assert [process for process in family if process.is_running()] == []
+
+
+def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path / "demo", JAVA_HOME="", PATH=str(tmp_path))
+
+    assert done.code == 1
+    assert done.text == (
+        "\nThe demo failed: Spark needs Java, and there is none here: `make demo` sees to that\n"
+    )
