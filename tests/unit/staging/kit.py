@@ -193,7 +193,7 @@ def record_outcome(
     """Record the outcome of one batch."""
     name = None
     if entries or settled:
-        name = paths.outcome_entries(plan.batcher, batch.batch_id, "test")
+        name = paths.outcome_entries(plan.path, batch.batch_id, "test")
         given = list(sources) or [None] * len(entries)
         lines = [dump(each, source=at) for each, at in zip(entries, given, strict=True)]
         lines += [dump(each, settled=True) for each in settled]
@@ -206,7 +206,7 @@ def record_outcome(
         failed=len(entries),
         entries=name,
     )
-    assert run.files.create(paths.outcome(plan.batcher, batch.batch_id), outcome.dumps())
+    assert run.files.create(paths.outcome(plan.path, batch.batch_id), outcome.dumps())
 
 
 class FakeCustodian:

@@ -8,6 +8,7 @@ import pytest
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import (
     ACK,
+    RELEASE,
     Action,
     Delivery,
     Entry,
@@ -19,6 +20,7 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.manifest import BatchPlan, paths
 from airflow_broadway.core.message import NO_ACK, Message
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.staging import plans
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import (
@@ -381,3 +383,57 @@ def test_who_dies_at_any_step_of_settling_is_finished_by_the_next(
     # Then the end is the same
     assert report == SettleReport(acked=2, dead_lettered=1)
     assert list(iter_unsettled(fresh.store, "Pipeline", "dag")) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Executions apart
+# --------------------------------------------------------------------------------------------------
+
+
+def test_an_outcome_counts_only_for_the_execution_whose_messages_it_judged(tmp_path: Path) -> None:
+    # Given a batch with an outcome, whose messages went back (its process task was cleared) and
+    # were received again
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    first = publish(run, pipeline, [stream(3)])
+    before = planned(run, pipeline, first)
+    record_outcome(run, before, batches_of(run, before)[0], entries=[failed("m-1")])
+    settle_generation(
+        run,
+        run.generation(first),
+        FakeCustodian({first: ["m-0", "m-1", "m-2"]}),
+        Settlement(rest=RELEASE),
+    )
+    second = publish(run, pipeline, [stream(3)])
+
+    # When they are batched anew, into the same batch
+    after = planned(run, pipeline, second)
+    assert [b.batch_id for b in batches_of(run, after)] == [
+        b.batch_id for b in batches_of(run, before)
+    ]
+
+    # Then it has no outcome yet: nobody has handled it for this execution
+    assert [outcome for _, outcome in plans.outcomes_of(run, after)] == [None]
+    settlement, complete, _ = build_settlement(run, second, pipeline, [after], final=False)
+    assert not complete
+    assert (settlement.rest, verdicts(settlement)) == (RELEASE, {})
+
+
+def test_a_failure_recorded_beside_another_execution_is_no_success_without_it(
+    tmp_path: Path,
+) -> None:
+    # Given batches of two producers, of which the second's has an outcome with a failure in it
+    run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher(batch_size=3))
+    gone = publish(run, pipeline, [[m.put_batch_key("a") for m in stream(3)]])
+    kept = publish(run, pipeline, [[m.put_batch_key("b") for m in stream(3, 3)]], map_index=1)
+    both = planned(run, pipeline, gone, kept)
+    second = batches_of(run, both)[1]
+    assert list(second.sources) == [kept]
+    record_outcome(run, both, second, entries=[failed("m-4")], sources=[1])
+
+    # When the first producer's task is cleared and the batcher has only the second's messages
+    alone = planned(run, pipeline, kept)
+    assert batches_of(run, alone)[0].batch_id == second.batch_id
+    settlement, _, _ = build_settlement(run, kept, pipeline, [alone], final=True)
+
+    # Then nothing acks what failed
+    assert verdicts(settlement).get("m-4", settlement.rest.action.value) != "ack"

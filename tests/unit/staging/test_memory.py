@@ -1,0 +1,119 @@
+"""Memory is flat: ten times the messages take no more of it, but for what each open batch costs."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.manifest import BatchPlan
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.staging import slabs, tables
+from airflow_broadway.staging import writer as writer_module
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.rows import Rows
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.settlement import build_settlement
+from airflow_broadway.staging.writer import ProcessWriter
+from tests.unit.staging.kit import (
+    batches_of,
+    manifest_of,
+    message,
+    open_generation,
+    open_run,
+    pipeline_of,
+    record_outcome,
+)
+
+SMALL, LARGE = 20_000, 200_000
+MIB = 1024 * 1024
+
+
+@pytest.fixture(autouse=True)
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that the smaller run passes several times, too."""
+    monkeypatch.setattr(writer_module, "GROUP_ROWS", 4096)
+    monkeypatch.setattr(slabs, "SLAB_ROWS", 8192)
+    monkeypatch.setattr(writer_module, "FILE_BYTES", 512 * 1024)
+    monkeypatch.setattr(tables, "FILE_BYTES", 512 * 1024)
+
+
+def peak(work: Callable[[], object]) -> float:
+    """MiB that Python and Arrow hold at most, beyond what they held before."""
+    pa.default_memory_pool().release_unused()
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    highest = 0
+
+    def watch() -> None:
+        nonlocal highest
+        highest = max(highest, pa.total_allocated_bytes() - before)
+
+    slabs_flush = slabs.DataFiles.flush
+
+    def flush(self: slabs.DataFiles) -> tuple[int, list[int]]:
+        watch()
+        return slabs_flush(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slabs.DataFiles, "flush", flush)
+        work()
+    watch()
+    python = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return (python + highest) / MIB
+
+
+def chunks(count: int) -> Iterator[list[Message]]:
+    for start in range(0, count, 500):
+        yield [
+            message(n, {"n": n, "s": f"text {n}"}, batcher="b", batch_key=n % 10, at=n / 1000)
+            for n in range(start, start + 500)
+        ]
+
+
+def stage(run: StagedRun, pipeline: Broadway, count: int) -> str:
+    generation = open_generation(run).generation
+    rows = Rows(pipeline)
+    with ProcessWriter(run, generation, pipeline) as writer:
+        for number, chunk in enumerate(chunks(count)):
+            writer.messages(number, [rows(each) for each in chunk])
+    written = writer.close()
+    made = manifest_of(run, generation, count, batchers=written.batchers, files=written.files)
+    assert run.publish(made)
+    return generation
+
+
+def peaks_of(root: Path, pipeline: Broadway, count: int) -> dict[str, float]:
+    """MiB that staging, planning and settling ``count`` messages take at most."""
+    run = open_run(root, f"run:{count}")
+    generations: list[str] = []
+    plans: list[BatchPlan] = []
+    settled: list[int] = []
+
+    def plan() -> None:
+        plans.append(plan_batches(run, pipeline, "b", generations, try_label="1"))
+
+    found = {"stage": peak(lambda: generations.append(stage(run, pipeline, count)))}
+    found["plan"] = peak(plan)
+    for batch in batches_of(run, plans[0])[:-1]:
+        record_outcome(run, plans[0], batch)
+    settlement, complete, _ = build_settlement(run, generations[0], pipeline, plans, final=False)
+    assert not complete
+    found["settle"] = peak(lambda: settled.append(sum(1 for _ in settlement.entries())))
+    assert settled[0] > count / 2
+    return found
+
+
+@pytest.mark.slow
+def test_ten_times_the_messages_take_no_more_memory(tmp_path: Path) -> None:
+    pipeline = pipeline_of(b=Batcher(schema="n int, s string", batch_size=5000))
+    stage(open_run(tmp_path, "warm"), pipeline, 1000)
+    small, large = (peaks_of(tmp_path, pipeline, count) for count in (SMALL, LARGE))
+    for name, before in small.items():
+        assert large[name] < before * 1.5 + 2, (name, small, large)
