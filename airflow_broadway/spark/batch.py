@@ -172,7 +172,7 @@ class BatchRunner:
         )
         app.check_alive()
         app.fence.check(batch.sources, fresh=True)
-        if not app.files.create(paths.outcome(self._plan.batcher, batch.batch_id), outcome.dumps()):
+        if not app.files.create(paths.outcome(self._plan.path, batch.batch_id), outcome.dumps()):
             log.warning(
                 "Batch %s has an outcome already; the one of this try is discarded.", batch.batch_id
             )
@@ -262,7 +262,7 @@ class BatchRunner:
         if first is None:
             return None, counts
         writer = f"{self._app.work.try_number:06d}-{uuid.uuid4().hex[:8]}"
-        path = paths.outcome_entries(self._plan.batcher, batch.batch_id, writer)
+        path = paths.outcome_entries(self._plan.path, batch.batch_id, writer)
         self._app.files.write_lines(path, _again(first, stream))
         return path, counts
 

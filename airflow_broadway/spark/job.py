@@ -164,7 +164,16 @@ def _session() -> SparkSession:
             conf.setIfMissing(name, value)
         builder = builder.config(conf=conf)
     session: SparkSession = builder.getOrCreate()
+    _silence_pools(session)
     return session
+
+
+def _silence_pools(session: Any) -> None:
+    """Keep out of the log that a pool has no file of its own: pools are made as they are needed."""
+    with suppress(Exception):  # a matter of taste, and not at hand under Spark Connect
+        log4j = session._jvm.org.apache.logging.log4j
+        name = "org.apache.spark.scheduler.FairSchedulableBuilder"
+        log4j.core.config.Configurator.setLevel(name, log4j.Level.ERROR)
 
 
 def run_work(
@@ -366,7 +375,7 @@ class _Run:
 
     def _open(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """The batches of a plan that have no outcome."""
-        done = set(self.files.list(paths.outcomes(plan.batcher)))
+        done = set(self.files.list(paths.outcomes(plan.path)))
         _, batches = BatchPlan.read(self.files, plan.path)
         for batch in batches:
             if f"{batch.batch_id}.json" in done:
