@@ -25,6 +25,7 @@ __all__ = [
     "RunAcknowledger",
     "Scope",
     "ack_messages",
+    "ack_messages_or_raise",
     "ack_messages_now",
     "is_settled",
 ]
@@ -143,6 +144,18 @@ def ack_messages(
             acknowledger.ack(ref, good, bad)
         except Exception as error:
             on_error(acknowledger, ref, error)
+
+
+def ack_messages_or_raise(successful: Iterable[Message], failed: Iterable[Message]) -> None:
+    """The same for a run that records verdicts: one that cannot be recorded ends the stage.
+
+    A failure without its record would else be taken for a success later on.
+    """
+
+    def fail(acknowledger: Any, ref: Any, error: Exception) -> None:
+        raise error
+
+    ack_messages(successful, failed, fail)
 
 
 def ack_messages_now(messages: Iterable[Message]) -> None:

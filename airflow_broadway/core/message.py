@@ -62,10 +62,14 @@ class Status(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The reason as one line for people: an exception with its type."""
-        if isinstance(self.reason, BaseException):
-            return f"{type(self.reason).__name__}: {self.reason}"
-        return str(self.reason)
+        """The reason as one line for people: an exception with its type.  Never raises."""
+        name = type(self.reason).__name__
+        try:
+            text = str(self.reason)
+        except Exception:
+            # A verdict needs a text: what has none is a failure all the same.
+            return f"{name}: (its text cannot be had)"
+        return f"{name}: {text}" if isinstance(self.reason, BaseException) else text
 
 
 OK: Final = Status("ok")

@@ -10,7 +10,12 @@ import logging
 from collections import Counter
 from typing import Any
 
-from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, is_settled
+from airflow_broadway.core.acknowledger import (
+    Judged,
+    RunAcknowledger,
+    ack_messages_or_raise,
+    is_settled,
+)
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import (
     ACK,
@@ -123,7 +128,7 @@ class Process:
 
     def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
-        pool = ProcessorPool(self._pipeline, convert=Rows)
+        pool = ProcessorPool(self._pipeline, ack=ack_messages_or_raise, convert=Rows)
         intake = self._intake_now = self._intake(source, acknowledger)
         number = 0
         try:
