@@ -107,6 +107,9 @@ setup_python() {
         say "Installing $(grep -c '^[a-z]' requirements.lock) packages into .venv; the first time this takes some minutes."
         pip_install --require-hashes -r requirements-build.lock
         pip_install --require-hashes -r requirements.lock
+        # Not every installer compiles, and where PYTHONDONTWRITEBYTECODE is set none does: then each
+        # of Airflow's many processes would compile all that it imports.
+        .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true
         printf '%s\n' "$locked" >.venv/.locked
     fi
     pip_install --no-deps -e .
