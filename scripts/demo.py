@@ -189,7 +189,7 @@ def _ack_report(folder: Path) -> Mapping[str, Any]:
 
 def _batches(folder: Path) -> tuple[int, int]:
     """How many batches of a run have an outcome, and how many are planned so far."""
-    handled = sum(1 for _ in folder.glob("outcomes/*/*.json"))
+    handled = sum(1 for _ in folder.glob("outcomes/*/*/*.json"))
     planned = 0
     for plan in folder.glob("batches/*/*/*/plan.jsonl"):
         with plan.open() as lines, contextlib.suppress(ValueError):  # it is just being written
@@ -234,9 +234,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
             raise DemoError("\n  ".join(["", *report["mistakes"], f"The tasks' logs: {logs}"]))
         if options.keep:
             console.print(f"\nAirflow keeps running at {demo.airflow.url}/dags/{DAG_ID}; Ctrl-C.")
-            while True:
-                time.sleep(1.0)
-                demo.airflow.check_alive()
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(1.0)
+                    demo.airflow.check_alive()
     except KeyboardInterrupt:
         screen.close()
         console.print("\nStopping Airflow.")
