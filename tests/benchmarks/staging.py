@@ -82,7 +82,7 @@ def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, f
         begun = time.perf_counter()
         written = writer.close()
         writing += time.perf_counter() - begun
-    made_of = {"batchers": written.batchers, "files": written.files}
+    made_of: dict[str, Any] = {"batchers": written.batchers, "files": written.files}
     run.publish(manifest_of(run, generation, MESSAGES, **made_of))
     return generation, converting, writing
 
