@@ -25,8 +25,8 @@ __all__ = [
     "RunAcknowledger",
     "Scope",
     "ack_messages",
-    "ack_messages_or_raise",
     "ack_messages_now",
+    "ack_messages_or_raise",
     "is_settled",
 ]
 

@@ -78,16 +78,23 @@ class Keeper:
     def _keep(self) -> None:
         custodian: Custodian | None = None
         while not self._stop.wait(self._interval):
-            try:
-                for lease in self._leases():
-                    if lease.generation not in self._lapsed:
-                        custodian = custodian or self._open()
-                        self._renew(custodian, lease)
-            except BroadwayError as error:
-                # The next round tries again: a lease outlasts several.
-                log.warning("could not renew leases yet: %s", error)
+            for lease in self._held():
+                try:
+                    custodian = custodian or self._open()
+                    self._renew(custodian, lease)
+                except Exception as error:
+                    # One lease is not in the way of another, and the next round tries again: a
+                    # lease outlasts several.
+                    _tell(error)
         if custodian is not None:
             custodian.close()
+
+    def _held(self) -> list[Lease]:
+        try:
+            return [each for each in self._leases() if each.generation not in self._lapsed]
+        except Exception as error:
+            _tell(error)
+            return []
 
     def _renew(self, custodian: Custodian, lease: Lease) -> None:
         held = custodian.renew(lease)
@@ -99,3 +106,8 @@ class Keeper:
             )
         else:
             self._renewed(held)
+
+
+def _tell(error: Exception) -> None:
+    unexpected = None if isinstance(error, BroadwayError) else error
+    log.warning("could not renew leases yet: %s", error, exc_info=unexpected)

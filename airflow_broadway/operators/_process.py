@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from airflow_broadway.core.acknowledger import (
@@ -76,6 +77,7 @@ class Process:
         self._settled_now = SettleReport()
         self._custodian: Custodian | None = None
         self._intake_now: Intake | None = None
+        self._renewed: Lease | None = None
 
     def stop(self, reason: str) -> None:
         """Stop pulling; what was received is finished.  Called from a signal handler."""
@@ -104,7 +106,8 @@ class Process:
                 ):
                     intake = self._handle_all(source, writer)
                     keeper.check()
-                    manifest = self._publish(source.lease, writer, intake, started.isoformat())
+                    lease = self._lease_now(source)
+                    manifest = self._publish(lease, writer, intake, started.isoformat())
             except BaseException:
                 # Nothing of this execution counts: give back now what would else wait for the
                 # lease to lapse.
@@ -122,7 +125,24 @@ class Process:
             intake = self._intake_now
             return [source.lease] if producer.renews and intake and intake.received else []
 
-        return Keeper(lambda: producer.custodian(self._env), source.lease.seconds, held)
+        return Keeper(
+            lambda: producer.custodian(self._env),
+            source.lease.seconds,
+            held,
+            renewed=self._note_renewed,
+        )
+
+    def _note_renewed(self, lease: Lease) -> None:
+        self._renewed = lease
+
+    def _lease_now(self, source: Source) -> Lease:
+        """The lease as last extended: by a receipt, or since then by the keeper."""
+        given, renewed = source.lease, self._renewed
+        return (
+            given
+            if renewed is None or renewed.deadline <= given.deadline
+            else replace(given, deadline=renewed.deadline)
+        )
 
     # -- messages ------------------------------------------------------------------------------
 

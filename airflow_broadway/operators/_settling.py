@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Custodian, SettleReport
+from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.manifest import paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.operators._metrics import Metric, Metrics
@@ -40,6 +41,7 @@ class RunSettler:
     """Renews, settles and accounts for the generations of a run; used from one thread.
 
     :param task_ids: The tasks whose generations count; ``None``: all of the run.
+    :param generations: Of these, the ones that count; ``None``: all.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class RunSettler:
         pipeline: Broadway,
         *,
         task_ids: Sequence[str] | None = None,
+        generations: Collection[str] | None = None,
         connections: AirflowConnections | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
         self._task_ids = task_ids
+        self._only = generations
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
         self._custodian: Custodian | None = None
@@ -68,9 +72,12 @@ class RunSettler:
     # -- the sensor's sign of life -------------------------------------------------------------
 
     def beat(self) -> None:
-        """Note that a sensor looks after this run."""
+        """Note that a sensor looks after this run; without the note others stand in for it."""
         text = json.dumps({"at": self._clock.now().isoformat()})
-        self._run.files.replace(paths.HEARTBEAT, text)
+        try:
+            self._run.files.replace(paths.HEARTBEAT, text)
+        except StagingError as error:
+            log.warning("Could not leave a sign of life: %s", error)
 
     def watched(self) -> bool:
         """Whether a sensor looked lately."""
@@ -106,23 +113,37 @@ class RunSettler:
     # -- settling ------------------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Renew the lease of each generation that waits for its outcomes."""
+        """Renew the lease of each generation that waits for its outcomes.
+
+        What cannot be renewed now is told, and tried again at the next look.
+        """
         if not self._pipeline.producer.renews:
             return
         for record in self._generations():
             # Until its manifest is published, a process task renews its lease itself.
             if record.published:
-                held = self._open().renew(self._run.lease(record.generation))
-                if held is None:
-                    log.error(
-                        "The lease of generation %s has lapsed: its broker gives these messages to"
-                        " the next run, marked as redelivered.",
+                try:
+                    self._renew(record.generation)
+                except BroadwayError as error:
+                    # A lease outlasts several looks; failing would use up the sensor's retries.
+                    log.warning(
+                        "Could not renew the lease of generation %s yet: %s",
                         record.generation,
+                        error,
                     )
-                else:
-                    self._run.put_lease(held)
-                    left = (held.deadline - self._clock.now()).total_seconds()
-                    self._metrics.gauge(Metric.LEASE_REMAINING, left)
+
+    def _renew(self, generation: str) -> None:
+        held = self._open().renew(self._run.lease(generation))
+        if held is None:
+            log.error(
+                "The lease of generation %s has lapsed: its broker gives these messages to the next"
+                " run, marked as redelivered.",
+                generation,
+            )
+            return
+        self._run.put_lease(held)
+        left = (held.deadline - self._clock.now()).total_seconds()
+        self._metrics.gauge(Metric.LEASE_REMAINING, left)
 
     def settle(self, *, final: bool) -> None:
         """Settle each generation whose messages all have an outcome.
@@ -164,7 +185,8 @@ class RunSettler:
         return self._custodian
 
     def _generations(self) -> list[GenerationRecord]:
-        return self._run.generations(self._task_ids)
+        found = self._run.generations(self._task_ids)
+        return [each for each in found if self._only is None or each.generation in self._only]
 
     # -- accounting ----------------------------------------------------------------------------
 
