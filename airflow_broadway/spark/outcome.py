@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, Scope, ack_messages
 from airflow_broadway.core.callbacks import run_handle_failed
-from airflow_broadway.core.custody import RELEASE, Delivery, Entry
+from airflow_broadway.core.custody import RELEASE, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.manifest import MAX_REASON, PlannedBatch
 from airflow_broadway.core.message import AckRef, Message, Status
@@ -95,8 +95,8 @@ class Judge:
                 continue
             if each.status is _MISSING:
                 counts.missing += 1
-                yield Entry(
-                    each.row["message_id"], each.row["_receipt"] or "", RELEASE, each.row["attempt"]
+                yield _entry(
+                    each.row["message_id"], each.row["attempt"], _received(each.row), RELEASE
                 )
                 continue
             chunk.append(each)
@@ -122,31 +122,15 @@ class Judge:
             if left.pop(message.message_id, None) is None:
                 continue  # returned twice by handle_failed, or not of this batch
             counts.failed += 1
-            data = _delivery(message)
-            yield Entry(
-                message.message_id,
-                data.receipt,
-                verdict,
-                message.attempt,
-                data.payload,
-                data.properties,
-            )
+            yield _entry(message.message_id, message.attempt, _delivery(message), verdict)
         for message in left.values():  # handle_failed did not return it
             counts.missing += 1
-            yield Entry(message.message_id, _delivery(message).receipt, RELEASE, message.attempt)
+            yield _entry(message.message_id, message.attempt, _delivery(message), RELEASE)
 
     def _message(
         self, each: _Exception, batch: PlannedBatch, acknowledger: RunAcknowledger
     ) -> Message:
         row = each.row
-        payload = row["_payload"]
-        delivery = Delivery(
-            receipt=row["_receipt"] or "",
-            payload=None if payload is None else bytes(payload),
-            properties=row["_properties"],
-            on_success=row["_on_success"],
-            on_failure=row["_on_failure"],
-        )
         seen: dict[str, Any] = {}
         if self._data:
             seen = {
@@ -162,7 +146,7 @@ class Judge:
             attempt=row["attempt"],
             batcher=self._frames.plan.batcher,
             status=each.status,
-            acknowledger=AckRef(acknowledger, "batch", delivery),
+            acknowledger=AckRef(acknowledger, "batch", _received(row)),
             **seen,
         )
 
@@ -353,6 +337,23 @@ class _Sink:
 
 def _raise(acknowledger: Any, ref: Any, error: Exception) -> None:
     raise error
+
+
+def _received(row: Any) -> Delivery:
+    """What came with the message of a row."""
+    payload = row["_payload"]
+    return Delivery(
+        receipt=row["_receipt"] or "",
+        payload=None if payload is None else bytes(payload),
+        properties=row["_properties"],
+        on_success=row["_on_success"],
+        on_failure=row["_on_failure"],
+    )
+
+
+def _entry(message_id: str, attempt: int, data: Delivery, verdict: Verdict) -> Entry:
+    # With its body in any case: some brokers give back, too, by publishing again.
+    return Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
 
 
 def _delivery(message: Message) -> Delivery:
