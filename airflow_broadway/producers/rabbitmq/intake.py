@@ -238,7 +238,8 @@ class Intake:
         if self.stopped or self.lane.failure is not None:
             return
         stream = demand >= self._prefetch
-        missing = demand - self._ready.outstanding - len(self.backlog)
+        # Not the demand itself: it may have been met while this call was on its way.
+        missing = self._ready.credit - self._ready.outstanding - len(self.backlog)
         if self._consumer is not None and not stream and self._bound > max(0, missing):
             self._cancel()
         if self._consumer is None and missing > 0:

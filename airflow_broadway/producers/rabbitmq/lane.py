@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.producers.rabbitmq.link import Channel, raw_properties
-from airflow_broadway.producers.rabbitmq.properties import MARK
+from airflow_broadway.producers.rabbitmq.properties import decode, mark_of
 from airflow_broadway.producers.rabbitmq.transfer import Window
 
 __all__ = ["NO_ROUTE", "Lane", "confirming", "key_of"]
@@ -16,12 +16,16 @@ __all__ = ["NO_ROUTE", "Lane", "confirming", "key_of"]
 NO_ROUTE = 312
 
 
-def key_of(properties: Any) -> str | None:
+def key_of(properties: bytes) -> str | None:
     """What names a publication of ours: the id of its mark, else its own."""
-    mark = (properties.headers or {}).get(MARK)
-    if isinstance(mark, dict):
-        return str(mark.get("id"))
-    return str(properties.message_id) if properties.message_id else None
+    mark = mark_of(properties)
+    if mark is not None:
+        return mark.message_id
+    try:
+        found = decode(properties).get("message_id")
+    except ProducerError:
+        return None
+    return None if found is None else str(found)
 
 
 def confirming(
@@ -39,10 +43,11 @@ def confirming(
         refused = frame.method.NAME == "Basic.Nack"
         on_confirm(frame.method.delivery_tag, frame.method.multiple, refused)
 
-    def returned(_: Any, method: Any, properties: Any, body: bytes) -> None:
-        on_return(key_of(properties), method.reply_code, method.reply_text)
+    def returned(code: int, text: str, properties: bytes) -> None:
+        on_return(key_of(properties), code, text)
 
-    channel.link.post(lambda: channel.raw.add_on_return_callback(returned))
+    link, number = channel.link, channel.number
+    link.post(lambda: link.raw.returned.__setitem__(number, returned))
     channel.call("confirm_delivery", ack_nack_callback=answered)
 
 

@@ -52,6 +52,9 @@ log = logging.getLogger(__name__)
 #: The sources of this process: a generation that ends while one of them is open did not crash.
 _open: weakref.WeakSet[RabbitSource] = weakref.WeakSet()
 
+#: Seconds that the first message of a queue that is not empty may take, and those that follow.
+_FIRST, _AGAIN = 3.0, 0.2
+
 #: A generation takes nothing more when this part of its lease is left.
 _MARGIN = 0.02
 
@@ -134,7 +137,8 @@ class RabbitSource:
             raise self._fenced
         if demand < 1:
             return []
-        end = self._clock.monotonic() + timeout
+        # What lies in the queue takes a moment to come: a shorter timeout would call it quiet.
+        end = self._clock.monotonic() + max(timeout, self._patience())
         ready = self._ready
         self._check_deadline()
         while True:
@@ -159,7 +163,7 @@ class RabbitSource:
                 held = ready.take(demand)
             if held:
                 return self._messages(held)
-            if ready.error is None and intake.backlog and not intake.open:
+            if ready.error is None and intake.backlog and not self._declared:
                 self._open_lease(intake)
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -194,12 +198,18 @@ class RabbitSource:
         if link is not None:
             link.close()
 
+    def _patience(self) -> float:
+        """Seconds to wait at least before a queue counts as quiet."""
+        if self._handed:
+            return _AGAIN
+        return _FIRST if self._has_messages or self._returns_left else 0.0
+
     def _stirred(self, intake: Intake) -> bool:
         ready = self._ready
         return bool(
             ready.bundles
             or ready.error is not None
-            or (intake.backlog and not intake.open)
+            or (intake.backlog and not self._declared)
             or (self._returns_left > 0 and not ready.outstanding)
         )
 

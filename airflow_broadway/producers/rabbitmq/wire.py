@@ -41,9 +41,12 @@ _TAG = struct.Struct(">QB")
 #: type, channel, size, class id, weight, body size
 _HEADER = struct.Struct(">BHIHHQ")
 _FRAME = struct.Struct(">BHI")
+_METHOD_FRAME = struct.Struct(">BHIHH")
 
 #: Class and method of ``basic.deliver``.
 _BASIC, _METHOD = 60, 60
+#: Class and method of ``basic.return``, as bytes.
+_RETURN = b"\x00\x3c\x00\x32"
 
 
 class Parser:
@@ -120,7 +123,8 @@ class Parser:
 
 
 def connection_class() -> type[Any]:
-    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`.
+    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`, and
+    ``returned``: channel number → what is called with code, text and properties of a return.
 
     It changes how pika reads frames, in a method that is pika's own business: a test reads with
     both and compares.
@@ -143,6 +147,7 @@ def connection_class() -> type[Any]:
 
         def __init__(self, parameters: Parameters, **callbacks: Any) -> None:
             self.parsers: dict[int, Parser] = {}
+            self.returned: dict[int, Callable[[int, str, bytes], None]] = {}
             self.after_data: Callable[[], None] | None = None
             self._parts: list[bytes] = []
             self._missing = 0
@@ -171,6 +176,12 @@ def connection_class() -> type[Any]:
                         at, other = parser.parse(data, at)
                         if not other:
                             return at
+                    if _is_return(data, at):
+                        after = self._take_return(data, at)
+                        if after is None:
+                            return at
+                        at = after
+                        continue
                 consumed, value = frame.decode_frame(_one_frame(data, at))
                 if value is None:
                     return at
@@ -178,7 +189,39 @@ def connection_class() -> type[Any]:
                 self._process_frame(value)
             return at
 
+        def _take_return(self, data: bytes, at: int) -> int | None:
+            """Read one returned message; where it ends, or ``None`` if it is not all there."""
+            end = len(data)
+            _, channel, size, _, _ = _METHOD_FRAME.unpack_from(data, at)
+            head = at + size + 8
+            if head + 21 > end:
+                return None
+            code = int.from_bytes(data[at + 11 : at + 13], "big")
+            text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
+            _, _, size, _, _, left = _HEADER.unpack_from(data, head)
+            after = head + size + 8
+            if after > end:
+                return None
+            properties = data[head + 19 : after - 1]
+            while left:
+                if after + 7 > end:
+                    return None
+                size = _FRAME.unpack_from(data, after)[2]
+                after += size + 8
+                left -= size
+            if after > end:
+                return None
+            take = self.returned.get(channel)
+            if take is not None:
+                take(code, text, properties)
+            return int(after)
+
     return Reader
+
+
+def _is_return(data: bytes, at: int) -> bool:
+    """Whether a returned message begins here; pika cannot read the properties of every message."""
+    return data[at] == 1 and data[at + 7 : at + 11] == _RETURN
 
 
 def _one_frame(data: bytes, at: int) -> bytes:

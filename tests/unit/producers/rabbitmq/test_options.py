@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import Action, Delivery, Verdict
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.message import AckRef, Message, Status
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.backoff import Backoff, bounds
+from airflow_broadway.producers.rabbitmq.connection import address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.queues import Queues, rung
+
+
+class Connections:
+    def __init__(self, **given: Any) -> None:
+        self._connection = Connection(conn_id="rabbit", **given)
+
+    def get(self, conn_id: str) -> Connection:
+        return self._connection
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "queue"),
+        ({"queue": ""}, "queue"),
+        ({"queue": "q", "uri": "amqp://guest:secret@host"}, "uri"),
+        ({"queue": "q", "uri": "amqp://host", "conn_id": "c"}, "conn_id"),
+        ({"queue": "q", "on_failure": "wat"}, "on_failure"),
+        ({"queue": "q", "consume_options": {"no_ack": True}}, "consume_options"),
+        ({"queue": "q", "declare": {"auto_delete": True}}, "declare"),
+        ({"queue": "q", "metadata": ["colour"]}, "metadata"),
+        ({"queue": "q", "bindings": [("exchange",)]}, "bindings"),
+        ({"queue": "q", "backoff_min": 5.0, "backoff_max": 1.0}, "backoff_min"),
+        ({"queue": "q", "queue_type": "classic"}, "queue_type"),
+        ({"queue": "q", "backoff_type": "linear"}, "backoff_type"),
+        ({"queue": "q", "prefetch": 5}, "prefetch"),
+    ],
+)
+def test_an_option_that_breaks_its_rule_is_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(OptionsError, match=rf"RabbitMQProducer\.{name}"):
+        RabbitMQProducer(**options)
+
+
+def test_a_password_is_in_no_text_about_an_address() -> None:
+    producer = RabbitMQProducer(queue="q", conn_id="rabbit")
+    connections = Connections(
+        conn_type="rabbitmq", host="broker", login="me", password="s3cret", schema="flights"
+    )
+
+    address = producer.address(ProducerEnv(connections=connections))
+
+    assert address.password == "s3cret"
+    assert (address.login, address.virtual_host, address.port) == ("me", "flights", 5672)
+    assert "s3cret" not in f"{address!r} {producer!r} {address.shown}"
+
+
+def test_tls_is_by_extra_or_by_amqps() -> None:
+    plain = address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
+    safe = address_of(
+        Connection(conn_id="c", conn_type="rabbitmq", host="b", extra={"tls": True}), name="n"
+    )
+
+    assert (plain.tls, plain.port) == (None, 5672)
+    assert (safe.tls, safe.port) == ({}, 5671)
+    assert address_of_uri("amqps://b/v", name="n").port == 5671
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"conn_type": "aws", "host": "b"},
+        {"conn_type": "rabbitmq"},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"heartbeat": "soon"}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"tls": "yes"}},
+    ],
+)
+def test_a_connection_that_cannot_serve_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ConnectionMissing, match="the connection 'c'"):
+        address_of(Connection(conn_id="c", **given), name="n")
+
+
+@pytest.mark.parametrize("uri", ["http://b", "amqp://", "amqp://b:port", "nonsense"])
+def test_an_address_that_is_none_is_an_error_without_it(uri: str) -> None:
+    with pytest.raises(ConnectionMissing, match="must be amqp://"):
+        address_of_uri(uri, name="n")
+
+
+def message(*, attempt: int = 1, redelivered: bool = False, **delivery: Any) -> Message:
+    return Message(
+        b"",
+        attempt=attempt,
+        redelivered=redelivered,
+        acknowledger=AckRef(None, None, Delivery(**delivery)),
+        status=Status("failed", "why"),
+    )
+
+
+def test_retry_counts_attempts_and_reject_and_requeue_does_not() -> None:
+    retry = RabbitMQProducer(queue="q", on_failure="retry")
+    always = RabbitMQProducer(queue="q", on_failure="reject_and_requeue")
+    worn = message(attempt=99, redelivered=True)
+
+    assert retry.verdict(worn, failed=True, stage="batch").action is Action.DEAD_LETTER
+    assert always.verdict(worn, failed=True, stage="batch") == Verdict(
+        Action.RETRY, 0.0, "why", "batch"
+    )
+
+
+def test_options_are_merged_for_each_producer_and_checked() -> None:
+    producer = RabbitMQProducer(
+        queue="q", merge_options=lambda index: {"qos": {"prefetch_count": 10 + index}}
+    )
+
+    assert producer.merged(3).prefetch_count == 13
+    assert producer.qos == Qos()
+    wrong = RabbitMQProducer(queue="q", merge_options=lambda index: {"colour": index})
+    with pytest.raises(OptionsError, match=r"merge_options\.colour"):
+        wrong.merged(0)
+
+
+def test_a_random_backoff_stays_within_its_bounds_and_spreads() -> None:
+    for kind in ("rand", "rand_exp"):
+        backoff = Backoff(kind, *bounds(1.0, 30.0), seed=1)
+        draws = [backoff.next() or 0.0 for _ in range(500)]
+
+        assert all(1.0 <= draw <= 30.0 for draw in draws)
+        assert statistics.pstdev(draws) > 1.0
+
+
+def test_a_delay_takes_the_step_that_is_no_more_than_a_tenth_too_short() -> None:
+    assert [rung(delay) for delay in (0, 0.5, 1, 5, 5.5, 6, 60, 66, 70, 4100, 90_000)] == [
+        None,
+        1,
+        1,
+        5,
+        5,
+        15,
+        60,
+        60,
+        300,
+        21600,
+        21600,
+    ]
+
+
+def test_names_of_queues_stay_within_the_limit() -> None:
+    queues = Queues("ż" * 120)
+
+    for name in (queues.lease("g"), queues.returns, queues.dead, queues.delay(21600)):
+        assert len(name.encode()) <= 255
+    assert Queues("a").lease("g") != Queues("b").lease("g")
