@@ -148,7 +148,7 @@ class Shop:
                 successful=planned.size,
                 failed=0,
             )
-            run.files.create(paths.outcome("default", planned.batch_id), outcome.dumps())
+            run.files.create(paths.outcome(plan.path, planned.batch_id), outcome.dumps())
         work = Work(
             name="handle_batches",
             try_number=1,

@@ -217,7 +217,7 @@ def _result(
 
 def _batch(shadow: StagedRun, chosen: StagedBatch) -> dict[str, Any]:
     plan, planned, before = chosen
-    path = paths.outcome(plan.batcher, planned.batch_id)
+    path = paths.outcome(plan.path, planned.batch_id)
     now: Outcome | None = None
     if shadow.files.exists(path):
         now = Outcome.loads(shadow.files.read(path), path)

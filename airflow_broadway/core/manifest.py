@@ -13,8 +13,9 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     batches/<batcher>/<inputs>/<try>/
         data-*.parquet                  messages in batch order, with a ``batch`` column
         plan.jsonl                      a header line, then a line per batch
-    outcomes/<batcher>/<batch_id>.json  what became of a batch: the first writer wins (exclusive)
-    outcomes/<batcher>/*.entries.jsonl  entries of its exceptions, named by the outcome
+    outcomes/<batcher>/<inputs>/
+        <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
+        *.entries.jsonl                 entries of its exceptions, named by the outcome
     work/<task>-<try>.json              what a Spark application does; a higher try fences it off
     heartbeat.json                      when the ack sensor last looked
 
@@ -119,16 +120,22 @@ class paths:  # noqa: N801 - a namespace
         return f"{generation}/journal-settled.json"
 
     @staticmethod
-    def outcome(batcher: str, batch_id: str) -> str:
-        return f"outcomes/{batcher}/{batch_id}.json"
+    def outcomes(plan: str) -> str:
+        """Where the outcomes of a plan lie, and of its rebuilds from the same generations.
+
+        Those of other generations lie elsewhere: messages that were received anew may come in the
+        same batches, under the same ids, and are to be handled all the same.
+        """
+        _, _, place = plan.rpartition("/")[0].partition("/")
+        return f"outcomes/{place}"
 
     @staticmethod
-    def outcomes(batcher: str) -> str:
-        return f"outcomes/{batcher}"
+    def outcome(plan: str, batch_id: str) -> str:
+        return f"{paths.outcomes(plan)}/{batch_id}.json"
 
     @staticmethod
-    def outcome_entries(batcher: str, batch_id: str, writer: str) -> str:
-        return f"outcomes/{batcher}/{batch_id}.{writer}.entries.jsonl"
+    def outcome_entries(plan: str, batch_id: str, writer: str) -> str:
+        return f"{paths.outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
 
     @staticmethod
     def work(name: str, try_number: int) -> str:

@@ -93,7 +93,7 @@ class PythonBatches:
 
     def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
         """Run one batch, unless it has an outcome or its messages are no longer held."""
-        path = paths.outcome(self.plan.batcher, planned.batch_id)
+        path = paths.outcome(self.plan.path, planned.batch_id)
         if self.run_folder.files.exists(path):
             return Outcome.loads(self.run_folder.files.read(path), path)
         if self._stopped.is_set() or not self._held(planned):
@@ -137,7 +137,7 @@ class PythonBatches:
         sink.keep([(message, RELEASE) for message in result.missing if not is_settled(message)])
         name: str | None = None
         if sink.lines:
-            name = paths.outcome_entries(self.plan.batcher, planned.batch_id, self._writer)
+            name = paths.outcome_entries(self.plan.path, planned.batch_id, self._writer)
             self.run_folder.files.write_lines(name, sink.lines)
         outcome = Outcome(
             batch_id=planned.batch_id,
@@ -154,7 +154,7 @@ class PythonBatches:
             seconds=round(seconds, 6),
             settled_now=sink.settled_now.to_json(),
         )
-        path = paths.outcome(self.plan.batcher, planned.batch_id)
+        path = paths.outcome(self.plan.path, planned.batch_id)
         if not self.run_folder.files.create(path, outcome.dumps()):
             log.warning("Another try recorded batch %s first; this one's result is void.", path)
             return Outcome.loads(self.run_folder.files.read(path), path)

@@ -209,11 +209,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _read(self, run: StagedRun, path: str) -> _Plan:
         head, batches = BatchPlan.read(run.files, path)
         run.store.check_root(head.root_id, head.host)
-        done = set(run.files.list(paths.outcomes(head.batcher)))
+        done = set(run.files.list(paths.outcomes(head.path)))
         return _Plan(head, [each for each in batches if f"{each.batch_id}.json" not in done])
 
     def _without_outcome(self, run: StagedRun, plan: _Plan) -> list[PlannedBatch]:
-        done = set(run.files.list(paths.outcomes(plan.head.batcher)))
+        done = set(run.files.list(paths.outcomes(plan.head.path)))
         return [each for each in plan.open if f"{each.batch_id}.json" not in done]
 
     def _void(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, str]:

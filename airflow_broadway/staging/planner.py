@@ -69,7 +69,7 @@ def plan_batches(
     manifests = _valid(run, batcher, generations)
     inputs = hashlib.sha256("\n".join(each.generation for each in manifests).encode()).hexdigest()
     folder = f"batches/{batcher}/{inputs[:16]}"
-    standing = standing_plan(run, batcher, folder)
+    standing = standing_plan(run, folder)
     if standing is not None and standing[0]:
         log.info("batcher %r: the plan %s has outcomes and stands", batcher, standing[1].path)
         return standing[1]

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["outcomes_of", "plans_of", "standing_plan", "standing_plans"]
 
 
-def standing_plan(run: StagedRun, batcher: str, folder: str) -> tuple[int, BatchPlan] | None:
+def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
     """The plan in ``batches/<batcher>/<inputs>`` that stands, and how many outcomes it has."""
     best: tuple[int, BatchPlan] | None = None
     tries = run.files.list(folder)
-    recorded = _recorded(run, batcher) if tries else set()
+    recorded = _recorded(run, f"{folder}/{tries[0]}") if tries else set()
     for name in tries:  # oldest first
         try:
             plan, batches = BatchPlan.read(run.files, f"{folder}/{name}")
@@ -38,7 +38,7 @@ def standing_plan(run: StagedRun, batcher: str, folder: str) -> tuple[int, Batch
 def standing_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
     """The standing plans of a batcher, one for each set of generations, oldest first."""
     top = f"batches/{batcher}"
-    found = (standing_plan(run, batcher, f"{top}/{inputs}") for inputs in run.files.list(top))
+    found = (standing_plan(run, f"{top}/{inputs}") for inputs in run.files.list(top))
     plans = [each[1] for each in found if each is not None]
     return sorted(plans, key=lambda plan: plan.path.rpartition("/")[2])
 
@@ -54,17 +54,17 @@ def plans_of(run: StagedRun, pipeline: Broadway, generation: str) -> list[BatchP
 
 def outcomes_of(run: StagedRun, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
     """The batches of a plan in order, each with its outcome where one is recorded."""
-    recorded = _recorded(run, plan.batcher)
+    recorded = _recorded(run, plan.path)
     _, batches = BatchPlan.read(run.files, plan.path)
     for planned in batches:
         if planned.batch_id in recorded:
-            path = paths.outcome(plan.batcher, planned.batch_id)
+            path = paths.outcome(plan.path, planned.batch_id)
             yield planned, Outcome.loads(run.files.read(path), path)
         else:
             yield planned, None
 
 
-def _recorded(run: StagedRun, batcher: str) -> set[str]:
-    """The ids of the batches that have an outcome."""
-    names = run.files.list(paths.outcomes(batcher))
+def _recorded(run: StagedRun, plan: str) -> set[str]:
+    """The ids of the batches, planned from a plan's generations, that have an outcome."""
+    names = run.files.list(paths.outcomes(plan))
     return {name.removesuffix(".json") for name in names if name.endswith(".json")}

@@ -134,7 +134,7 @@ def check_no_file_is_torn(root: Path) -> None:
             assert isinstance(json.loads(path.read_text()), dict), path
     for path in root.rglob("manifest.json"):
         Manifest.loads(path.read_text(), str(path))
-    for path in root.rglob("outcomes/b/*.json"):
+    for path in root.rglob("outcomes/b/*/*.json"):
         Outcome.loads(path.read_text(), str(path))
 
 

@@ -22,7 +22,7 @@ from airflow_broadway.spark import failed, outcome
 from airflow_broadway.spark.fence import Fenced
 from airflow_broadway.spark.job import run_work
 from tests.unit.spark.pipelines import Counting, Mending, Without
-from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, rows
+from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
 from tests.unit.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -545,6 +545,36 @@ def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -
     assert made.failed == 4
 
 
+@pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
+@pytest.mark.parametrize("pipeline", [Counting, Mending])
+def test_in_a_batch_of_two_generations_every_entry_names_its_own(
+    spark: SparkSession,
+    staged: Staged,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: type[Counting],
+    small: int,
+) -> None:
+    # One message has come to both: each generation settles its own delivery.
+    monkeypatch.setattr(outcome, "SMALL", small)
+    generations = ("0" * 31 + "a", "0" * 31 + "b")
+    for each in generations:
+        staged.lease(generation=each)
+    given = [
+        Row("both", {"n": 0}, receipt="first", source=0),
+        Row("both", {"n": 0}, receipt="second", source=1, redelivered=True),
+        Row("one", {"n": 1}, receipt="third", source=1),
+        Row("fine", {"n": 2}, receipt="fourth", source=0),
+    ]
+    plan = staged.plan("default", [Planned("b0", given, generations=generations)])
+    callback = lambda messages, info: failed(messages.where("data.n < 2"))  # noqa: E731
+    assert run(spark, staged, callback, plan, pipeline=pipeline) == 0
+    made = staged.outcome("default", "b0")
+    assert (made.successful, made.failed, made.missing) == (1, 3, 0)
+    assert [
+        (line.entry.message_id, line.entry.receipt, line.source) for line in staged.lines(made)
+    ] == [("both", "first", 0), ("both", "second", 1), ("one", "third", 1)]
+
+
 def test_a_large_failure_is_streamed(spark: SparkSession, staged: Staged) -> None:
     made, entries = one(
         spark, staged, lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
@@ -663,7 +693,7 @@ def test_a_second_application_runs_only_what_has_no_outcome(
     assert run(spark, staged, lambda messages, info: None, plan) == 0
     before = staged.outcomes("default")
     for name in ("b1", "b3"):
-        (staged.root / paths.outcome("default", name)).unlink()
+        (staged.root / paths.outcome(plan_path("default"), name)).unlink()
     Counting.calls.clear()
     assert run(spark, staged, lambda messages, info: None, plan, try_number=2) == 0
     assert [(info.batch_id, info.attempt) for _, info in Counting.calls] == [("b1", 2), ("b3", 2)]
@@ -745,11 +775,11 @@ def test_the_first_outcome_wins(
         assert first == {}
         other = Counting.calls  # another application records it meanwhile
         assert len(other) == 1
-        staged.files.create(paths.outcome("default", "b0"), '{"version": 1}')
+        staged.files.create(paths.outcome(plan_path("default"), "b0"), '{"version": 1}')
         return failed(messages)
 
     assert run(spark, staged, callback, plan) == 0
-    assert staged.files.read(paths.outcome("default", "b0")) == '{"version": 1}'
+    assert staged.files.read(paths.outcome(plan_path("default"), "b0")) == '{"version": 1}'
     assert "has an outcome already" in caplog.text
 
 

@@ -12,7 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.providers.common.compat.sdk import (
+    AirflowException,
+    AirflowFailException,
+    AirflowSkipException,
+)
 from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
@@ -99,7 +103,7 @@ class World:
                         failed=0,
                         writer="w",
                     )
-                    files.create(paths.outcome(head.batcher, batch.batch_id), made.dumps())
+                    files.create(paths.outcome(head.path, batch.batch_id), made.dumps())
         return SimpleNamespace(
             stdout=iter(["line\n"]), wait=lambda: self.exit_code, poll=lambda: self.exit_code
         )
@@ -200,13 +204,8 @@ def test_nothing_to_do_starts_nothing(world: World) -> None:
     world.execute({"plan": plan.path})
     assert world.execute({"plan": plan.path})["batches"] == 3
     assert len(world.commands) == 1
-    assert world.execute(None, [None, []]) == {
-        "batches": 0,
-        "failed": 0,
-        "messages": 0,
-        "failed_messages": 0,
-        "plans": [],
-    }
+    with pytest.raises(AirflowSkipException):
+        world.execute(None, [None, []])
     assert len(world.commands) == 1
 
 
@@ -250,7 +249,7 @@ def test_failed_batches_are_counted(world: World) -> None:
     bad = Outcome(
         batch_id="b0", batcher="default", plan=plan.path, successful=0, failed=2, error="no"
     )
-    world.staged.files.create(paths.outcome("default", "b0"), bad.dumps())
+    world.staged.files.create(paths.outcome(plan.path, "b0"), bad.dumps())
     returned = world.execute({"plan": plan.path})
     assert (returned["failed"], returned["failed_messages"]) == (1, 2)
 

@@ -15,10 +15,12 @@ import pyarrow.parquet as pq
 from airflow_broadway.core.custody import Entry, Lease
 from airflow_broadway.core.manifest import (
     BatchPlan,
+    EntryLine,
     Outcome,
     PlannedBatch,
     Work,
     load_entry,
+    load_line,
     paths,
 )
 from airflow_broadway.core.run import RunInfo
@@ -47,6 +49,7 @@ class Row:
     on_success: str | None = None
     on_failure: str | None = None
     acked: bool = False
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ def rows(
 ) -> list[Row]:
     """Messages ``m0``, ``m1`` … with the data that a function makes of their numbers."""
     return [Row(f"{prefix}{n}", data(n), receipt=f"r{n}", **more) for n in range(count)]
+
+
+def plan_path(batcher: str) -> str:
+    """Where :meth:`Staged.plan` writes."""
+    return f"batches/{batcher}/inputs/1-try"
 
 
 class Staged:
@@ -104,7 +112,7 @@ class Staged:
         batches_per_file: int = 1000,
     ) -> BatchPlan:
         """Write a plan with its data files."""
-        path = f"batches/{batcher}/inputs/1-try"
+        path = plan_path(batcher)
         data: list[str] = []
         planned: list[PlannedBatch] = []
         position = 0
@@ -155,14 +163,14 @@ class Staged:
 
     def outcome(self, batcher: str, batch_id: str) -> Outcome:
         """A batch's outcome."""
-        path = paths.outcome(batcher, batch_id)
+        path = paths.outcome(plan_path(batcher), batch_id)
         return Outcome.loads(self.files.read(path), path)
 
     def outcomes(self, batcher: str) -> dict[str, Outcome]:
         """All outcomes of a batcher."""
         return {
             name.removesuffix(".json"): self.outcome(batcher, name.removesuffix(".json"))
-            for name in self.files.list(paths.outcomes(batcher))
+            for name in self.files.list(paths.outcomes(plan_path(batcher)))
             if name.endswith(".json")
         }
 
@@ -174,6 +182,13 @@ class Staged:
         by_id = {entry.message_id: entry for entry in found}
         assert len(by_id) == len(found)
         return by_id
+
+    def lines(self, outcome: Outcome) -> list[EntryLine]:
+        """The same with their sources, ordered."""
+        if outcome.entries is None:
+            return []
+        found = [load_line(line) for line in self.files.lines(outcome.entries)]
+        return sorted(found, key=lambda line: (line.entry.message_id, line.source or 0))
 
 
 def parse(schema: str | None) -> pa.DataType | None:
@@ -215,7 +230,7 @@ def _table(
         "received_at": (pa.timestamp("us", tz="UTC"), [row.received_at for row in given]),
         "position": (pa.int64(), [position + index for index in range(len(given))]),
         "batch": (pa.int64(), [number] * len(given)),
-        "source": (pa.int32(), [0] * len(given)),
+        "source": (pa.int32(), [row.source for row in given]),
         "_receipt": (pa.string(), [row.receipt for row in given]),
         "_on_success": (pa.string(), [row.on_success for row in given]),
         "_on_failure": (pa.string(), [row.on_failure for row in given]),
