@@ -110,6 +110,13 @@ class RunSettler:
             )
         return left > 0
 
+    def end_hold(self) -> None:
+        """Forget since when the run is held: nothing keeps it waiting now."""
+        try:
+            self._run.files.remove(_HOLD)
+        except StagingError as error:
+            log.warning("Could not forget a hold: %s", error)
+
     # -- settling ------------------------------------------------------------------------------
 
     def renew(self) -> None:
@@ -119,7 +126,12 @@ class RunSettler:
         """
         if not self._pipeline.producer.renews:
             return
-        for record in self._generations():
+        try:
+            records = self._generations()
+        except StagingError as error:
+            log.warning("Could not look for leases to renew: %s", error)
+            return
+        for record in records:
             # Until its manifest is published, a process task renews its lease itself.
             if record.published:
                 try:
@@ -149,21 +161,33 @@ class RunSettler:
         """Settle each generation whose messages all have an outcome.
 
         :param final: Settle the others too: what has no outcome is released.
+        :raises BroadwayError: The first of those that kept a generation unsettled; the others are
+            settled all the same.
         """
+        first: BroadwayError | None = None
         for record in self._generations():
             if record.state == SETTLED:
                 continue
-            plans = plans_of(self._run, self._pipeline, record.generation)
-            settlement, complete, progress = build_settlement(
-                self._run, record.generation, self._pipeline, plans, final=final
+            try:
+                self._settle(record, final=final)
+            except BroadwayError as error:
+                log.error("Could not settle generation %s of %s: %s", *_about(record), error)
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _settle(self, record: GenerationRecord, *, final: bool) -> None:
+        plans = plans_of(self._run, self._pipeline, record.generation)
+        settlement, complete, progress = build_settlement(
+            self._run, record.generation, self._pipeline, plans, final=final
+        )
+        # What somebody began to settle is finished whatever the outcomes: no more will come.
+        if complete or final or record.state == SETTLING:
+            report = settle_generation(
+                self._run, record, self._open(), settlement, progress=progress
             )
-            # What somebody began to settle is finished whatever the outcomes: no more will come.
-            if complete or final or record.state == SETTLING:
-                report = settle_generation(
-                    self._run, record, self._open(), settlement, progress=progress
-                )
-                log.info("Settled generation %s of %s: %s.", *_about(record), report)
-                self._metrics.settled(report + progress.settled_now)
+            log.info("Settled generation %s of %s: %s.", *_about(record), report)
+            self._metrics.settled(report + progress.settled_now)
 
     def custodian(self) -> Custodian:
         """A custodian of this run's messages; a generation is named by its lease."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import (
     AirflowException,
+    AirflowFailException,
+    AirflowSensorTimeout,
     BaseSensorOperator,
     PokeReturnValue,
     conf,
@@ -109,6 +111,10 @@ class BroadwayAckSensor(BaseSensorOperator):
             return done
         states = self._states(context)
         left = self.timeout - self._elapsed(context)
+        if left <= 0:
+            raise AirflowSensorTimeout(
+                f"The run was not over after {self.timeout:g} s; what had no outcome was given back"
+            )
         return self.defer(
             trigger=BroadwayAckTrigger(
                 dag_id=context["ti"].dag_id,
@@ -161,6 +167,8 @@ class BroadwayAckSensor(BaseSensorOperator):
                 settler.renew()
                 return None
             if not finished and not last:
+                if self.hold_failed:
+                    settler.end_hold()  # what failed was cleared, and may fail again
                 settler.renew()
                 return None
             settler.settle(final=True)
@@ -174,13 +182,14 @@ class BroadwayAckSensor(BaseSensorOperator):
     def _conclude(self, report: dict[str, Any], failed: list[str]) -> dict[str, Any]:
         totals = report["totals"]
         self.log.info("Received and settled: %s.", totals)
+        # Looking again would find the same: no retry.
         if not report["balanced"]:
-            raise AirflowException(
+            raise AirflowFailException(
                 f"The sum does not balance: received {totals['received']}, accounted for"
                 f" {totals['accounted']}: {totals}.  See {report['path']}"
             )
         if failed:
-            raise AirflowException(
+            raise AirflowFailException(
                 f"All messages are settled or given back ({totals}), but tasks failed: {failed}."
                 "  Mend the cause; what was given back comes with the next run"
             )
