@@ -8,7 +8,12 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, is_settled
+from airflow_broadway.core.acknowledger import (
+    Judged,
+    RunAcknowledger,
+    ack_messages_or_raise,
+    is_settled,
+)
 from airflow_broadway.core.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -186,7 +191,9 @@ class _Stage:
     def __init__(self, batches: PythonBatches, index: int) -> None:
         plan, pipeline = batches.plan, batches.pipeline
         self._batches = batches
-        self.processor = BatchProcessorStage(pipeline, plan.batcher, index=index)
+        self.processor = BatchProcessorStage(
+            pipeline, plan.batcher, index=index, ack=ack_messages_or_raise
+        )
         self.sink = _BatchSink(batches)
         self.reader = BatchReader(batches.run_folder, plan)
         self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)

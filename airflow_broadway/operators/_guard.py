@@ -7,6 +7,7 @@ have marked it.  Running tasks go on all the same, and who records an outcome ma
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from airflow_broadway.core.broadway import Broadway
@@ -22,13 +23,17 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """Looks after the published generations of a run, from :meth:`start` to :meth:`finish`."""
+    """Looks after published generations of a run, from :meth:`start` to :meth:`finish`.
 
-    def __init__(self, run: StagedRun, pipeline: Broadway) -> None:
+    :param generations: Those whose batches the task runs; a run may hold others', on other queues.
+    """
+
+    def __init__(self, run: StagedRun, pipeline: Broadway, generations: Collection[str]) -> None:
         from airflow_broadway.operators._settling import RunSettler
 
-        self._settler = RunSettler(run, pipeline)
-        open_ones = [each for each in run.generations() if each.published]
+        self._settler = RunSettler(run, pipeline, generations=generations)
+        records = [run.generation(each) for each in generations]
+        open_ones = [each for each in records if each.published]
         if not pipeline.producer.renews:
             open_ones = []
         leases = [run.lease(each.generation) for each in open_ones]

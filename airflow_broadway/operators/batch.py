@@ -100,7 +100,7 @@ class BroadwayBatcherOperator(BaseOperator):
 
         batches = PythonBatches(run, pipeline, plan, try_number=context["ti"].try_number)
         self._batches = batches
-        guard = Guard(run, pipeline)
+        guard = Guard(run, pipeline, plan.generations)
         guard.start()
         try:
             counts = batches.run()

@@ -163,7 +163,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
         A paused Dag's sensor is not rescheduled, and Spark may work for hours.
         """
-        self._guard = Guard(run, load_pipeline(self.pipeline, context))
+        _, plans = self._submitted
+        generations = {name for plan in plans for name in plan.head.generations}
+        self._guard = Guard(run, load_pipeline(self.pipeline, context), generations)
         self._guard.start()
 
     def _after_submit(self, context: Context, run: StagedRun) -> None:
