@@ -247,15 +247,15 @@ class BatchRunner:
         def lines() -> Iterator[str]:
             while True:
                 try:
-                    entry = next(entries, None)
+                    line = next(entries, None)
                 except PROTECTED as error:
                     if own:
                         raise _CallbackError(error) from error
                     self._app.check_alive(error)
                     raise
-                if entry is None:
+                if line is None:
                     return
-                yield dump_entry(entry)
+                yield dump_entry(line.entry, source=line.source)
 
         stream = lines()
         first = next(stream, None)

@@ -112,6 +112,7 @@ def file_schema(data: T.DataType) -> T.StructType:
     """The schema of a plan's data files, as far as it is read here."""
     fields: list[tuple[str, T.DataType]] = [
         ("batch", T.LongType()),
+        ("source", T.IntegerType()),
         ("message_id", T.StringType()),
         ("data", data),
         ("batch_key", T.StringType()),
@@ -149,7 +150,7 @@ class BatchFrames:
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
         """The same rows with what settling needs; ``data`` and ``metadata`` only if asked for."""
         seen = COLUMNS if data else ("message_id", "attempt")
-        return self._rows(spark, batch).select(*seen, *PRIVATE)
+        return self._rows(spark, batch).select(*seen, "source", *PRIVATE)
 
     def _rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]

@@ -18,7 +18,7 @@ from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, Scope, a
 from airflow_broadway.core.callbacks import run_handle_failed
 from airflow_broadway.core.custody import RELEASE, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.manifest import MAX_REASON, PlannedBatch
+from airflow_broadway.core.manifest import MAX_REASON, EntryLine, PlannedBatch
 from airflow_broadway.core.message import AckRef, Message, Status
 from airflow_broadway.core.schema import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.spark.frame import BatchFrames
@@ -77,8 +77,8 @@ class Judge:
         batch: PlannedBatch,
         found: Failed | Outcomes | Status | None,
         counts: Counts,
-    ) -> Iterator[Entry]:
-        """The entries of a batch, streamed.
+    ) -> Iterator[EntryLine]:
+        """The entries of a batch, streamed; in a batch of several generations each with its source.
 
         :param found: What :func:`results.read` gave, or the status that the whole batch has.
         :param counts: Raised as entries are made.
@@ -95,9 +95,9 @@ class Judge:
                 continue
             if each.status is _MISSING:
                 counts.missing += 1
-                yield _entry(
-                    each.row["message_id"], each.row["attempt"], _received(each.row), RELEASE
-                )
+                source = _source(each.row, batch)
+                row = each.row
+                yield _line(row["message_id"], row["attempt"], _received(row), RELEASE, source)
                 continue
             chunk.append(each)
             if len(chunk) >= CHUNK:
@@ -110,22 +110,24 @@ class Judge:
 
     def _judged(
         self, chunk: list[_Exception], batch: PlannedBatch, counts: Counts
-    ) -> Iterator[Entry]:
+    ) -> Iterator[EntryLine]:
         sink = _Sink()
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
         messages = [self._message(each, batch, acknowledger) for each in chunk]
         with Scope("batch") as scope:
             handled = run_handle_failed(self._pipeline, messages, self._context, scope)
             ack_messages([], handled, on_error=_raise)
-        left = {message.message_id: message for message in messages}
+        # By generation, too: a message may have come to two of them, and each settles its own.
+        left = {(each.message_id, each.acknowledger.ref): each for each in messages}
         for message, verdict in sink.judged:
-            if left.pop(message.message_id, None) is None:
+            source = message.acknowledger.ref
+            if left.pop((message.message_id, source), None) is None:
                 continue  # returned twice by handle_failed, or not of this batch
             counts.failed += 1
-            yield _entry(message.message_id, message.attempt, _delivery(message), verdict)
-        for message in left.values():  # handle_failed did not return it
+            yield _line(message.message_id, message.attempt, _delivery(message), verdict, source)
+        for (message_id, source), message in left.items():  # handle_failed did not return it
             counts.missing += 1
-            yield _entry(message.message_id, message.attempt, _delivery(message), RELEASE)
+            yield _line(message_id, message.attempt, _delivery(message), RELEASE, source)
 
     def _message(
         self, each: _Exception, batch: PlannedBatch, acknowledger: RunAcknowledger
@@ -146,7 +148,7 @@ class Judge:
             attempt=row["attempt"],
             batcher=self._frames.plan.batcher,
             status=each.status,
-            acknowledger=AckRef(acknowledger, "batch", _received(row)),
+            acknowledger=AckRef(acknowledger, _source(row, batch), _received(row)),
             **seen,
         )
 
@@ -351,9 +353,17 @@ def _received(row: Any) -> Delivery:
     )
 
 
-def _entry(message_id: str, attempt: int, data: Delivery, verdict: Verdict) -> Entry:
+def _source(row: Any, batch: PlannedBatch) -> int | None:
+    """Which generation a row is of, where its batch does not tell."""
+    return int(row["source"]) if len(batch.sources) > 1 else None
+
+
+def _line(
+    message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
+) -> EntryLine:
     # With its body in any case: some brokers give back, too, by publishing again.
-    return Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
+    entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
+    return EntryLine(entry, source, settled=False)
 
 
 def _delivery(message: Message) -> Delivery:

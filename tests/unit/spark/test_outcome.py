@@ -26,6 +26,7 @@ def row(name: str, **more: Any) -> dict[str, Any]:
         "redelivered": False,
         "received_at": None,
         "position": 0,
+        "source": 0,
         "_receipt": f"receipt of {name}",
         "_payload": bytearray(b"body"),
         "_properties": "{}",
@@ -48,8 +49,8 @@ def judged(
         monkeypatch.setattr(outcome, "run_handle_failed", handle_failed)
     found = [outcome._Exception(row(name), status) for name, status in exceptions]
     monkeypatch.setattr(judge, "_exceptions", lambda *_: iter(found))
-    some: Any = object()
-    return list(judge.entries(some, some, some, Counts()))
+    some: Any = SimpleNamespace(sources={"g": 1})
+    return [line.entry for line in judge.entries(some, some, some, Counts())]
 
 
 def test_a_message_without_outcome_goes_back_with_the_body_it_came_with(
