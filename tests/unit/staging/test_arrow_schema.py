@@ -186,10 +186,10 @@ naive = st.datetimes()
 
 
 def number(kind: Decimal) -> st.SearchStrategy[Any]:
-    limit = Number(10**kind.precision - 1).scaleb(-kind.scale)
+    whole_numbers = 10 ** (kind.precision - kind.scale) - 1
     return st.integers(-(10**kind.precision) + 1, 10**kind.precision - 1).map(
         lambda digits: Number(f"{digits}E-{kind.scale}")
-    ) | st.integers(math.ceil(-limit), math.floor(limit))
+    ) | st.integers(-whole_numbers, whole_numbers)
 
 
 def whole(bits: int) -> st.SearchStrategy[int]:
