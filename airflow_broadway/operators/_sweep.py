@@ -10,7 +10,11 @@ from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.staging.run import GenerationRecord, StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import settle_generation
+from airflow_broadway.staging.settlement import (
+    build_settlement,
+    plans_of,
+    settle_generation,
+)
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -21,10 +25,11 @@ log = logging.getLogger(__name__)
 def give_back(
     run: StagedRun, pipeline: Broadway, context: Context, connections: AirflowConnections
 ) -> None:
-    """Release what earlier executions of this task hold, and what runs hold that Airflow no longer
-    knows, or shows finished.
+    """Release what earlier executions of this task hold, and settle what runs hold that Airflow no
+    longer knows, or shows finished.
 
-    The latter because on ``dagrun_timeout``, a marked sensor or a deleted run no code of ours runs.
+    The latter because on ``dagrun_timeout``, a marked sensor or a deleted run no code of ours runs:
+    what has an outcome there is settled by it, and the rest is released.
     """
     ti = context["ti"]
     custodian: Custodian | None = None
@@ -49,24 +54,37 @@ def give_back(
                     connections=connections,
                 )
             )
-        _release(other, record, custodian)
+        # An execution that is tried again, or cleared, is void, whatever became of its batches.
+        void = own and bool(pipeline.batchers)
+        _settle(other, record, custodian, None if void else pipeline)
     if custodian is not None:
         custodian.close()
 
 
-def _release(run: StagedRun, record: GenerationRecord, custodian: Custodian) -> None:
+def _settle(
+    run: StagedRun, record: GenerationRecord, custodian: Custodian, pipeline: Broadway | None
+) -> None:
+    """Settle a generation by its outcomes; without ``pipeline``, release all of it."""
     try:
-        report = settle_generation(run, record, custodian, Settlement(rest=RELEASE))
+        settlement, progress = Settlement(rest=RELEASE), None
+        if pipeline is not None:
+            plans = plans_of(run, pipeline, record.generation)
+            settlement, _, progress = build_settlement(
+                run, record.generation, pipeline, plans, final=True
+            )
+        report = settle_generation(run, record, custodian, settlement, progress=progress)
     except BroadwayError as error:
         # Not in the way of this run: the lease lapses by itself.
         log.warning("Could not give back generation %s: %s", record.generation, error)
         return
     log.info(
-        "Gave back %d messages of the dead generation %s (run %s, %s, try %d); %d had lapsed.",
-        report.released,
+        "Settled the dead generation %s (run %s, %s, try %d): gave back %d messages, %d had an"
+        " outcome, %d had lapsed.",
         record.generation,
         run.run_id,
         record.task_id,
         record.try_number,
+        report.released,
+        report.total - report.released - report.lapsed,
         report.lapsed,
     )

@@ -1,0 +1,280 @@
+"""The tasks of a run as plain steps, without Airflow's machinery: to stop, repeat and kill them.
+
+Queue and staging are real.  :func:`dies` runs a step in a forked child that kills itself with
+SIGKILL at a named point: before or after a call of some function.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.producer import Connections, ProducerEnv
+from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.operators._process import Process
+from airflow_broadway.operators._settling import RunSettler
+from airflow_broadway.operators._sweep import give_back
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.store import Store
+
+
+class Call(NamedTuple):
+    """One message of one call of ``handle_batch``."""
+
+    message_id: str
+    number: int
+    attempt: int
+    redelivered: bool
+    batch_id: str
+
+
+class Sums(Broadway):
+    """Numbers: those divisible by 7 fail in the processor, by 5 in the batch; both are dead."""
+
+    producer: Any = SqliteProducer(
+        queue="sums", path="/replaced", retry=RetryPolicy(max_attempts=1)
+    )
+    processors = Processors(concurrency=1, max_demand=10)
+    batchers = {"default": Batcher(engine="python", batch_size=10, batch_timeout=None)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        number = int(message.data)
+        message = message.put_data(number)
+        if number == context.get("now"):
+            return message.ack_immediately()
+        return message.failed("seven") if number % 7 == 0 else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        note(
+            context["calls"],
+            [
+                Call(
+                    each.message_id, each.data, each.attempt, each.redelivered, batch_info.batch_id
+                )
+                for each in messages
+            ],
+        )
+        now = context.get("now_in_batch")
+        return [
+            each.ack_immediately()
+            if each.data == now
+            else each.failed("five")
+            if each.data % 5 == 0
+            else each
+            for each in messages
+        ]
+
+
+class PlainSums(Sums):
+    """Without batchers."""
+
+    batchers = {}
+
+
+def note(path: str, calls: Sequence[Call]) -> None:
+    """Write down what ``handle_batch`` got; it is on disk when this returns."""
+    with closing(sqlite3.connect(path, timeout=60.0)) as db, db:
+        db.execute("PRAGMA synchronous=FULL")
+        db.execute("CREATE TABLE IF NOT EXISTS calls (id, number, attempt, redelivered, batch)")
+        db.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?)", calls)
+
+
+class Run:
+    """One run of a Dag on a queue and a staging root below ``folder``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str = "manual__1",
+        *,
+        pipeline: type[Sums] = Sums,
+        finished: Sequence[str] = (),
+        context: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self.finished = finished
+        self.calls_path = str(folder / "calls.db")
+        self.pipeline = pipeline(
+            producer={"path": str(folder / "queue.db")},
+            context={"calls": self.calls_path, **(context or {})},
+            **options,
+        )
+        self.staged = StagedRun(
+            Store.open(f"file://{folder}/staging"), pipeline="Sums", dag_id="sums", run_id=run_id
+        )
+
+    def queue(self) -> SqliteQueue:
+        """The queue, opened anew."""
+        return SqliteQueue(self.folder / "queue.db", "sums")
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def process(self, index: int = 0, *, try_number: int = 1, **budget: Any) -> dict[str, Any]:
+        """A process task: the sweep, then all that it does; returns its reference."""
+        owner = {
+            "dag_id": "sums",
+            "run_id": self.run_id,
+            "task_id": "process",
+            "map_index": index,
+            "try_number": try_number,
+        }
+        self.sweep(index)
+        env = self.env(uuid.uuid4().hex, owner)
+        made = Process(self.staged, self.pipeline, env=env, budget=Budget(**budget))
+        return made.run()
+
+    def env(self, generation: str, owner: Mapping[str, Any]) -> ProducerEnv:
+        return producer_env(
+            self.pipeline,
+            generation=generation,
+            owner=owner,
+            store=self.staged.store,
+            connections=cast("AirflowConnections", _NoConnections()),
+        )
+
+    def sweep(self, index: int = 0) -> None:
+        """What a process task does first."""
+        ti = SimpleNamespace(
+            dag_id="sums",
+            run_id=self.run_id,
+            task_id="process",
+            map_index=index,
+            get_dr_count=lambda dag_id, run_ids, states: int(run_ids[0] not in self.finished),
+        )
+        context: Any = {"ti": ti}
+        give_back(self.staged, self.pipeline, context, cast("Any", _NoConnections()))
+
+    def batch(self, *references: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
+        """A batcher task; ``None`` if it would skip itself."""
+        generations = [each["generation"] for each in references if each["batchers"]]
+        if not generations:
+            return None
+        plan = plan_batches(
+            self.staged, self.pipeline, "default", generations, try_label=str(try_number)
+        )
+        return PythonBatches(self.staged, self.pipeline, plan, try_number=try_number).run()
+
+    def ack(self, *, final: bool = True) -> dict[str, Any]:
+        """The last look of the ack sensor; returns the report."""
+        settler = self.settler()
+        try:
+            settler.beat()
+            settler.settle(final=final)
+            return settler.report(failed_tasks=[])
+        finally:
+            settler.close()
+
+    def settler(self) -> RunSettler:
+        connections: Any = _NoConnections()
+        return RunSettler(self.staged, self.pipeline, connections=connections)
+
+    # -- evidence ------------------------------------------------------------------------------
+
+    def calls(self) -> list[Call]:
+        """What ``handle_batch`` got, in order."""
+        if not Path(self.calls_path).exists():
+            return []
+        with closing(sqlite3.connect(self.calls_path)) as db:
+            rows = db.execute("SELECT * FROM calls ORDER BY rowid")
+            return [Call(*row)._replace(redelivered=bool(row[3])) for row in rows]
+
+    def dead(self) -> list[int]:
+        """The numbers of the dead letters, sorted."""
+        with self.queue() as queue:
+            return sorted(int(each.body) for each in queue.dead_letters(limit=None))
+
+    def depth(self) -> tuple[int, int, int, int]:
+        """Ready, delayed, leased, dead."""
+        with self.queue() as queue:
+            found = queue.depth()
+        return found.ready, found.delayed, found.leased, found.dead
+
+    def unmarked(self) -> list[Call]:
+        """Inputs that came again neither marked nor under a batch id they had before."""
+        seen: dict[str, set[str]] = {}
+        found = []
+        for call in self.calls():
+            before = seen.setdefault(call.message_id, set())
+            if before and not call.redelivered and call.batch_id not in before:
+                found.append(call)
+            before.add(call.batch_id)
+        return found
+
+
+class _NoConnections:
+    def get(self, conn_id: str) -> Any:
+        raise AssertionError(f"nobody needs the connection {conn_id}")
+
+
+_: Connections = _NoConnections()
+
+
+class Point(NamedTuple):
+    """An instant of a step: before or after the ``nth`` call of a function.
+
+    :param function: ``"package.module:Class.method"``.
+    :param when: A condition on the call's arguments.
+    """
+
+    function: str
+    moment: str = "after"
+    nth: int = 1
+    when: Callable[..., bool] = lambda *_, **__: True
+
+    def __str__(self) -> str:
+        return f"{self.moment} {self.function.rpartition(':')[2]} {self.nth}"
+
+
+def dies(step: Callable[[], object], point: Point) -> None:
+    """Run ``step`` in a child that is killed at ``point``; fails if it is not."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with _deadly(point):
+                step()
+        except BaseException:
+            traceback.print_exc()
+            code = 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), f"not killed {point}: {os.waitstatus_to_exitcode(status)}"
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def _deadly(point: Point) -> Any:
+    owner_path, _, name = point.function.rpartition(".")
+    owner = resolve_name(owner_path)
+    function = getattr(owner, name)
+    count = 0
+
+    def deadly(*given: Any, **named: Any) -> Any:
+        nonlocal count
+        counts = point.when(*given, **named)
+        count += counts
+        if counts and count == point.nth and point.moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = function(*given, **named)
+        if counts and count == point.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    return mock.patch.object(owner, name, deadly)
