@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
     from airflow_broadway.core.intake import Budget
     from airflow_broadway.operators._process import Process
+    from airflow_broadway.staging.run import StagedRun
 
 __all__ = ["BUDGETS", "BroadwayProcessorOperator"]
 
@@ -177,7 +178,6 @@ class BroadwayProcessorOperator(BaseOperator):
         from airflow_broadway.operators._process import Process
         from airflow_broadway.operators._sweep import give_back
         from airflow_broadway.staging.rate import StagedRateState
-        from airflow_broadway.staging.retention import sweep_retention
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
@@ -185,7 +185,7 @@ class BroadwayProcessorOperator(BaseOperator):
         connections = AirflowConnections()
         give_back(run, pipeline, context, connections)
         metrics = Metrics(pipeline.name, run.dag_id)
-        sweep_retention(run.store, pipeline.name, run.dag_id)
+        self._clear_up(run)
         self._process = Process(
             run,
             pipeline,
@@ -206,13 +206,23 @@ class BroadwayProcessorOperator(BaseOperator):
         self._tell_depth(pipeline, connections, metrics)
         return reference
 
+    def _clear_up(self, run: StagedRun) -> None:
+        """Remove what has been kept for long enough."""
+        from airflow_broadway.staging.retention import sweep_retention
+
+        try:
+            sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
+        except BroadwayError as error:
+            # Whoever may write there need not be allowed to delete; that is in no run's way.
+            self.log.warning("Could not remove the files of old runs: %s", error)
+
     def _tell_depth(
         self, pipeline: Broadway, connections: AirflowConnections, metrics: Metrics
     ) -> None:
         env = producer_env(pipeline, generation="", owner={}, connections=connections)
         try:
             depth = pipeline.producer.depth(env)
-        except BroadwayError as error:
+        except Exception as error:
             # Only a gauge: what was received has been published.
             self.log.warning("Could not ask how full the queue is: %s", error)
             return

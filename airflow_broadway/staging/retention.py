@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -45,9 +46,11 @@ def sweep_retention(
     keep: float = KEEP,
     clock: Clock | None = None,
     limit: int = 20,
+    spared: Collection[str] = (),
 ) -> list[str]:
     """Remove the files of runs that balanced longer than ``keep`` seconds ago; oldest first.
 
+    :param spared: Runs to leave alone: an old one may have been cleared, and be at work again.
     :param limit: Runs removed in one call at most.
     :returns: The ids of the runs removed.
     """
@@ -69,6 +72,8 @@ def sweep_retention(
         try:
             run_id = str(json.loads(folder.read(f"{BALANCED}/{names[-1]}"))["run_id"])
         except FileNotFoundError:  # another sweep was faster
+            continue
+        if run_id in spared:
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=run_id, clock=clock)
         if run_id in unsettled or any(each.state != SETTLED for each in run.generations()):

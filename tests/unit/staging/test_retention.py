@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def settled_run(root: Path, run_id: str, clock: ManualClock) -> StagedRun:
     return run
 
 
-def sweep(run: StagedRun, clock: ManualClock, **given: int) -> list[str]:
+def sweep(run: StagedRun, clock: ManualClock, **given: Any) -> list[str]:
     return sweep_retention(run.store, "Pipeline", "dag", clock=clock, **given)
 
 
@@ -105,3 +106,16 @@ def test_who_dies_while_removing_is_finished_by_the_next(
             sweep(run, clock)
     assert sweep(run, clock) == ["a"]
     assert run.dag.list("_balanced") == []
+
+
+def test_an_old_run_that_is_at_work_again_is_spared(tmp_path: Path) -> None:
+    # Given a run that balanced long ago, and was cleared
+    clock = ManualClock()
+    run = open_run(tmp_path, clock=clock)
+    run.files.create("some/file", "text")
+    mark_balanced(run)
+    clock.advance(KEEP + 2)
+
+    assert sweep(run, clock, spared=[run.run_id]) == []
+    assert run.files.exists("some/file")
+    assert sweep(run, clock) == [run.run_id]
