@@ -1,0 +1,275 @@
+"""What could settle a message wrongly, or leave it held, on the way through a run's tasks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from airflow_broadway import Message, RetryPolicy
+from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable, StagingError
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.operators._guard import Guard
+from airflow_broadway.operators._settling import RunSettler
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.staging.writer import ProcessWriter
+from airflow_broadway.testing import ManualClock
+from tests.unit.operators.steps import Run, Sums
+
+
+class Mute(Exception):
+    """An exception that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Speechless(Sums):
+    """Its failures have no text, in the processor (7) and in the batch (5)."""
+
+    producer: Any = SqliteProducer(
+        queue="sums", path="/replaced", retry=RetryPolicy(max_attempts=1)
+    )
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        number = int(message.data)
+        message = message.put_data(number)
+        return message.failed(Mute()) if number % 7 == 0 else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [each.failed(Mute()) if each.data % 5 == 0 else each for each in messages]
+
+
+def filled(run: Run, count: int = 10) -> Run:
+    with run.queue() as queue:
+        queue.send([b"%d" % number for number in range(1, count + 1)])
+    return run
+
+
+def test_a_failure_whose_reason_has_no_text_is_a_failure(tmp_path: Path) -> None:
+    run = filled(Run(tmp_path, pipeline=Speechless))
+
+    run.batch(run.process())
+    report = run.ack()
+
+    assert report["balanced"]
+    assert run.dead() == [5, 7, 10]
+    with run.queue() as queue:
+        assert {each.reason for each in queue.dead_letters()} == {"Mute: (its text cannot be had)"}
+
+
+def test_a_verdict_that_cannot_be_written_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a disk that refuses the lines of failed messages
+    run = filled(Run(tmp_path))
+
+    def refused(*_: object, **__: object) -> None:
+        raise StagingError("no room")
+
+    monkeypatch.setattr(ProcessWriter, "entry", refused)
+
+    # Then that is the error, and everything went back
+    with pytest.raises(StagingError, match="no room"):
+        run.process()
+    assert run.depth() == (10, 0, 0, 0)
+
+
+def test_a_batch_whose_verdicts_cannot_be_kept_has_no_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given failures that cannot be judged
+    run = filled(Run(tmp_path))
+    reference = run.process()
+
+    def broken(*_: object, **__: object) -> Any:
+        raise RuntimeError("no verdict")
+
+    monkeypatch.setattr("airflow_broadway.core.acknowledger.RunAcknowledger.ack", broken)
+
+    # Then the batch ends without an outcome, and its messages go back: none is acked
+    with pytest.raises(RuntimeError, match="no verdict"):
+        run.batch(reference)
+    monkeypatch.undo()
+    report = run.ack()
+    assert (report["totals"]["acked"], report["totals"]["released"]) == (0, 9)
+
+
+# --------------------------------------------------------------------------------------------------
+# Leases
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_renewed_while_messages_were_handled_is_published_as_it_is_then(
+    tmp_path: Path,
+) -> None:
+    # Given messages that take longer to handle than their lease lasts, so that it is renewed
+    renewed = threading.Event()
+
+    class Slow(Sums):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            assert renewed.wait(10)
+            return message.put_data(int(message.data))
+
+    class Telling(SqliteProducer):
+        def custodian(self, env: ProducerEnv) -> Any:
+            made = super().custodian(env)
+            renew = made.renew
+
+            def told(lease: Lease) -> Lease | None:
+                held = renew(lease)
+                assert held is not None
+                renewed.set()
+                return replace(held, deadline=held.deadline + timedelta(hours=1))
+
+            made.renew = told  # type: ignore[method-assign]
+            return made
+
+    Slow.producer = Telling(queue="sums", path="/replaced", lease=0.2)
+    run = filled(Run(tmp_path, pipeline=Slow))
+
+    reference = run.process()
+
+    # Then the run knows until when it holds them: a stale deadline would void its batches
+    lease = run.staged.lease(reference["generation"])
+    assert lease.deadline > datetime.now(UTC) + timedelta(minutes=50)
+
+
+def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = filled(Run(tmp_path))
+    run.process()
+    settler = run.settler()
+
+    def away(*_: object, **__: object) -> Any:
+        raise ProducerUnavailable("locked")
+
+    def full(*_: object, **__: object) -> Any:
+        raise StagingError("no room")
+
+    # When neither the heartbeat can be written nor the lease renewed
+    with monkeypatch.context() as patch:
+        patch.setattr("airflow_broadway.producers.sqlite.queue.SqliteQueue.renew", away)
+        settler.renew()
+    with monkeypatch.context() as patch:
+        patch.setattr("airflow_broadway.staging.store.Folder.replace", full)
+        settler.beat()
+        settler.renew()
+
+    # Then that is told, and no more: a lease outlasts several renewals
+    assert "locked" in caplog.text
+    assert "no room" in caplog.text
+    settler.close()
+
+
+def test_a_guard_looks_after_the_generations_of_its_own_batches_alone(tmp_path: Path) -> None:
+    # Given two task groups of one pipeline in a run, on two queues
+    run = filled(Run(tmp_path))
+    other = Run(tmp_path)
+    other.pipeline = Sums(
+        producer={"path": str(tmp_path / "other.db")}, context={"calls": other.calls_path}
+    )
+    with SqliteQueue(tmp_path / "other.db", "sums") as queue:
+        queue.send([b"1"])
+    foreign = other.process(index=1)
+    other.batch(foreign)
+    own = run.process()
+    run.batch(own)
+
+    # When the one's batches end and no sensor looks
+    guard = Guard(run.staged, run.pipeline, [own["generation"]])
+    guard.start()
+    guard.finish()
+
+    # Then it settles its own, and does not begin with the other's
+    assert run.staged.state(own["generation"]) == "settled"
+    assert run.staged.state(foreign["generation"]) == "published"
+
+
+# --------------------------------------------------------------------------------------------------
+# The sensor
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_generation_that_cannot_be_settled_is_in_no_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two producers' messages, of which the broker refuses to settle the first's
+    run = filled(Run(tmp_path))
+    first = run.process(max_messages=5)
+    second = run.process(index=1)
+    run.batch(first, second)
+    settle = SqliteQueue.settle
+
+    def refuses(self: SqliteQueue, generation: str, settlement: Any, **more: Any) -> Any:
+        if generation == first["generation"]:
+            raise ProducerError("no")
+        return settle(self, generation, settlement, **more)
+
+    monkeypatch.setattr(SqliteQueue, "settle", refuses)
+    with pytest.raises(ProducerError, match="no"):
+        run.ack()
+
+    # Then the other is settled all the same
+    assert run.staged.state(second["generation"]) == "settled"
+    monkeypatch.undo()
+    assert run.ack()["balanced"]
+
+
+def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> None:
+    # Given a run held after a failure, which somebody mended
+    run = filled(Run(tmp_path))
+    run.process()
+    clock = ManualClock()
+    settler = RunSettler(run.staged, run.pipeline, connections=cast("Any", None), clock=clock)
+    assert settler.hold(3600.0, ["handle_batches"])
+    clock.advance(3000.0)
+    settler.end_hold()
+
+    # When it fails again much later
+    clock.advance(86_400.0)
+
+    # Then it is held for the whole time again
+    assert settler.hold(3600.0, ["handle_batches"])
+    clock.advance(3601.0)
+    assert not settler.hold(3600.0, ["handle_batches"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Around a process task
+# --------------------------------------------------------------------------------------------------
+
+
+def process_task() -> BroadwayProcessorOperator:
+    return BroadwayProcessorOperator(task_id="process", pipeline=Plain)
+
+
+class Plain(Sums):
+    """A pipeline that a task can name."""
+
+
+def test_old_files_that_cannot_be_removed_are_in_no_runs_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> Any:
+        raise StagingError("may not delete")
+
+    monkeypatch.setattr("airflow_broadway.staging.retention.sweep_retention", refused)
+    process_task()._clear_up(Run(tmp_path).staged)
+
+
+def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> Any:
+        raise OSError("no route")
+
+    monkeypatch.setattr(SqliteProducer, "depth", broken)
+    process_task()._tell_depth(Plain(), cast("Any", None), cast("Any", None))
