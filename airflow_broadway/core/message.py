@@ -63,6 +63,8 @@ class Status(NamedTuple):
     @property
     def text(self) -> str:
         """The reason as one line for people: an exception with its type.  Never raises."""
+        if self.reason is None:
+            return ""
         name = type(self.reason).__name__
         try:
             text = str(self.reason)

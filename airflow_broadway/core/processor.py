@@ -86,16 +86,19 @@ class ProcessorStage:
         span = None
         if telemetry.handlers(*_CHUNK):
             span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
+        # What goes on may be converted; handlers get messages as the callbacks know them.
+        told: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope)
+                result = self._handle(chunk, context, scope, told)
         except BaseException as error:
             if span is not None:
                 status = status_of(error)
                 span.exception(status.kind, status.reason, status.stacktrace)
             raise
         if span is not None:
-            self._stop(span, result, context)
+            successful = result.successful if told is None else told
+            self._stop(span, successful, result.failed, context)
         return result
 
     def _about(self, context: Any) -> dict[str, Any]:
@@ -108,23 +111,35 @@ class ProcessorStage:
             "producer": self.pipeline.producer,
         }
 
-    def _stop(self, span: telemetry.Span, result: ChunkResult, context: Any) -> None:
-        to_forward, to_ack = (result.successful, []) if self._known else ([], result.successful)
+    def _stop(
+        self,
+        span: telemetry.Span,
+        successful: list[Message],
+        failed: list[Message],
+        context: Any,
+    ) -> None:
+        to_forward, to_ack = (successful, []) if self._known else ([], successful)
         span.stop(
             {
                 **self._about(context),
                 "successful_messages_to_ack": to_ack,
                 "successful_messages_to_forward": to_forward,
-                "failed_messages": result.failed,
+                "failed_messages": failed,
             }
         )
 
-    def _handle(self, chunk: list[Message], context: Any, scope: Scope) -> ChunkResult:
+    def _handle(
+        self, chunk: list[Message], context: Any, scope: Scope, told: list[Message] | None
+    ) -> ChunkResult:
+        """Handle a chunk.
+
+        :param told: Filled with the successes as ``handle_message`` left them, unconverted.
+        """
         successful: list[Message] = []
         failed: list[Message] = []
         prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
-        if telemetry.handlers(*_MESSAGE):
-            self._handle_each_told(prepared, context, successful, failed, scope)
+        if told is not None or telemetry.handlers(*_MESSAGE):
+            self._handle_each_told(prepared, context, successful, failed, scope, told)
         else:
             self._handle_each(prepared, context, successful, failed, scope)
         if failed:
@@ -198,6 +213,7 @@ class ProcessorStage:
         successful: list[Message],
         failed: list[Message],
         scope: Scope,
+        told: list[Message] | None,
     ) -> None:
         about = self._about(context)
         for message in messages:
@@ -205,7 +221,7 @@ class ProcessorStage:
             try:
                 result = self.pipeline.handle_message(self._key, message, context)
                 self._check(result)
-                told = result
+                given = result
                 if result.ok and self._convert is not None:
                     result = self._convert(result)
             except PROTECTED as error:
@@ -219,7 +235,9 @@ class ProcessorStage:
                 raise
             else:
                 (successful if result.ok else failed).append(result)
-                span.stop({**about, "message": told})
+                if result.ok and told is not None:
+                    told.append(given)
+                span.stop({**about, "message": given})
 
     def _check(self, result: Any) -> None:
         """Raise unless ``result`` is a message that may go on; one that failed always may."""

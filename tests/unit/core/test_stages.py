@@ -13,7 +13,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody import Action, Delivery
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.message import NO_ACK, AckRef
+from airflow_broadway.core.message import NO_ACK, OK, AckRef
 from airflow_broadway.core.processor import ProcessorStage
 from airflow_broadway.core.settler import Tally
 from airflow_broadway.testing import (
@@ -38,6 +38,11 @@ class Batched(Plain):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         return messages
+
+
+def test_a_failure_without_a_reason_has_no_text() -> None:
+    assert Message(1).failed(None).status.text == ""
+    assert OK.text == ""  # what handle_failed set back is settled as failed all the same
 
 
 class TaskTimeout(BaseException):
@@ -240,6 +245,20 @@ def test_attempts_are_used_up_by_recorded_failures() -> None:
 
 
 # -- telemetry -------------------------------------------------------------------------------------
+
+
+def test_handlers_get_messages_as_the_callbacks_know_them() -> None:
+    stage = ProcessorStage(
+        Batched(), convert=lambda pipeline: lambda message: message.put_data("staged")
+    )
+    told: list[Any] = []
+    name = telemetry.attach(
+        lambda event, measurements, metadata: told.append(metadata), events=["processor.stop"]
+    )
+    result = stage.handle([Message("raw")])
+    assert telemetry.detach(name)
+    assert [message.data for message in result.successful] == ["staged"]
+    assert [message.data for message in told[0]["successful_messages_to_forward"]] == ["raw"]
 
 
 def test_a_handler_that_raises_is_detached_and_hurts_nobody(
