@@ -28,6 +28,7 @@ __all__ = [
     "ack_messages_now",
     "ack_messages_or_raise",
     "is_settled",
+    "once",
 ]
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,17 @@ def ack_messages_now(messages: Iterable[Message]) -> None:
             scope.remember(failed)
 
 
+def once(
+    successful: list[Message], failed: list[Message]
+) -> tuple[list[Message], list[Message]]:
+    """The same with each message once, however often callbacks returned it; as failed if they
+    returned it as both.
+    """
+    unique = list({message.message_id or id(message): message for message in failed}.values())
+    ids = {message.message_id for message in unique if message.message_id}
+    return [message for message in successful if message.message_id not in ids], unique
+
+
 #: A message and what is to be done with it.
 Judged = tuple[Message, Verdict]
 
@@ -236,6 +248,8 @@ class RunAcknowledger:
         failed: list[Message],
     ) -> None:
         stage, verdict = current_stage(), self._producer.verdict
+        if failed:
+            successful, failed = once(successful, failed)
         good: list[Judged] = []
         for message in successful:
             data = message.acknowledger.data

@@ -16,6 +16,7 @@ from airflow_broadway.core.acknowledger import (
     RunAcknowledger,
     ack_messages_or_raise,
     is_settled,
+    once,
 )
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import (
@@ -155,6 +156,8 @@ class Process:
             for chunk, result in pool.map(intake):
                 if not chunk:
                     continue
+                # handle_failed may have returned a message twice.
+                result = result._replace(failed=once([], result.failed)[1])
                 self._failed += len(result.failed)
                 if self._pipeline.batchers:
                     writer.messages(number, result.successful)
