@@ -51,7 +51,10 @@ def transformed(
 ) -> list[Message]:
     """``messages`` as the producer's transformer returns them.
 
-    :raises PipelineError: If it raises, or something is no message.
+    What a message is to its broker (its id, attempt, time and place of receipt) is the delivery's,
+    also where the transformer made one anew.
+
+    :raises PipelineError: If it raises, something is no message, or its id is another.
     """
     if transformer is None:
         for message in messages:
@@ -74,8 +77,39 @@ def transformed(
             )
         if is_settled(each) and not is_settled(message):  # made anew, without what settles it
             each = each.with_acknowledger(message.acknowledger)
-        made.append(each if each.message_id else each.with_message_id(message.message_id))
+        made.append(_of_delivery(each, message) if type(message) is Message else each)
     return made
+
+
+def _of_delivery(made: Message, delivery: Message) -> Message:
+    if (
+        made.received_at is delivery.received_at
+        and made.message_id == delivery.message_id
+        and made.attempt == delivery.attempt
+        and made.redelivered == delivery.redelivered
+    ):
+        return made
+    if delivery.message_id and made.message_id not in ("", delivery.message_id):
+        raise PipelineError(
+            f"the transformer must keep the message_id: it made {made.message_id!r} of"
+            f" {delivery.message_id!r}, by which alone the broker knows the message",
+            code="producer_crash",
+        )
+    return Message(
+        made.data,
+        metadata=made.metadata,
+        acknowledger=made.acknowledger,
+        message_id=delivery.message_id or made.message_id,
+        batcher=made.batcher,
+        batch_key=made.batch_key,
+        batch_mode=made.batch_mode,
+        status=made.status,
+        attempt=delivery.attempt,
+        redelivered=delivery.redelivered,
+        received_at=delivery.received_at,
+        position=delivery.position,
+        size=delivery.size,
+    )
 
 
 class Intake:
