@@ -155,6 +155,15 @@ class BatchRunner:
         )
         found = self._call(session, batch, info, lane)
         path, counts, whole = self._write_entries(session, batch, found)
+        if counts.unnamed:
+            log.error(
+                "%s.handle_batch received %d messages and returned outcomes of only %d; one without"
+                " an outcome is not settled, and goes back to its broker when the run ends",
+                type(app.pipeline).__name__,
+                batch.size,
+                batch.size - counts.unnamed,
+                extra={"code": "handle_batch_count_mismatch"},
+            )
         outcome = Outcome(
             batch_id=batch.batch_id,
             batcher=self._plan.batcher,
@@ -200,7 +209,10 @@ class BatchRunner:
         span = self._span(info, lane, messages)
         try:
             if not pipeline.defines("handle_batch"):
-                raise PipelineError(f"{type(pipeline).__name__} defines no handle_batch")
+                raise PipelineError(
+                    f"{type(pipeline).__name__} defines no handle_batch",
+                    code="handle_batch_undefined",
+                )
             found = read(
                 pipeline.handle_batch(self._plan.batcher, messages, info, self._app.context)
             )

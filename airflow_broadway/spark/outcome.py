@@ -42,13 +42,18 @@ _MISSING = Status("missing")
 
 
 class Counts:
-    """What the entries of a batch came to; filled while they are streamed."""
+    """What the entries of a batch came to; filled while they are streamed.
 
-    __slots__ = ("failed", "missing")
+    ``missing``: messages without an outcome; ``unnamed``: those of them that ``handle_batch`` left
+    out.
+    """
+
+    __slots__ = ("failed", "missing", "unnamed")
 
     def __init__(self) -> None:
         self.failed = 0
         self.missing = 0
+        self.unnamed = 0
 
 
 class _Exception(NamedTuple):
@@ -95,6 +100,7 @@ class Judge:
                 continue
             if each.status is _MISSING:
                 counts.missing += 1
+                counts.unnamed += 1
                 source = _source(each.row, batch)
                 row = each.row
                 yield _line(row["message_id"], row["attempt"], _received(row), RELEASE, source)

@@ -114,7 +114,8 @@ def read(returned: object) -> Failed | Outcomes | None:
         return _outcomes(returned)
     raise PipelineError(
         f"handle_batch returned {short(returned)}; on Spark it returns None when all messages"
-        " succeeded, failed(rows, reason=…), a list of those, or a DataFrame of outcomes"
+        " succeeded, failed(rows, reason=…), a list of those, or a DataFrame of outcomes",
+        code="handle_batch_bad_return",
     )
 
 
@@ -125,14 +126,16 @@ def _outcomes(frame: Any) -> Outcomes:
         raise PipelineError(
             "a DataFrame that handle_batch returns has the columns 'message_id', either 'ok' or"
             f" 'status', and optionally 'reason'; got columns {columns}.  To fail some messages"
-            " return failed(rows, reason=…)"
+            " return failed(rows, reason=…)",
+            code="handle_batch_bad_return",
         )
     kind = frame.schema[standings[0]].dataType.typeName()
     wanted = ("boolean",) if standings[0] == "ok" else ("boolean", "string")
     if kind not in wanted:
         raise PipelineError(
             f"the column {standings[0]!r} of the DataFrame that handle_batch returned is"
-            f" {kind}, expected {' or '.join(wanted)}"
+            f" {kind}, expected {' or '.join(wanted)}",
+            code="handle_batch_bad_return",
         )
     return Outcomes(frame, standings[0], "reason" in columns)
 

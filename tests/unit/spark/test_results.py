@@ -30,6 +30,12 @@ def test_nothing_and_nobody() -> None:
     assert found.parts == ()
 
 
+def test_a_wrong_return_has_the_code_of_one() -> None:
+    with pytest.raises(PipelineError, match="handle_batch returned str 'oops'") as raised:
+        read("oops")
+    assert raised.value.code == "handle_batch_bad_return"
+
+
 @pytest.mark.parametrize("rows", ["m1", b"m1", {"m1": 1}, 7, None])
 def test_what_is_no_set_of_ids_is_refused(rows: Any) -> None:
     with pytest.raises(PipelineError, match="takes a DataFrame or an iterable of message ids"):
