@@ -2,7 +2,8 @@
 
 ===============  ==================================================================
 ``launcher``     the script that ``spark-submit`` starts; checks Python, then ``job``
-``job``          one application: reads its work, runs the batches, gives an exit code
+``job``          the entry: versions, session, work file, exit code
+``work``         the threads of one application
 ``turns``        which batch may run next: order per partition and per key
 ``fence``        whether this application may still act for its run
 ``batch``        one batch: its session, the callback, what came of it

@@ -11,7 +11,7 @@ from typing import Any
 from airflow_broadway.core.message import BatchInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.frame import BatchFrames, new_session
-from airflow_broadway.spark.job import run_work
+from airflow_broadway.spark.work import run_work
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session

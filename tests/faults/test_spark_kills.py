@@ -139,7 +139,7 @@ def test_every_batch_is_handled_and_recorded_once(
         before = len(calls())
         submitted = Submitted(staged, shipment, number, env)
         try:
-            wait_until(lambda before=before: len(calls()) > before)  # type: ignore[misc]
+            wait_until(lambda before=before: len(calls()) > before)
             driver = submitted.driver()
             time.sleep(dice.uniform(0, 1.0))
             pid, number_of_signal = {
@@ -150,7 +150,7 @@ def test_every_batch_is_handled_and_recorded_once(
             os.kill(pid, number_of_signal)
             assert submitted.wait() != 0
             # Then nothing of it lives on, and it was not all done
-            wait_until(lambda driver=driver: not alive(driver), 15)  # type: ignore[misc]
+            wait_until(lambda driver=driver: not alive(driver), 15)
         finally:
             submitted.end()
         recorded = staged.outcomes("default")

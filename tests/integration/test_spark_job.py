@@ -20,7 +20,7 @@ from airflow_broadway.core.manifest import paths
 from airflow_broadway.core.message import BatchInfo, Message, Trigger
 from airflow_broadway.spark import failed, outcome
 from airflow_broadway.spark.fence import Fenced
-from airflow_broadway.spark.job import run_work
+from airflow_broadway.spark.work import run_work
 from tests.unit.spark.pipelines import Counting, Mending, Without
 from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
 from tests.unit.spark.session import spark_session
