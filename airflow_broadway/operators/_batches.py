@@ -27,7 +27,7 @@ from airflow_broadway.core.manifest import (
     dump_entry,
     paths,
 )
-from airflow_broadway.core.message import AckRef, BatchInfo, Trigger
+from airflow_broadway.core.message import AckRef, BatchInfo, Message, Trigger
 from airflow_broadway.core.pool import WorkerPool
 from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._common import AirflowConnections, producer_env
@@ -118,6 +118,7 @@ class PythonBatches:
             self._try_number,
         )
         result = stage.processor.handle(messages, info)
+        stage.sink.give_back(messages, result)
         if not self._held(planned, fresh=True):
             return None
         seconds = self._clock.monotonic() - tick
@@ -139,7 +140,6 @@ class PythonBatches:
         started_at: str,
         seconds: float,
     ) -> Outcome:
-        sink.keep([(message, RELEASE) for message in result.missing if not is_settled(message)])
         name: str | None = None
         if sink.lines:
             name = paths.outcome_entries(self.plan.path, planned.batch_id, self._writer)
@@ -219,6 +219,7 @@ class _BatchSink:
         """Start with another batch."""
         self.lines: list[str] = []
         self.settled_now = SettleReport()
+        self._now: set[str] = set()
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         # A plain success needs no line: it gets what the settlement gives the rest.
@@ -240,6 +241,24 @@ class _BatchSink:
         for generation, entries in by_generation.items():
             self.settled_now += self._batches.settle_now(generation, entries)
         self.keep([*successful, *failed], settled=True)
+        self._now.update(message.message_id for message, _ in (*successful, *failed))
+
+    def give_back(self, messages: Sequence[Message], result: BatchResult) -> None:
+        """Release what the callbacks did not return, and failures that they made anew without what
+        settles them: neither may be taken for a success.
+        """
+        lost = {message.message_id for message in result.missing}
+        lost.update(message.message_id for message in result.failed if is_settled(message))
+        if lost:
+            self.keep(
+                [
+                    (message, RELEASE)
+                    for message in messages
+                    if message.message_id in lost
+                    and message.message_id not in self._now
+                    and not is_settled(message)
+                ]
+            )
 
 
 def _common_error(result: BatchResult, size: int) -> str:

@@ -76,6 +76,8 @@ class Process:
         self._stopped = ""
         self._failed = 0
         self._settled_now = SettleReport()
+        #: What callbacks have settled at once, until their chunk is done.
+        self._now: set[str] = set()
         self._custodian: Custodian | None = None
         self._intake_now: Intake | None = None
         self._renewed: Lease | None = None
@@ -158,6 +160,7 @@ class Process:
                     continue
                 # handle_failed may have returned a message twice.
                 result = result._replace(failed=once([], result.failed)[1])
+                self._check_settled(result)
                 self._failed += len(result.failed)
                 if self._pipeline.batchers:
                     writer.messages(number, result.successful)
@@ -165,13 +168,31 @@ class Process:
                     self._note_settled(result.successful, writer)
                 self._note_settled(result.failed, writer)
                 for message in _unaccounted(chunk, result):
-                    writer.entry(entry_of(message, RELEASE))
+                    settled = message.message_id in self._now
+                    self._now.discard(message.message_id)
+                    writer.entry(entry_of(message, ACK if settled else RELEASE), settled=settled)
                 number += 1
         finally:
             pool.close()
         if intake.error is not None:
             raise intake.error
         return intake
+
+    def _check_settled(self, result: ChunkResult) -> None:
+        """Tell what a callback settled at once from what has lost its acknowledger.
+
+        The latter would count as settled, and a failure of it, in a batch, as a success.
+        """
+        for messages in result:
+            for message in messages:
+                if is_settled(message):
+                    if message.message_id not in self._now:
+                        raise PipelineError(
+                            f"the callbacks returned message {message.message_id!r} without what"
+                            " settles it; return each message as it was given, changed by its"
+                            " put_… functions"
+                        )
+                    self._now.discard(message.message_id)
 
     @staticmethod
     def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
@@ -202,6 +223,7 @@ class Process:
         """Carry verdicts out at the broker, for ``ack_immediately``."""
         entries = [entry_of(message, verdict) for message, verdict in judged]
         self._settled_now += self._open_custodian().settle_now(self._source_lease, entries)
+        self._now.update(entry.message_id for entry in entries)
 
     # -- the end -------------------------------------------------------------------------------
 

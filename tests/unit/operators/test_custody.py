@@ -12,12 +12,19 @@ import pytest
 
 from airflow_broadway import Message, RetryPolicy
 from airflow_broadway.core.custody import Lease
-from airflow_broadway.core.errors import ProducerError, ProducerUnavailable, StagingError
+from airflow_broadway.core.errors import (
+    PipelineError,
+    ProducerError,
+    ProducerUnavailable,
+    StagingError,
+)
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.operators._guard import Guard
 from airflow_broadway.operators._settling import RunSettler
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.staging.plans import plans_of
+from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
 from tests.unit.operators.steps import Run, Sums
@@ -273,3 +280,76 @@ def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
 
     monkeypatch.setattr(SqliteProducer, "depth", broken)
     process_task()._tell_depth(Plain(), cast("Any", None), cast("Any", None))
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages made anew, and messages dropped
+# --------------------------------------------------------------------------------------------------
+
+
+class Anew(Sums):
+    """Makes a message anew: with its id, but without what settles it."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        number = int(message.data)
+        if context.get("anew") == "process" and number == 5:
+            return Message(number, message_id=message.message_id)
+        return message.put_data(number)
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [
+            Message(each.data, message_id=each.message_id).failed("no") if each.data == 5 else each
+            for each in messages
+        ]
+
+
+def test_a_processor_that_loses_what_settles_a_message_is_told_so(tmp_path: Path) -> None:
+    # Such a message would count as settled already, and its failure in a batch as a success.
+    run = filled(Run(tmp_path, pipeline=Anew, context={"anew": "process"}))
+
+    with pytest.raises(PipelineError, match="without what settles it"):
+        run.process()
+
+    assert run.depth() == (10, 0, 0, 0)
+
+
+def test_a_failed_message_without_what_settles_it_goes_back(tmp_path: Path) -> None:
+    run = filled(Run(tmp_path, pipeline=Anew))
+
+    run.batch(run.process())
+    report = run.ack()
+
+    assert report["balanced"]
+    assert (report["totals"]["acked"], report["totals"]["released"]) == (9, 1)
+    assert run.depth() == (1, 0, 0, 0)
+
+
+class Forgetful(Sums):
+    """Settles a message at once, and then does not return it."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        message = message.put_data(int(message.data))
+        return message.failed("three") if message.data == 3 else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [each for each in messages if each.data != 5 or each.ack_immediately() is None]
+
+    def handle_failed(self, messages: Any, context: Any) -> Any:
+        for each in messages:
+            each.ack_immediately()
+        return []
+
+
+def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> None:
+    run = filled(Run(tmp_path, pipeline=Forgetful))
+    reference = run.process()
+    run.batch(reference)
+
+    plans = plans_of(run.staged, run.pipeline, reference["generation"])
+    settlement, complete, _ = build_settlement(
+        run.staged, reference["generation"], run.pipeline, plans, final=False
+    )
+
+    assert complete
+    assert (list(settlement.entries()), settlement.expected) == ([], 8)
+    assert run.ack()["balanced"]
