@@ -148,12 +148,16 @@ class Settlement:
     :param everything: All message ids and receipts of the lease, streamed, for brokers that settle
         message by message; ``None`` for a generation that never published its manifest.
     :param expected: Messages in the lease by its manifest; ``None`` without one.
+    :param settled_now: What ``settle_now`` is known to have done under the lease.  What it did
+        beyond that (its caller died before it could say so) a custodian that keeps count of it adds
+        to its report; ``None``: the caller keeps no such account.
     """
 
     rest: Verdict
     entries: Callable[[], Iterator[Entry]] = lambda: iter(())
     everything: Callable[[], Iterator[Entry]] | None = None
     expected: int | None = None
+    settled_now: SettleReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

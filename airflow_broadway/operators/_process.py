@@ -293,7 +293,10 @@ class Process:
         try:
             record = self._run.generation(lease.generation)
             report = settle_generation(
-                self._run, record, self._open_custodian(), Settlement(rest=RELEASE)
+                self._run,
+                record,
+                self._open_custodian(),
+                Settlement(rest=RELEASE, settled_now=SettleReport()),
             )
             log.warning("Gave back %d messages of this execution.", report.released)
         except (BroadwayError, OSError) as error:

@@ -122,7 +122,7 @@ def build_settlement(
     """
     manifest = run.manifest(generation)
     if manifest is None:
-        return Settlement(rest=RELEASE), False, Progress()
+        return Settlement(rest=RELEASE, settled_now=SettleReport()), False, Progress()
     held = _Held(run, manifest, pipeline.producer, list(plans or ()))
     complete = held.decided == held.staged
     if final and not complete:
@@ -140,6 +140,7 @@ def build_settlement(
         entries=lambda: held.entries(all_rows=rest is RELEASE),
         everything=lambda: held.everything(rest),
         expected=manifest.received - settled_now.total,
+        settled_now=settled_now,
     )
     progress = Progress(
         received=manifest.received,

@@ -86,20 +86,34 @@ def settle(
         if lease is None:
             return _never_opened(db, queue, generation, settlement, now, state)
         lease_id, was, deadline, told = lease
+        early = settled_early(db, lease_id)
+        untold = _untold(early, settlement)
         if was != "open":
-            return SettleReport.from_json(json.loads(told))
+            report = SettleReport.from_json(json.loads(told))
+            return report + untold if was == "lapsed" else report
         work = _Work(db, lease_id, generation, deadline, now)
         held = work.held()
         lapsed = work.entries_lapsed()
         rest = settlement.rest
         if settlement.expected is not None:
-            lapsed = max(lapsed, settlement.expected - held - settled_early(db, lease_id).total)
+            gone = early if settlement.settled_now is None else untold
+            lapsed = max(lapsed, settlement.expected - held - gone.total)
             if held > settlement.expected and rest.action is not Action.RELEASE:
                 _name_all(db, queue, generation, settlement, held)
                 rest = RELEASE
-        report = work.entries() + work.rest(rest) + SettleReport(lapsed=lapsed)
+        report = work.entries() + work.rest(rest) + SettleReport(lapsed=lapsed) + untold
         _end(db, lease_id, state, now, report)
     return report
+
+
+def _untold(early: SettleReport, settlement: Settlement) -> SettleReport:
+    """What was settled early beyond what the settlement knows of."""
+    known = settlement.settled_now
+    if known is None:
+        return SettleReport()
+    return SettleReport(
+        **{name: max(0, getattr(early, name) - getattr(known, name)) for name in _COUNTS.values()}
+    )
 
 
 def settle_now(

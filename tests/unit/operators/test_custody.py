@@ -27,7 +27,7 @@ from airflow_broadway.staging.plans import plans_of
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.operators.steps import Point, Run, Sums, dies
 
 
 class Mute(Exception):
@@ -353,3 +353,33 @@ def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> N
     assert complete
     assert (list(settlement.entries()), settlement.expected) == ([], 8)
     assert run.ack()["balanced"]
+
+
+@pytest.mark.faults
+def test_what_a_dead_batch_had_settled_at_once_is_accounted_for(tmp_path: Path) -> None:
+    # Given a batch that settles a message at once, and dies before it can say so
+    run = filled(Run(tmp_path, context={"now_in_batch": 3}))
+    reference = run.process()
+    settle_now = "airflow_broadway.producers.sqlite.queue:SqliteQueue.settle_now"
+    dies(lambda: run.batch(reference), Point(settle_now, "after"))
+
+    # When nobody tries it again
+    report = run.ack()
+
+    # Then the sum is right, and stays so
+    assert report["balanced"]
+    assert (report["totals"]["acked"], report["totals"]["released"]) == (1, 8)
+    assert run.ack()["totals"] == report["totals"]
+
+
+@pytest.mark.faults
+def test_what_a_dead_process_task_had_settled_at_once_is_accounted_for(tmp_path: Path) -> None:
+    run = filled(Run(tmp_path, context={"now": 3}))
+    writes = "airflow_broadway.staging.writer:ProcessWriter.close"
+    dies(run.process, Point(writes, "before"))
+
+    report = run.ack()
+
+    assert report["balanced"]
+    totals = report["totals"]
+    assert (totals["received"], totals["acked"], totals["released"]) == (10, 1, 9)
