@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.options import AUTO, Batcher, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.rules import AUTO
 from airflow_broadway.producers.sqlite import SqliteProducer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"

@@ -16,15 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.message import BatchInfo, Message
-from airflow_broadway.core.options import (
-    FUNCTION,
-    JSON,
-    SECONDS,
-    Batcher,
-    Processors,
-    override,
-)
+from airflow_broadway.core.options import Batcher, Processors, override
 from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.rules import FUNCTION, JSON, SECONDS
 from airflow_broadway.core.run import RunInfo
 
 if TYPE_CHECKING:

@@ -26,16 +26,13 @@ from airflow_broadway.core.custody import (
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import (
-    FUNCTION,
-    POSITIVE,
-    SECONDS,
     Options,
     RateLimiting,
     RetryPolicy,
-    Rule,
     option,
     options,
 )
+from airflow_broadway.core.rules import FUNCTION, POSITIVE, SECONDS, Rule
 
 __all__ = ["Connection", "Connections", "Producer", "ProducerEnv"]
 

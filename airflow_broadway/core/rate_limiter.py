@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.options import BOOL, POSITIVE, SECONDS, RateLimiting
+from airflow_broadway.core.options import RateLimiting
+from airflow_broadway.core.rules import BOOL, POSITIVE, SECONDS
 
 __all__ = ["MemoryRateState", "RateLimiter", "RateState", "SqliteRateState"]
 

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
 
 from airflow_broadway.core.errors import BroadwayError, OptionsError
-from airflow_broadway.core.options import (
-    POSITIVE,
-    SECONDS,
-    SECONDS_OR_ZERO,
-    Rule,
-)
+from airflow_broadway.core.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.operators._common import (
     AirflowConnections,
     check_engine,

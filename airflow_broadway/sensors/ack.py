@@ -18,7 +18,7 @@ from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.options import SECONDS, SECONDS_OR_ZERO
+from airflow_broadway.core.rules import SECONDS, SECONDS_OR_ZERO
 from airflow_broadway.operators._common import (
     AirflowConnections,
     declared,

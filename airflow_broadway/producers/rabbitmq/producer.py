@@ -16,21 +16,18 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import (
+from airflow_broadway.core.options import Options, option, options, override
+from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.rules import (
     AUTO,
     FUNCTION,
     POSITIVE,
     SECONDS,
     TEXT,
-    Options,
     Rule,
     at_least,
     one_of,
-    option,
-    options,
-    override,
 )
-from airflow_broadway.core.producer import Producer, ProducerEnv
 from airflow_broadway.producers.rabbitmq.backoff import TYPES, Backoff, bounds
 from airflow_broadway.producers.rabbitmq.connection import Address, address_of, address_of_uri
 from airflow_broadway.producers.rabbitmq.metadata import NAMES

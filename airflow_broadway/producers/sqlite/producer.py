@@ -23,8 +23,9 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import AUTO, SECONDS, TEXT, Rule, option, options
+from airflow_broadway.core.options import option, options
 from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.rules import AUTO, SECONDS, TEXT, Rule
 from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 
 __all__ = ["DEFAULT_CONNECTION", "SqliteProducer", "path_of"]

@@ -1,0 +1,120 @@
+"""What an option's value must be: rules, and how rendered template text is read by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "ANY",
+    "AUTO",
+    "BOOL",
+    "FRACTION",
+    "FUNCTION",
+    "JSON",
+    "POSITIVE",
+    "SECONDS",
+    "SECONDS_OR_ZERO",
+    "TEXT",
+    "Rule",
+    "at_least",
+    "is_int",
+    "one_of",
+    "takes",
+]
+
+
+class _Auto:
+    """The default that depends on another option; replaced when the options are built."""
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+
+AUTO: Any = _Auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be.
+
+    :param text: The rule as a phrase that follows "expected".
+    :param holds: Whether a value obeys it.
+    :param read: Turns rendered template text into a value; ``None`` where text is right as it is.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    read: Callable[[str], Any] | None = None
+
+    def or_none(self) -> Rule:
+        """The same rule, with ``None`` allowed."""
+        holds, read = self.holds, self.read
+        return Rule(
+            f"{self.text} or None",
+            lambda value: value is None or holds(value),
+            None if read is None else lambda text: None if text == "None" else read(text),
+        )
+
+
+def is_int(value: object) -> bool:
+    """Whether it is an integer, and no truth value."""
+    return type(value) is int
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _read_bool(text: str) -> object:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def one_of(*values: str) -> Rule:
+    """One of some words."""
+    return Rule(f"one of {sorted(values)}", lambda value: value in values)
+
+
+def at_least(low: int) -> Rule:
+    """An integer from ``low`` up."""
+    return Rule(f"an integer of at least {low}", lambda v: is_int(v) and v >= low, int)
+
+
+POSITIVE = Rule("a positive integer", lambda v: is_int(v) and v > 0, int)
+SECONDS = Rule(
+    "a number of seconds greater than 0", lambda v: _is_number(v) and 0 < v < 1e10, float
+)
+SECONDS_OR_ZERO = Rule(
+    "a number of seconds of at least 0", lambda v: _is_number(v) and 0 <= v < 1e10, float
+)
+FRACTION = Rule("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1, float)
+BOOL = Rule("True or False", lambda v: type(v) is bool, _read_bool)
+TEXT = Rule("a non-empty string", lambda v: isinstance(v, str) and v != "")
+ANY = Rule("any value", lambda v: True)
+FUNCTION = Rule("a function of one argument", lambda v: callable(v) and takes(v, 1))
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+JSON = Rule("a JSON value", _is_json)
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with ``count`` arguments."""
+    import inspect
+
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that tells no signature
+        return True
+    return True
