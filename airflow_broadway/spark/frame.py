@@ -1,8 +1,9 @@
 """The DataFrame that ``handle_batch`` gets, and the sessions it lives in.
 
-Columns: ``message_id string, data, batch_key string`` (JSON)``, metadata map<string,string>,
-attempt int, redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a struct of
-the batcher's schema; without one, ``binary`` if every message is bytes, else ``string`` of JSON.
+Columns: ``message_id string, data, batch_key string, metadata map<string,string>, attempt int,
+redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a struct of the
+batcher's schema; without one, ``binary`` if every message is bytes, else ``string`` of JSON.
+``batch_key`` is the key's text, JSON where the key is no string.
 
 A frame is lazy: making it starts no job.  The reader is told the schema and the very files that
 hold the batch, and the filter on ``batch`` lets Spark pass over the row groups of other batches.

@@ -143,7 +143,7 @@ class Judge:
         if self._data:
             seen = {
                 "metadata": row["metadata"] or {},
-                "batch_key": plain_key(json.loads(row["batch_key"])) if row["batch_key"] else None,
+                "batch_key": _batch_key(row["batch_key"], batch),
                 "redelivered": bool(row["redelivered"]),
                 "received_at": as_utc(row["received_at"]),
                 "position": row["position"],
@@ -375,6 +375,13 @@ def _line(
 def _delivery(message: Message) -> Delivery:
     data = message.acknowledger.data
     return data if isinstance(data, Delivery) else Delivery()
+
+
+def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
+    """A message's key: its batch's; of a batch of several keys the text that its row has."""
+    if batch.batch_key is not None:
+        return plain_key(batch.batch_key)
+    return None if text == "null" else text
 
 
 def plain_key(key: Any) -> Any:

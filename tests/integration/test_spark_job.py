@@ -70,7 +70,9 @@ def one(
     spark: SparkSession, staged: Staged, callback: Callback, count: int = 10, **more: Any
 ) -> Any:
     """Run one batch of ``count`` messages; its outcome, and its entries."""
-    plan = staged.plan("default", [Planned("b0", rows(count, **more.pop("rows", {})))])
+    given = more.pop("rows", {})
+    key = given.get("batch_key", "default")
+    plan = staged.plan("default", [Planned("b0", rows(count, **given), batch_key=key)])
     assert run(spark, staged, callback, plan, **more) == 0
     made = staged.outcome("default", "b0")
     return made, staged.entries(made)
@@ -111,7 +113,7 @@ def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> Non
     assert first.asDict(recursive=True) | {"received_at": None} == {
         "message_id": "m0",
         "data": {"n": 7},
-        "batch_key": '"k"',
+        "batch_key": "k",
         "metadata": {"topic": "t"},
         "attempt": 3,
         "redelivered": True,

@@ -20,7 +20,7 @@ def row(name: str, **more: Any) -> dict[str, Any]:
     return {
         "message_id": name,
         "data": "1",
-        "batch_key": '"k"',
+        "batch_key": "k",
         "metadata": {},
         "attempt": 2,
         "redelivered": False,
@@ -81,3 +81,20 @@ def test_what_handle_failed_drops_goes_back_with_the_body_it_came_with(
     assert (kept.message_id, kept.verdict.action.value, kept.payload) == ("b", "retry", b"body")
     assert (dropped.message_id, dropped.verdict.action.value) == ("a", "release")
     assert (dropped.payload, dropped.properties) == (b"body", "{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "expected"),
+    [
+        ("default", "default", "default"),  # a key that is text stands in its column as itself
+        ("7", "7", "7"),
+        ("7", 7, 7),
+        ('["a",[1]]', ["a", [1]], ("a", (1,))),
+        ("null", None, None),
+        ("EWR", None, "EWR"),  # a batch of several keys has none itself
+        ('["a",1]', None, '["a",1]'),
+    ],
+)
+def test_handle_failed_gets_the_key_of_the_batch(text: str, key: Any, expected: Any) -> None:
+    batch: Any = SimpleNamespace(batch_key=key)
+    assert outcome._batch_key(text, batch) == expected
