@@ -9,7 +9,7 @@ from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.run import GenerationRecord, StagedRun, iter_unsettled
+from airflow_broadway.staging.run import SETTLING, GenerationRecord, StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import (
     build_settlement,
     plans_of,
@@ -54,23 +54,33 @@ def give_back(
                     connections=connections,
                 )
             )
-        # An execution that is tried again, or cleared, is void, whatever became of its batches.
-        void = own and bool(pipeline.batchers)
-        _settle(other, record, custodian, None if void else pipeline)
+        # An execution that is tried again, or cleared, is void, whatever became of its batches;
+        # but what somebody began to settle is finished.
+        void = own and bool(pipeline.batchers) and record.state != SETTLING
+        _settle(other, record, custodian, pipeline, void=void)
     if custodian is not None:
         custodian.close()
 
 
 def _settle(
-    run: StagedRun, record: GenerationRecord, custodian: Custodian, pipeline: Broadway | None
+    run: StagedRun,
+    record: GenerationRecord,
+    custodian: Custodian,
+    pipeline: Broadway,
+    *,
+    void: bool,
 ) -> None:
-    """Settle a generation by its outcomes; without ``pipeline``, release all of it."""
+    """Settle a generation by its outcomes; a void one is released but for what callbacks settled
+    at once.
+    """
     try:
-        settlement, progress = Settlement(rest=RELEASE), None
-        if pipeline is not None:
-            plans = plans_of(run, pipeline, record.generation)
-            settlement, _, progress = build_settlement(
-                run, record.generation, pipeline, plans, final=True
+        plans = plans_of(run, pipeline, record.generation)
+        settlement, _, progress = build_settlement(
+            run, record.generation, pipeline, plans, final=not void
+        )
+        if void:
+            settlement = Settlement(
+                rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
             )
         report = settle_generation(run, record, custodian, settlement, progress=progress)
     except BroadwayError as error:

@@ -383,3 +383,40 @@ def test_what_a_dead_process_task_had_settled_at_once_is_accounted_for(tmp_path:
     assert report["balanced"]
     totals = report["totals"]
     assert (totals["received"], totals["acked"], totals["released"]) == (10, 1, 9)
+
+
+def test_a_cleared_process_task_balances_what_it_had_settled_at_once(tmp_path: Path) -> None:
+    # Given an execution that settled a message at once, and one more that did so in a batch
+    run = filled(Run(tmp_path, context={"now": 3, "now_in_batch": 4}))
+    run.batch(run.process())
+
+    # When the process task is cleared
+    run.batch(run.process(try_number=2))
+    report = run.ack()
+
+    # Then the sum is right for both executions
+    assert report["balanced"]
+    first = report["generations"][0]
+    assert (first["received"], first["acked"], first["released"]) == (10, 2, 8)
+
+
+def test_clearing_a_process_task_does_not_undo_a_settlement_that_was_begun(tmp_path: Path) -> None:
+    # Given a run whose sensor died between the broker's settlement and its journal
+    run = filled(Run(tmp_path, context={"now": 3}))
+    run.batch(run.process())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("airflow_broadway.staging.settlement.record_settled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.ack()
+
+    # When the process task is cleared
+    run.process(try_number=2)
+
+    # Then the account is what the broker did
+    [first, _] = run.ack()["generations"]
+    assert first["balanced"]
+    assert (first["acked"], first["dead_lettered"], first["released"]) == (7, 3, 0)
+
+
+def interrupted(*_: object, **__: object) -> Any:
+    raise KeyboardInterrupt
