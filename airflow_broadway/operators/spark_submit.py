@@ -10,7 +10,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +24,7 @@ from airflow.providers.common.compat.sdk import (
 import airflow_broadway
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
-from airflow_broadway.core.manifest import BatchPlan, Outcome, PlannedBatch, Work, paths
+from airflow_broadway.core.manifest import BatchPlan, PlannedBatch, Work, paths
 from airflow_broadway.operators._common import (
     AirflowConnections,
     check_engine,
@@ -35,6 +34,7 @@ from airflow_broadway.operators._common import (
     run_info,
 )
 from airflow_broadway.operators._guard import Guard
+from airflow_broadway.operators._outcomes import is_settled, outcomes, tell_settled
 from airflow_broadway.operators._shipping import check_import, ship
 from airflow_broadway.operators._spark_home import (
     check_java,
@@ -43,6 +43,7 @@ from airflow_broadway.operators._spark_home import (
     find_spark,
     s3_settings,
 )
+from airflow_broadway.operators._spark_hook import SubmitHook, python_variables
 from airflow_broadway.spark.fence import CURE, Fence, highest_try
 
 if TYPE_CHECKING:
@@ -51,47 +52,6 @@ if TYPE_CHECKING:
     from airflow_broadway.staging.run import StagedRun
 
 __all__ = ["BroadwaySparkSubmitOperator"]
-
-#: Batches of which the log says one by one how they were settled.
-TOLD = 100
-
-
-class _SubmitHook(SparkSubmitHook):
-    """The provider's hook, with a program by its full path, variables, and a last step before."""
-
-    _prepare: Callable[[], list[str]]
-    _driver_env: dict[str, str]
-
-    @classmethod
-    def of(
-        cls,
-        hook: SparkSubmitHook,
-        *,
-        binary: str,
-        env: Mapping[str, str],
-        prepare: Callable[[], list[str]],
-    ) -> _SubmitHook:
-        """The same hook, with more.
-
-        :param env: Variables of the process; unlike ``env_vars`` they never become settings, which
-            would show on the command line.
-        :param prepare: Called right before Spark is started; returns the application's arguments.
-        """
-        made = cls.__new__(cls)
-        made.__dict__.update(hook.__dict__)
-        made._connection = {**made._connection, "spark_binary": binary}
-        made._driver_env = dict(env)
-        made._prepare = prepare
-        return made
-
-    def submit(self, application: str = "", **kwargs: Any) -> str | None:
-        self._application_args = self._prepare()
-        return super().submit(application, **kwargs)
-
-    def _build_spark_submit_command(self, application: str) -> list[str]:
-        command: list[str] = super()._build_spark_submit_command(application)
-        self._env = {**self._driver_env, **(self._env or {})}
-        return command
 
 
 class _Plan(NamedTuple):
@@ -186,7 +146,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         left = sum(len(plan.open) for plan in plans)
         if not left:
             self.log.info("All %d batches have an outcome: nothing to do.", total)
-            self._tell_settled(run, plans)
+            tell_settled(self.log, run, [plan.head for plan in plans])
             return self._reference(run, plans)
         void = self._void(run, plans)
         if len(void) == left:
@@ -236,13 +196,13 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     ) -> dict[str, Any]:
         """End a task that has batches without an outcome, and holds none of their messages."""
         generations = {name for plan in plans for each in plan.open for name in each.sources}
-        if all(_is_settled(run, name) for name in generations):
+        if all(is_settled(run, name) for name in generations):
             self.log.info(
                 "%d batches have no outcome, and their messages went back to the broker: the run"
                 " was settled before they were handled.",
                 len(void),
             )
-            self._tell_settled(run, plans)
+            tell_settled(self.log, run, [plan.head for plan in plans])
             return self._reference(run, plans)
         raise AirflowFailException(
             f"{len(void)} batches have no outcome, and cannot get one: {next(iter(void.values()))}"
@@ -301,7 +261,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.conf = {**conf, **s3_conf}
         variables = dict(program.env)
         if client:
-            variables |= _python_variables(conf, env) | secret
+            variables |= python_variables(conf, env) | secret
         elif secret:
             self.log.warning(
                 "In cluster mode no credentials of %s are handed to Spark: it uses its own chain of"
@@ -346,11 +306,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _get_hook(self) -> SparkSubmitHook:
         return super()._get_hook() if self._hook_of is None else self._hook_of()
 
-    def _make_hook(self, uri: str, prepare: Callable[[], str]) -> _SubmitHook:
+    def _make_hook(self, uri: str, prepare: Callable[[], str]) -> SubmitHook:
         def arguments() -> list[str]:
             return ["--run", uri, "--work", prepare(), "--host", socket.gethostname()]
 
-        return _SubmitHook.of(
+        return SubmitHook.of(
             super()._get_hook(),
             binary=self._program.binary,
             env=self._variables,
@@ -410,7 +370,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _reference(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, Any]:
         counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
         for plan in plans:
-            for outcome in _outcomes(run, plan.head):
+            for outcome in outcomes(run, plan.head):
                 counts["batches"] += 1
                 counts["failed"] += bool(outcome.error)
                 counts["messages"] += outcome.successful + outcome.failed + outcome.missing
@@ -423,37 +383,6 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             )
         return {**counts, "plans": [plan.head.path for plan in plans]}
 
-    def _tell_settled(self, run: StagedRun, plans: Sequence[_Plan]) -> None:
-        """Say when and how batches were settled, and how to run them again all the same."""
-        generations = sorted({name for plan in plans for name in plan.head.generations})
-        settled = {name: _how_settled(run, name) for name in generations}
-        if not any(settled.values()):
-            return
-        told = 0
-        for plan in plans:
-            for outcome in _outcomes(run, plan.head):
-                told += 1
-                if told > TOLD:
-                    break
-                self.log.info(
-                    "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
-                    outcome.batcher,
-                    outcome.batch_id,
-                    outcome.successful,
-                    outcome.failed,
-                    f" ({outcome.error})" if outcome.error else "",
-                    outcome.writer,
-                    outcome.started_at,
-                )
-        for name, when in settled.items():
-            self.log.info("Generation %s: %s.", name, when or "not settled yet")
-        self.log.info(
-            "The messages are settled, so clearing this task runs nothing.  To handle the batches"
-            " again from staging: airflow-broadway replay --dag-id %s --run-id %s",
-            run.dag_id,
-            run.run_id,
-        )
-
 
 def _references(batches: Any) -> Iterator[Mapping[str, Any]]:
     """The references in whatever a template renders, without those of skipped tasks."""
@@ -463,35 +392,3 @@ def _references(batches: Any) -> Iterator[Mapping[str, Any]]:
     elif batches is not None and not isinstance(batches, str):
         for each in batches:
             yield from _references(each)
-
-
-def _outcomes(run: StagedRun, head: BatchPlan) -> Iterator[Outcome]:
-    from airflow_broadway.staging.plans import outcomes_of
-
-    return (outcome for _, outcome in outcomes_of(run, head) if outcome is not None)
-
-
-def _is_settled(run: StagedRun, generation: str) -> bool:
-    return run.files.exists(paths.intent(generation)) or run.files.exists(paths.settled(generation))
-
-
-def _how_settled(run: StagedRun, generation: str) -> str:
-    """How a generation was settled, for people; empty if it was not."""
-    from airflow_broadway.staging.settlement import settled_journal
-
-    journal = settled_journal(run, generation)
-    if journal is None:
-        return "being settled" if run.files.exists(paths.intent(generation)) else ""
-    counts = asdict(journal.report + journal.settled_now)
-    shown = ", ".join(f"{name} {n}" for name, n in counts.items() if isinstance(n, int) and n)
-    return f"settled at {journal.at} by {journal.by}: {shown or 'it held no message'}"
-
-
-def _python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """The worker's Python for the driver, and for executors unless someone chose theirs."""
-    made: dict[str, str] = {}
-    if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
-        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
-    if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
-        made["PYSPARK_PYTHON"] = sys.executable
-    return made
