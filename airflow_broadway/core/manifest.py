@@ -287,7 +287,6 @@ class Outcome:
         releases them.
     :param error: Why the whole batch failed; empty otherwise.
     :param writer: Who wrote it: task try and host.
-    :param events: The driver's telemetry counts, for metrics.
     """
 
     batch_id: str
