@@ -177,9 +177,7 @@ def ack_messages_now(messages: Iterable[Message]) -> None:
             scope.remember(failed)
 
 
-def once(
-    successful: list[Message], failed: list[Message]
-) -> tuple[list[Message], list[Message]]:
+def once(successful: list[Message], failed: list[Message]) -> tuple[list[Message], list[Message]]:
     """The same with each message once, however often callbacks returned it; as failed if they
     returned it as both.
     """

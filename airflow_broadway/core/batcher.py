@@ -67,9 +67,7 @@ class _Open:
 
     __slots__ = ("acc", "bytes", "closed", "count", "deadline", "key", "partition", "to")
 
-    def __init__(
-        self, to: Any, key: Any, partition: int | None, acc: Any, deadline: float
-    ) -> None:
+    def __init__(self, to: Any, key: Any, partition: int | None, acc: Any, deadline: float) -> None:
         self.to = to
         self.key = key
         self.partition = partition

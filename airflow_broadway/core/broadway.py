@@ -183,9 +183,7 @@ class Broadway:
 
     # -- options -------------------------------------------------------------------------------
 
-    def _configure(
-        self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True
-    ) -> None:
+    def _configure(self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
         cls = type(self)
         for name, value in given.items():
             if name not in self._options:

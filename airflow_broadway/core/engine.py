@@ -88,9 +88,7 @@ class _Batcher:
         self.pool: WorkerPool[Batch, BatchResult] | None = None
         if not inline:
             work = [_worker(processor) for processor in self.processors]
-            self.pool = WorkerPool(
-                work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1
-            )
+            self.pool = WorkerPool(work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1)
 
 
 class _StandIn(BatchProcessorStage):

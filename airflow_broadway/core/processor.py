@@ -194,8 +194,10 @@ class ProcessorStage:
         for message in messages:
             try:
                 result = handle(key, message, context)
-                if type(result) is Message and result.status.kind == "ok" and (
-                    not known or result.batcher in known
+                if (
+                    type(result) is Message
+                    and result.status.kind == "ok"
+                    and (not known or result.batcher in known)
                 ):
                     succeed(result if convert is None else convert(result))
                     continue

@@ -73,9 +73,7 @@ class ProcessorPool:
             ]
             self._closers = [each.close for each in remote]
             return [each.handle for each in remote]
-        return [
-            ProcessorStage(pipeline, index=i, ack=ack, convert=convert).handle for i in indices
-        ]
+        return [ProcessorStage(pipeline, index=i, ack=ack, convert=convert).handle for i in indices]
 
     def map(
         self,

@@ -152,9 +152,7 @@ class Span:
         )
 
 
-def log_handler(
-    logger: logging.Logger | None = None, level: int = logging.INFO
-) -> Handler:
+def log_handler(logger: logging.Logger | None = None, level: int = logging.INFO) -> Handler:
     """A handler that logs each event as one line of JSON: counts in place of messages, no data.
 
     ::
@@ -179,9 +177,7 @@ def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "message":
             line["message_id"] = value.message_id
         elif name == "batch_info":
-            line |= {
-                "batch_id": value.batch_id, "size": value.size, "trigger": value.trigger.value
-            }
+            line |= {"batch_id": value.batch_id, "size": value.size, "trigger": value.trigger.value}
         elif name == "reason":
             line["reason"] = f"{type(value).__name__}: {value}"
         elif isinstance(value, str | int | float) and name != "stacktrace":

@@ -4,6 +4,7 @@
 
     from airflow_broadway.testing import test_message
 
+
     def test_a_late_flight_is_batched_as_delayed():
         tested = test_message(Flights, b'{"origin": "JFK", "dep_delay": 40}')
         assert [batch.batcher for batch in tested.batches] == ["delayed"]

@@ -62,9 +62,7 @@ class PipelineDriver:
 
     def push(self, messages: Iterable[Any]) -> None:
         """Hand messages, or their data, to the processors: past transformer and rate limiting."""
-        dispatch = [
-            each if type(each) is Message else self.message(each) for each in messages
-        ]
+        dispatch = [each if type(each) is Message else self.message(each) for each in messages]
         self._engine.feed([dispatch] if dispatch else [])
 
     def produce(self, messages: Sequence[Message]) -> None:
@@ -75,9 +73,7 @@ class PipelineDriver:
         try:
             made = transformed(self.pipeline.producer.transformer, messages)
         except PipelineError as error:
-            log.error(
-                "%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"}
-            )
+            log.error("%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"})
             return
         self._buffer += made
         self._release()

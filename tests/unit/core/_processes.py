@@ -19,7 +19,7 @@ class OddError(Exception):
 class InProcesses(Broadway):
     producer = DummyProducer()
     processors = Processors(concurrency=2, max_demand=10, executor="processes")
-    batchers = {"default": Batcher(engine="python", batch_size=1000)}  # noqa: RUF012 - options
+    batchers = {"default": Batcher(engine="python", batch_size=1000)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         match message.data:

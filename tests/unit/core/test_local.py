@@ -25,7 +25,7 @@ from airflow_broadway.testing import DummyProducer, ManualClock
 class Plain(Broadway):
     producer = DummyProducer()
     processors = Processors(concurrency=1)
-    batchers = {"default": Batcher(engine="python", batch_size=10)}  # noqa: RUF012 - options
+    batchers = {"default": Batcher(engine="python", batch_size=10)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message
@@ -59,9 +59,7 @@ def test_an_empty_queue_is_a_finished_run(path: str) -> None:
 def test_a_queue_is_drained_and_every_message_accounted_for(path: str, concurrency: int) -> None:
     class Pipeline(Plain):
         processors = Processors(concurrency=concurrency, max_demand=50)
-        batchers = {  # noqa: RUF012 - options
-            "default": Batcher(engine="python", batch_size=7, concurrency=concurrency)
-        }
+        batchers = {"default": Batcher(engine="python", batch_size=7, concurrency=concurrency)}
 
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             number = int(message.data)
@@ -233,9 +231,7 @@ def test_batches_time_out_by_the_clock_while_nothing_comes(path: str) -> None:
     clock = ManualClock()
 
     class Pipeline(Plain):
-        batchers = {  # noqa: RUF012 - options
-            "default": Batcher(engine="python", batch_size=100, batch_timeout=2.0)
-        }
+        batchers = {"default": Batcher(engine="python", batch_size=100, batch_timeout=2.0)}
 
     queue_of(path, 5, clock)
     report = on(path, Pipeline).run_local(clock=clock, idle_seconds=10.0)
@@ -249,9 +245,7 @@ def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
 
     class Pipeline(Plain):
         processors = Processors(concurrency=1, max_demand=100)
-        batchers = {  # noqa: RUF012 - options
-            "default": Batcher(engine="python", batch_size=5, concurrency=4)
-        }
+        batchers = {"default": Batcher(engine="python", batch_size=5, concurrency=4)}
 
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             return message.put_batch_key("abc"[message.data % 3])
@@ -278,7 +272,7 @@ def test_ten_messages_are_spread_over_ten_processors() -> None:
 
     class Pipeline(Plain):
         processors = Processors(concurrency=10)
-        batchers: Any = {}  # noqa: RUF012 - options
+        batchers: Any = {}
 
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             barrier.wait()

@@ -34,7 +34,7 @@ class Plain(Broadway):
 
 
 class Batched(Plain):
-    batchers = {"default": Batcher(engine="python")}  # noqa: RUF012 - options
+    batchers = {"default": Batcher(engine="python")}
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         return messages
@@ -190,7 +190,7 @@ def test_a_batch_info_tells_ids_and_what_was_redelivered() -> None:
 
 def test_spark_batches_are_recorded_and_succeed_in_tests() -> None:
     class Pipeline(Plain):
-        batchers = {"default": Batcher(batch_size=2)}  # noqa: RUF012 - options
+        batchers = {"default": Batcher(batch_size=2)}
 
     tested = test_batch(Pipeline, [1, 2, 3])
     assert [batch.info.trigger.value for batch in tested.batches] == ["size", "flush"]

@@ -22,9 +22,7 @@ from airflow_broadway.testing import (
 class Pipeline(Broadway):
     producer = DummyProducer(rate_limiting=RateLimiting(allowed_messages=2, interval=10.0))
     processors = Processors(concurrency=1)
-    batchers = {  # noqa: RUF012 - options
-        "default": Batcher(engine="python", batch_size=3, batch_timeout=5.0)
-    }
+    batchers = {"default": Batcher(engine="python", batch_size=3, batch_timeout=5.0)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.failed("bad") if message.data == "bad" else message
