@@ -112,10 +112,11 @@ def read(returned: object) -> Failed | Outcomes | None:
         return Failed(tuple(part for item in returned for part in item.parts))
     if is_frame(returned):
         return _outcomes(returned)
+    kind = "element" if isinstance(returned, (list, tuple)) else "return"
     raise PipelineError(
         f"handle_batch returned {short(returned)}; on Spark it returns None when all messages"
         " succeeded, failed(rows, reason=…), a list of those, or a DataFrame of outcomes",
-        code="handle_batch_bad_return",
+        code=f"handle_batch_bad_{kind}",
     )
 
 

@@ -30,10 +30,14 @@ def test_nothing_and_nobody() -> None:
     assert found.parts == ()
 
 
-def test_a_wrong_return_has_the_code_of_one() -> None:
-    with pytest.raises(PipelineError, match="handle_batch returned str 'oops'") as raised:
-        read("oops")
-    assert raised.value.code == "handle_batch_bad_return"
+@pytest.mark.parametrize(
+    ("returned", "code"),
+    [("oops", "handle_batch_bad_return"), ([failed(["a"]), "oops"], "handle_batch_bad_element")],
+)
+def test_a_wrong_return_has_the_code_of_one(returned: Any, code: str) -> None:
+    with pytest.raises(PipelineError, match=r"handle_batch returned .*'oops'") as raised:
+        read(returned)
+    assert raised.value.code == code
 
 
 @pytest.mark.parametrize("rows", ["m1", b"m1", {"m1": 1}, 7, None])
