@@ -336,7 +336,12 @@ def test_a_poking_sensor_settles(world: World) -> None:
             task_id="late", pipeline=Puppets, batcher="default", processed=pull.output
         )
         late >> BroadwayAckSensor(
-            task_id="ack", pipeline=Puppets, watch=["pull", "late"], mode="poke", poke_interval=0.5
+            task_id="ack",
+            pipeline=Puppets,
+            watch=["pull", "late"],
+            mode="poke",
+            poke_interval=0.5,
+            trigger_rule="all_done",
         )
 
     ran = world.run(dag)
