@@ -324,7 +324,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         """
         ti = context["ti"]
         index = getattr(ti, "map_index", -1)
-        name = re.sub(r"[^A-Za-z0-9_.]", "_", ti.task_id) + (f".{index}" if index >= 0 else "")
+        # Different for different tasks, or one would fence the other off: no task id has a "!".
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", ti.task_id) + (f"!{index}" if index >= 0 else "")
         while True:
             number = highest_try(run.files, name) + 1
             path = paths.work(name, number)

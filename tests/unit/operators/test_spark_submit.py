@@ -454,3 +454,18 @@ def test_a_class_of_a_dag_file_is_refused_with_the_cure() -> None:
             BroadwaySparkSubmitOperator(task_id="t", pipeline=cls, batches=[])
     finally:
         del sys.modules[name]
+
+
+def test_two_applications_never_take_each_other_for_a_later_try(world: World) -> None:
+    # Given batchers whose names differ in a sign that no name of a file may hold
+    plan = world.plan()
+    operator = world.operator({"plan": plan.path})
+    names = set()
+    for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
+        world.context["ti"].task_id, world.context["ti"].map_index = task_id, index
+        path = operator._write_work(world.context, world.run, [plan])
+        assert path.endswith("-000001.json")
+        names.add(path)
+
+    # Then each has a work file of its own, and none fences another off
+    assert len(names) == 4
