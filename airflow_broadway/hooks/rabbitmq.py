@@ -1,0 +1,87 @@
+"""The connection that names a RabbitMQ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow.providers.common.compat.sdk import BaseHook
+
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.producer import Connection
+from airflow_broadway.producers.rabbitmq.connection import Address, address_of
+from airflow_broadway.producers.rabbitmq.producer import DEFAULT_CONNECTION
+
+__all__ = ["RabbitMQHook"]
+
+
+class RabbitMQHook(BaseHook):
+    """Open RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
+
+    The schema is the virtual host.  Extras: ``tls`` (true, or an object with ``ca``, ``cert``,
+    ``key``, ``server_name`` and ``verify``), ``heartbeat`` and ``timeout`` in seconds,
+    ``management_url``.
+
+    :param rabbitmq_conn_id: The connection.
+    """
+
+    conn_name_attr = "rabbitmq_conn_id"
+    default_conn_name = DEFAULT_CONNECTION
+    conn_type = "rabbitmq"
+    hook_name = "RabbitMQ"
+
+    def __init__(self, rabbitmq_conn_id: str = default_conn_name, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rabbitmq_conn_id = rabbitmq_conn_id
+
+    @classmethod
+    def get_ui_field_behaviour(cls) -> dict[str, Any]:
+        """How the connection form differs from the standard one."""
+        return {
+            "hidden_fields": [],
+            "relabeling": {"schema": "Virtual host"},
+            "placeholders": {
+                "host": "rabbitmq.example.org",
+                "port": "5672, or 5671 with TLS",
+                "schema": "/",
+                "extra": '{"tls": true, "heartbeat": 60}',
+            },
+        }
+
+    @property
+    def address(self) -> Address:
+        """The broker; its password is in no text about it.
+
+        :raises ConnectionMissing: If the connection lacks what is needed.
+        """
+        found = self.get_connection(self.rabbitmq_conn_id)
+        return address_of(
+            Connection(
+                conn_id=self.rabbitmq_conn_id,
+                conn_type=found.conn_type or "",
+                host=found.host or "",
+                port=found.port,
+                login=found.login or "",
+                password=found.password or "",
+                schema=found.schema or "",
+                extra=found.extra_dejson,
+            ),
+            name=f"airflow hook {self.rabbitmq_conn_id}",
+        )
+
+    def get_conn(self) -> Any:
+        """A ``pika.BlockingConnection``; close it when done."""
+        import pika
+
+        return pika.BlockingConnection(self.address.parameters())
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Whether one can log in, and why not."""
+        from airflow_broadway.producers.rabbitmq.link import Link
+
+        try:
+            link = Link(self.address)
+        except BroadwayError as error:
+            return False, str(error)
+        properties = link.raw.server_properties or {}
+        link.close()
+        return True, f"RabbitMQ {properties.get('version', '')} answers at {link.address.shown}."
