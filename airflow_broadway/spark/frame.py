@@ -157,6 +157,8 @@ class BatchFrames:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
         # Paths may hold what Spark would take for a pattern, such as brackets.
         reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")
+        # Whatever the cluster is set to: a message that was not read must not be acked.
+        reader = reader.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
         return reader.parquet(*files).where(in_ranges(batch.rows))
 
 

@@ -858,3 +858,21 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
         ("batch_processor.start", "b1"),
         ("batch_processor.exception", "b1"),
     ]
+
+def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
+    spark: SparkSession, staged: Staged
+) -> None:
+    # Given a cluster set to read on without files that it cannot read, and a damaged data file
+    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(2)]
+    plan = staged.plan("default", batches, batches_per_file=1)
+    (staged.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        for name in ("Missing", "Corrupt"):
+            messages.sparkSession.conf.set(f"spark.sql.files.ignore{name}Files", "true")
+        messages.collect()
+
+    run(spark, staged, callback, plan)
+
+    # Then the batch is no success of the messages that were left: of none
+    assert "b0" not in staged.outcomes("default")
