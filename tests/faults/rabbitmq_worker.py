@@ -1,9 +1,9 @@
 """A process that drains a RabbitMQ queue run by run, and may be killed at any instant.
 
 ``python -m tests.faults.rabbitmq_worker FOLDER URI QUEUE LEASE MAX_MESSAGES`` ends with 0 once the
-queue stays empty.  What an execution holds and has decided lies in files, as staging does it for a real
-run: a lease, then a manifest with every message, then the report.  What an earlier process left
-open is first released, or settled by its manifest.
+queue stays empty.  What an execution holds and has decided lies in files, as staging does it for a
+real run: a lease, then a manifest with every message, then the report.  What an earlier process
+left open is first released, or settled by its manifest.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def nothing_lost(found: Truth, *, dead: int | None = None) -> None:
         assert found.dead >= dead
 
 
-# -- kill -9 -----------------------------------------------------------------------------------------
+# -- kill -9 -----------------------------------------------------------------------------------
 
 
 def test_without_a_kill_nothing_is_handled_twice(tmp_path: Path, queue: str) -> None:
@@ -197,7 +197,7 @@ def test_a_network_that_breaks(tmp_path: Path, queue: str, harm: str) -> None:
     nothing_lost(truth(tmp_path, server.url, queue, 5_000))
 
 
-# -- queues that vanish or refuse --------------------------------------------------------------------
+# -- queues that vanish or refuse -------------------------------------------------------------
 
 
 def test_a_lease_queue_deleted_in_mid_transfer(tmp_path: Path, queue: str) -> None:

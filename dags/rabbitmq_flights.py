@@ -1,0 +1,40 @@
+"""The demo's DAG with RabbitMQ in the embedded queue's place.
+
+The Airflow connection `rabbitmq_default` says where the broker is; `python -m
+scripts.load_rabbitmq` fills the queue `flights`.  See `docs/rabbitmq.md`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from airflow.sdk import DAG, Param
+from rabbitmq_flights_pipeline import RabbitMQFlights
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parent / "build" / "demo" / "rabbitmq"
+
+with DAG(
+    "rabbitmq_flights",
+    schedule=None,
+    catchup=False,
+    max_active_runs=1,
+    params={
+        **RabbitMQFlights.params(),
+        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+    },
+    tags=["airflow-broadway", "demo", "rabbitmq"],
+    doc_md=__doc__,
+) as dag:
+    RabbitMQFlights(context={"output": "{{ params.output }}"}).task_group(
+        spark={
+            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            "py_files": str(HERE / "flights_pipeline.py"),
+            "conf": {
+                "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+                "spark.sql.shuffle.partitions": "2",
+                "spark.ui.enabled": "false",
+            },
+        },
+        ack={"mode": "poke", "poke_interval": 1.0},
+    )

@@ -1,0 +1,57 @@
+"""The flights that left New York City in 2013, as messages of a RabbitMQ queue.
+
+``python -m scripts.load_rabbitmq --url amqp://guest:guest@127.0.0.1:5672/ --messages 1000`` sends
+the first 1,000 to the quorum queue ``flights``; without ``--messages``, all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from airflow_broadway.producers.rabbitmq.connection import Address, address_of_uri
+from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.properties import encode
+from airflow_broadway.producers.rabbitmq.publisher import Publisher
+from scripts.load_flights import flights
+
+__all__ = ["load"]
+
+QUEUE = "flights"
+
+
+def load(address: Address, messages: int | None = None, seed: int | None = None) -> int:
+    """Send flights, each confirmed by the broker; how many."""
+    link = Link(address)
+    try:
+        arguments = {"x-queue-type": "quorum"}
+        link.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
+        publisher = Publisher(link)
+        properties = encode({"delivery_mode": 2, "content_type": "application/json"})
+        count = 0
+        for count, flight in enumerate(flights(messages, seed), 1):
+            publisher.publish("", QUEUE, properties, json.dumps(flight).encode(), key=str(count))
+        refused = publisher.flush()
+        if refused:
+            why = next(iter(refused.values()))
+            raise RuntimeError(f"{len(refused)} messages were refused: {why}")
+        return count
+    finally:
+        link.close()
+
+
+def main() -> int:
+    """Load what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", default="amqp://guest:guest@127.0.0.1:5672/")
+    parser.add_argument("--messages", type=int)
+    parser.add_argument("--seed", type=int)
+    given = parser.parse_args()
+    count = load(address_of_uri(given.url, name="load_rabbitmq"), given.messages, given.seed)
+    print(f"{count:,} flights are in the queue {QUEUE!r}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
