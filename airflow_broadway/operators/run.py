@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
 
+from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import (
     AirflowConnections,
     load_pipeline,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_broadway.core.custody import Lease
+    from airflow_broadway.core.local import RunReport
+    from airflow_broadway.staging.run import StagedRun
 
 __all__ = ["BroadwayRunOperator"]
 
@@ -73,7 +76,9 @@ class BroadwayRunOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.local import run_local
+        from airflow_broadway.core.rate_limiter import RateLimiter
         from airflow_broadway.operators._sweep import give_back
+        from airflow_broadway.staging.rate import StagedRateState
         from airflow_broadway.staging.settlement import record_settled
 
         pipeline = load_pipeline(self.pipeline, context)
@@ -108,6 +113,8 @@ class BroadwayRunOperator(BaseOperator):
                 store=run.store,
                 connections=connections,
             ),
+            # Of all runs together: each may be over within seconds.
+            limiter=RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run)),
             stop=lambda: self._stopped,
             on_lease=opened,
         )
@@ -115,8 +122,25 @@ class BroadwayRunOperator(BaseOperator):
         self.log.info("Done: %s", report.to_json())
         if not report.balanced:
             raise AirflowException(f"The sum does not balance: {report.to_json()}")
+        self._clear_up(run, generation, report)
         settled = report.settled.to_json()
         return {"received": report.received, "failed": report.failed, **settled}
+
+    def _clear_up(self, run: StagedRun, generation: str, report: RunReport) -> None:
+        """Remove what has been kept for long enough, and at once what tells of nothing.
+
+        With ``@continuous`` there are thousands of runs in a day, most of them empty.
+        """
+        from airflow_broadway.staging.retention import mark_balanced, sweep_retention
+
+        try:
+            if report.received:
+                mark_balanced(run)
+            else:
+                run.forget(generation)
+            sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
+        except BroadwayError as error:
+            self.log.warning("Could not remove the files of old runs: %s", error)
 
     def on_kill(self) -> None:
         self._stopped = "signal"

@@ -242,6 +242,11 @@ class StagedRun:
         """Record a renewed lease."""
         self.files.replace(paths.lease(lease.generation), json.dumps(lease.to_json()))
 
+    def forget(self, generation: str) -> None:
+        """Remove the files of a settled generation that held nothing."""
+        self.files.remove(paths.generation(generation))
+        self.store.folder(f"{self.path}/{generation}").remove_all()
+
     def forget_open(self, generation: str) -> None:
         """Take a settled generation from the list that sweeps go by."""
         self.dag.remove(f"{OPEN}/{generation}.json")
