@@ -49,6 +49,7 @@ __all__ = [
     "load_entry",
     "load_line",
     "paths",
+    "plain_key",
 ]
 
 #: The version of all formats here.
@@ -342,6 +343,11 @@ class Work:
         value = json.loads(text)
         check_version(value, path)
         return cls(**value)
+
+
+def plain_key(key: Any) -> Any:
+    """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
+    return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
 
 
 def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 
 from airflow_broadway.core.acknowledger import (
@@ -18,7 +19,7 @@ from airflow_broadway.core.batch_processor import BatchProcessorStage, BatchResu
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import RELEASE, Action, Entry, SettleReport
-from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.manifest import (
     BatchPlan,
     Outcome,
@@ -26,12 +27,14 @@ from airflow_broadway.core.manifest import (
     Work,
     dump_entry,
     paths,
+    plain_key,
 )
 from airflow_broadway.core.message import AckRef, BatchInfo, Message, Trigger
 from airflow_broadway.core.pool import WorkerPool
 from airflow_broadway.core.settler import entry_of
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.spark.fence import Fence
+from airflow_broadway.spark.turns import chains
 from airflow_broadway.staging.reader import BatchReader, StagedReceipt
 from airflow_broadway.staging.run import StagedRun
 
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 class PythonBatches:
     """Runs ``handle_batch`` on each batch of ``plan`` that has no outcome yet.
 
-    ``concurrency`` batches at a time; those of one partition one after another, in order.
+    ``concurrency`` batches at a time; those of one partition or key one after another, in order.
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class PythonBatches:
         self._try_number = try_number
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
-        self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}"
+        # Unique, for a host and a process's number come again: in containers it is always 1.
+        self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._stopped = threading.Event()
         # The fence of Spark's driver; a Python batcher's task has no later try beside it.
         self._fence = Fence(
@@ -81,7 +85,10 @@ class PythonBatches:
         counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
         try:
             for planned in self._batches():
-                pool.put(planned, planned.partition)
+                if planned.partition is None:
+                    pool.put(planned, keys=sorted(chains(planned, merged=options.merge_keys)))
+                else:  # a plan stands, though the options may have changed since
+                    pool.put(planned, planned.partition % options.concurrency)
                 _count(counts, pool)
             while pool.under_way:
                 pool.wait()
@@ -107,9 +114,14 @@ class PythonBatches:
         tick = self._clock.monotonic()
         stage.sink.begin()
         messages = stage.reader.read(planned, stage.ack_ref_of)
+        if len(messages) != planned.size:  # what was not read would count as a success
+            raise StagingError(
+                f"batch {planned.batch_id} holds {planned.size} messages, but {len(messages)} were"
+                f" read from {self.plan.path}: its files are damaged; clear the process task"
+            )
         info = BatchInfo(
             self.plan.batcher,
-            planned.batch_key,
+            plain_key(planned.batch_key),
             planned.partition,
             planned.size,
             Trigger(planned.trigger),

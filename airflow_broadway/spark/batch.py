@@ -33,11 +33,12 @@ from airflow_broadway.core.manifest import (
     cut,
     dump_entry,
     paths,
+    plain_key,
 )
 from airflow_broadway.core.message import BatchInfo, Status, Trigger
 from airflow_broadway.spark.fence import Fence
 from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
-from airflow_broadway.spark.outcome import Counts, Judge, plain_key
+from airflow_broadway.spark.outcome import Counts, Judge
 from airflow_broadway.spark.results import Failed, Outcomes, read
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, Scope, a
 from airflow_broadway.core.callbacks import run_handle_failed
 from airflow_broadway.core.custody import RELEASE, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.manifest import MAX_REASON, EntryLine, PlannedBatch
+from airflow_broadway.core.manifest import MAX_REASON, EntryLine, PlannedBatch, plain_key
 from airflow_broadway.core.message import AckRef, Message, Status
 from airflow_broadway.core.schema import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.spark.frame import BatchFrames
@@ -382,11 +382,6 @@ def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
     if batch.batch_key is not None:
         return plain_key(batch.batch_key)
     return None if text == "null" else text
-
-
-def plain_key(key: Any) -> Any:
-    """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
-    return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
 
 
 def as_utc(value: datetime) -> datetime:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from airflow_broadway.core.custody import Delivery
-from airflow_broadway.core.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.manifest import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.message import AckRef, BatchMode, Message
 from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run import StagedRun
@@ -139,7 +139,7 @@ def messages_of(table: pa.Table, schema: str | None, batcher: str) -> list[Messa
     values = zip(
         _data(table, schema),
         column["message_id"],
-        [json.loads(text) for text in column["batch_key"]],
+        [plain_key(json.loads(text)) for text in column["batch_key"]],
         flush,
         from_arrow(table["metadata"]),
         column["attempt"],

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from airflow_broadway import Message, RetryPolicy
+from airflow_broadway import Batcher, Message, RetryPolicy
 from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import (
     PipelineError,
@@ -19,11 +19,14 @@ from airflow_broadway.core.errors import (
     StagingError,
 )
 from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.operators._batches import PythonBatches
 from airflow_broadway.operators._guard import Guard
 from airflow_broadway.operators._settling import RunSettler
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.plans import plans_of
+from airflow_broadway.staging.reader import BatchReader
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
@@ -420,3 +423,87 @@ def test_clearing_a_process_task_does_not_undo_a_settlement_that_was_begun(tmp_p
 
 def interrupted(*_: object, **__: object) -> Any:
     raise KeyboardInterrupt
+
+
+# --------------------------------------------------------------------------------------------------
+# Python batches
+# --------------------------------------------------------------------------------------------------
+
+
+class Keyed(Sums):
+    """Every message is of one key, a tuple; notes batches that run beside each other."""
+
+    batchers = {
+        "default": Batcher(engine="python", batch_size=1, batch_timeout=None, concurrency=3)
+    }
+    begun: list[Any] = []
+    beside = threading.Event()
+    at_work = threading.Semaphore(1)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_data(int(message.data)).put_batch_key(("a", 1))
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        if not self.at_work.acquire(blocking=False):
+            self.beside.set()
+            return messages
+        self.begun.append((messages[0].data, batch_info.batch_key, messages[0].batch_key))
+        self.beside.wait(0.05)
+        self.at_work.release()
+        return messages
+
+
+def test_batches_of_one_key_run_one_after_another_and_keep_their_key(tmp_path: Path) -> None:
+    Keyed.begun.clear()
+    Keyed.beside.clear()
+    run = filled(Run(tmp_path, pipeline=Keyed), 5)
+
+    run.batch(run.process())
+
+    assert not Keyed.beside.is_set()
+    assert Keyed.begun == [(number, ("a", 1), ("a", 1)) for number in range(1, 6)]
+
+
+class Parted(Sums):
+    """Batches in three partitions."""
+
+    batchers = {
+        "default": Batcher(
+            engine="python",
+            batch_size=1,
+            batch_timeout=None,
+            concurrency=3,
+            partition_by=lambda message: message.data,
+        )
+    }
+
+
+def test_a_plan_outlives_a_change_of_concurrency(tmp_path: Path) -> None:
+    # Given a plan for three batch processors
+    run = filled(Run(tmp_path, pipeline=Parted), 6)
+    reference = run.process()
+    plan = plan_batches(
+        run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
+    )
+
+    # When it is run with one
+    fewer = Run(tmp_path, pipeline=Parted, batchers={"default": {"concurrency": 1}})
+    counts = PythonBatches(fewer.staged, fewer.pipeline, plan).run()
+
+    assert counts["without_outcome"] == 0
+    assert run.ack()["balanced"]
+
+
+def test_a_batch_that_cannot_be_read_whole_has_no_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = filled(Run(tmp_path))
+    reference = run.process()
+    read = BatchReader.read
+    monkeypatch.setattr(BatchReader, "read", lambda *given: read(*given)[:-1])
+
+    with pytest.raises(StagingError, match="holds 9 messages, but 8 were read"):
+        run.batch(reference)
+
+    monkeypatch.undo()
+    assert run.ack()["totals"]["acked"] == 0

@@ -153,7 +153,7 @@ def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
 
     assert [ids(run, plan, batch) for batch in batches] == [[0, 1, 2, 3, 4], [5, 6], [7]]
-    assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ["k", 1])
+    assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ("k", 1))
     assert seen[1].metadata == {"q": "1"}
 
 
