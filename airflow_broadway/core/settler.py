@@ -28,7 +28,7 @@ from airflow_broadway.core.custody import (
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.message import Message
 
-__all__ = ["Settler", "Tally", "entry_of"]
+__all__ = ["Settler", "Tally", "entry_of", "settled"]
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,19 @@ def entry_of(message: Message, verdict: Verdict) -> Entry:
         delivery.payload,
         delivery.properties,
     )
+
+
+def settled(report: SettleReport) -> SettleReport:
+    """What ``settle_now`` did, if it did all of it.
+
+    :raises ProducerError: If the broker refuses, or :class:`LeaseLapsed` if the lease has lapsed:
+        the callback that asked is told, and nothing counts as settled at once.
+    """
+    if report.failed:
+        raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
+    if report.lapsed:
+        raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {report.total} messages")
+    return report
 
 
 class Tally:
@@ -137,11 +150,7 @@ class Settler:
             if self._closed:
                 raise LeaseLapsed("the run has ended and given its messages back")
         entries = [entry_of(*judged) for judged in (*successful, *failed)]
-        report = self._in_thread(lambda: self._settle(entries))
-        if report.failed:
-            raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
-        if report.lapsed:
-            raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {len(entries)} messages")
+        report = settled(self._in_thread(lambda: self._settle(entries)))
         with self._lock:
             self._report += report
             for entry in entries:

@@ -31,7 +31,7 @@ from airflow_broadway.core.manifest import (
 )
 from airflow_broadway.core.message import AckRef, BatchInfo, Message, Trigger
 from airflow_broadway.core.pool import WorkerPool
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.settler import entry_of, settled
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.spark.fence import Fence
 from airflow_broadway.spark.turns import chains
@@ -191,8 +191,7 @@ class PythonBatches:
             )
         )
         try:
-            report: SettleReport = custodian.settle_now(self.run_folder.lease(generation), entries)
-            return report
+            return settled(custodian.settle_now(self.run_folder.lease(generation), entries))
         finally:
             custodian.close()
 

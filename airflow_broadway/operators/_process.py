@@ -37,7 +37,7 @@ from airflow_broadway.core.processor import ChunkResult
 from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.core.rate_limiter import RateLimiter, RateState
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.settler import entry_of, settled
 from airflow_broadway.staging.rows import Rows
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -168,9 +168,9 @@ class Process:
                     self._note_settled(result.successful, writer)
                 self._note_settled(result.failed, writer)
                 for message in _unaccounted(chunk, result):
-                    settled = message.message_id in self._now
+                    at_once = message.message_id in self._now
                     self._now.discard(message.message_id)
-                    writer.entry(entry_of(message, ACK if settled else RELEASE), settled=settled)
+                    writer.entry(entry_of(message, ACK if at_once else RELEASE), settled=at_once)
                 number += 1
         finally:
             pool.close()
@@ -222,7 +222,8 @@ class Process:
     def settle_now(self, judged: list[Judged]) -> None:
         """Carry verdicts out at the broker, for ``ack_immediately``."""
         entries = [entry_of(message, verdict) for message, verdict in judged]
-        self._settled_now += self._open_custodian().settle_now(self._source_lease, entries)
+        report = self._open_custodian().settle_now(self._source_lease, entries)
+        self._settled_now += settled(report)
         self._now.update(entry.message_id for entry in entries)
 
     # -- the end -------------------------------------------------------------------------------

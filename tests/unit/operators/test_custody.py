@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from airflow_broadway import Batcher, Message, RetryPolicy
-from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.custody import Lease, SettleReport
 from airflow_broadway.core.errors import (
+    LeaseLapsed,
     PipelineError,
     ProducerError,
     ProducerUnavailable,
@@ -507,3 +508,41 @@ def test_a_batch_that_cannot_be_read_whole_has_no_outcome(
 
     monkeypatch.undo()
     assert run.ack()["totals"]["acked"] == 0
+
+
+class Now(Sums):
+    """Settles at once, in the processor or in the batch, and notes what that raised."""
+
+    raised: list[str] = []
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        message = message.put_data(int(message.data))
+        return self.now(message) if context["at"] == "process" else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [self.now(each) for each in messages] if context["at"] == "batch" else messages
+
+    def now(self, message: Message) -> Message:
+        try:
+            return message.ack_immediately()
+        except LeaseLapsed as error:
+            self.raised.append(str(error))
+            raise
+
+
+@pytest.mark.parametrize("at", ["process", "batch"])
+def test_settling_at_once_says_so_when_the_messages_are_held_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    # Given a broker that has given the messages to another run
+    Now.raised.clear()
+    run = filled(Run(tmp_path, pipeline=Now, context={"at": at}), 1)
+
+    def lapsed(self: SqliteQueue, generation: str, entries: Any) -> SettleReport:
+        return SettleReport(lapsed=sum(1 for _ in entries))
+
+    monkeypatch.setattr(SqliteQueue, "settle_now", lapsed)
+
+    # Then the callback that settles at once learns it, as it does in a run of one process
+    run.batch(run.process())
+    assert Now.raised == ["the run no longer holds 1 of 1 messages"]
