@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +28,10 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.manifest import BatchPlan, Manifest, PlannedBatch
 from airflow_broadway.core.message import BatchMode, Message
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrays import compute as pc
 from airflow_broadway.staging.merging import AT, SOURCE, merged, only_bytes
-from airflow_broadway.staging.plans import standing_plan
+from airflow_broadway.staging.plans import planned_elsewhere, standing_plan
 from airflow_broadway.staging.reader import messages_of
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.slabs import DataFiles
@@ -77,7 +78,8 @@ def plan_batches(
     stamp = run.clock.now().astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
     label = re.sub(r"[^A-Za-z0-9-]+", "-", try_label)[:40] or "try"
     path = f"{folder}/{stamp}-{label}-{uuid.uuid4().hex[:8]}"
-    plan = _Planning(run, pipeline, batcher, manifests, path).run()
+    seen = planned_elsewhere(run, batcher, inputs[:16])
+    plan = _Planning(run, pipeline, batcher, manifests, path, seen).run()
     for note in plan.notes:
         log.warning("batcher %r: %s", batcher, note)
     return plan
@@ -164,6 +166,7 @@ class _Planning:
         batcher: str,
         manifests: list[Manifest],
         path: str,
+        seen: Collection[str],
     ) -> None:
         self._run = run
         self._pipeline = pipeline
@@ -173,6 +176,8 @@ class _Planning:
         self._manifests = manifests
         self._sources = [each.files.get(batcher, []) for each in manifests]
         self.no_sources = [0] * len(manifests)
+        #: Sources whose messages may have been handled in batches of another plan.
+        self._seen = [i for i, each in enumerate(manifests) if each.generation in seen]
         #: The batch of each row of the table at hand, and the batches that have rows of it.
         self.column: list[int] = []
         self.touched: list[_Pending] = []
@@ -221,7 +226,7 @@ class _Planning:
         data = DataFiles(files, self._path, options, self._pipeline.producer, as_bytes=as_bytes)
         with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as lines:
             try:
-                for table in merged(files, self._sources) if paths else ():
+                for table in map(self._marked, merged(files, self._sources)) if paths else ():
                     self._take(table)
                     if data.add(table, self.column):
                         self._flush(data, lines)
@@ -235,6 +240,19 @@ class _Planning:
             plan = self._header(data.names, as_bytes)
             files.create_own(f"{self._path}/plan.jsonl", _whole(plan, lines))
         return plan
+
+    def _marked(self, table: pa.Table) -> pa.Table:
+        """The table with what may have been handled before marked as redelivered.
+
+        When one of several process tasks is cleared, the messages of the others stay, and are
+        batched anew beside those that it receives now.
+        """
+        if not self._seen:
+            return table
+        again: Any = pc.is_in(table[SOURCE], value_set=array_of(self._seen, table[SOURCE].type))
+        place = table.column_names.index("redelivered")
+        marks = pc.or_(table["redelivered"], again)
+        return table.set_column(place, table.schema.field(place), marks)
 
     def _take(self, table: pa.Table) -> None:
         """Batch the rows of one table."""

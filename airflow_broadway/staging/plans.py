@@ -16,7 +16,7 @@ from airflow_broadway.staging.run import StagedRun
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
 
-__all__ = ["outcomes_of", "plans_of", "standing_plan", "standing_plans"]
+__all__ = ["outcomes_of", "planned_elsewhere", "plans_of", "standing_plan", "standing_plans"]
 
 
 def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
@@ -33,6 +33,19 @@ def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
         if best is None or count >= best[0]:
             best = count, plan
     return best
+
+
+def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
+    """The generations that plans of a batcher hold whose inputs are others than ``inputs``."""
+    top = f"batches/{batcher}"
+    found: set[str] = set()
+    for other in run.files.list(top):
+        for name in run.files.list(f"{top}/{other}") if other != inputs else ():
+            try:
+                found.update(BatchPlan.read(run.files, f"{top}/{other}/{name}")[0].generations)
+            except FileNotFoundError:  # never finished
+                continue
+    return found
 
 
 def standing_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:

@@ -506,3 +506,25 @@ def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
     # and the same input makes the same batches
     assert [batch.batch_id for batch in batches] == [batch.batch_id for batch in batches_again]
     assert again.triggers == plan.triggers
+
+
+def test_what_another_plan_held_is_marked_when_it_is_batched_anew(tmp_path: Path) -> None:
+    # Given a plan of two producers' messages, whose batches may have been handled
+    run, pipeline = open_run(tmp_path), python(batch_size=2)
+    kept = publish(run, pipeline, [[message(n, batcher="b") for n in range(3)]])
+    gone = publish(run, pipeline, [[message(n, batcher="b") for n in range(3, 6)]], map_index=1)
+    plan_of(run, pipeline, kept, gone)
+
+    # When the second's process task is cleared, and receives anew
+    anew = publish(run, pipeline, [[message(n, batcher="b") for n in range(6, 9)]], map_index=1)
+    plan, batches = plan_of(run, pipeline, kept, anew)
+
+    # Then the first's come in other batches, and say so; the new ones do not
+    reader = BatchReader(run, plan)
+    marks = {each.message_id: each.redelivered for batch in batches for each in reader.read(batch)}
+    assert marks == {f"m-{n}": n < 3 for n in (0, 1, 2, 6, 7, 8)}
+    assert sum(batch.redelivered for batch in batches) == 3
+    # And so they do however often the plan is made
+    assert [b.redelivered for b in plan_of(run, pipeline, kept, anew)[1]] == [
+        b.redelivered for b in batches
+    ]
