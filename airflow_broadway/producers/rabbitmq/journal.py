@@ -1,6 +1,7 @@
 """What settling has done, kept in staging so that a killed settlement goes on where it was.
 
-One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed)::
+One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), and beside
+them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again::
 
     lease.json      the lease queue's name and deadline; written before it is declared
     now-*.json      ids that callbacks settled at once, by action
@@ -16,16 +17,28 @@ import json
 import os
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingError
 
-__all__ = ["Journal", "digest"]
+__all__ = ["Due", "Journal", "digest"]
 
 
 def digest(text: str) -> str:
     """A short hash, fit for names."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Due(NamedTuple):
+    """A lease queue that may be looked at again.
+
+    :param gone: Whether it was found gone before: only its journal is left.
+    """
+
+    name: str
+    folder: str
+    queue: str
+    gone: bool
 
 
 class Journal:
@@ -51,9 +64,14 @@ class Journal:
         """What was noted when the lease queue was declared."""
         return self._read(f"{digest(generation)}/lease.json")
 
-    def note_lease(self, generation: str, value: dict[str, Any]) -> None:
-        """Note a lease queue before it is declared."""
-        self._write(f"{digest(generation)}/lease.json", value)
+    def note_lease(self, generation: str, value: dict[str, Any], due: float) -> None:
+        """Note a lease queue before it is declared.
+
+        :param due: From when on it may be deleted if it is empty; seconds since the epoch.
+        """
+        folder = digest(generation)
+        self._write(f"due/{due:.0f}-{folder}.json", {"queue": value["queue"]})
+        self._write(f"{folder}/lease.json", value)
 
     def settled(self, generation: str) -> dict[str, Any] | None:
         """What a settlement did, if it got as far: ``{"report", "bundles"}``."""
@@ -83,19 +101,26 @@ class Journal:
                 found.update(self._read(f"{digest(generation)}/{name}") or {})
         return found
 
-    def leases(self) -> list[tuple[str, dict[str, Any]]]:
-        """The folders of all generations, with their lease."""
+    def due(self, now: float) -> list[Due]:
+        """The lease queues that may be looked at again."""
         found = []
-        for folder in self._names(""):
-            value = self._read(f"{folder}/lease.json")
-            if value is not None:
-                found.append((folder, value))
+        for name in self._names("due"):
+            at, _, folder = name.removesuffix(".json").partition("-")
+            if float(at) <= now:
+                value = self._read(f"due/{name}")
+                if value is not None:
+                    found.append(Due(name, folder, str(value["queue"]), bool(value.get("gone"))))
         return found
 
-    def forget(self, folder: str) -> None:
-        """Remove a folder that :meth:`leases` named."""
-        if self._root is not None:
-            self._fs.rm(f"{self._root}/{folder}", recursive=True)
+    def put_off(self, due: Due, at: float) -> None:
+        """Note that a lease queue is gone, and its journal to be kept until ``at``."""
+        self._write(f"due/{at:.0f}-{due.folder}.json", {"queue": due.queue, "gone": True})
+        self._remove(f"due/{due.name}")
+
+    def forget(self, due: Due) -> None:
+        """Remove all that was noted of a generation."""
+        self._remove(due.folder)
+        self._remove(f"due/{due.name}")
 
     def dropped(self, generation: str, bundle: str) -> bool:
         """Whether a bundle that came back has nothing left to handle."""
@@ -138,6 +163,16 @@ class Journal:
             self._memory[name] = value
         else:
             self._put(f"{self._root}/{name}", json.dumps(value).encode())
+
+    def _remove(self, name: str) -> None:
+        if self._root is None:
+            return
+        try:
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StagingError(f"{self._root}/{name} cannot be removed: {error}") from None
 
     def _put(self, path: str, data: bytes) -> None:
         try:

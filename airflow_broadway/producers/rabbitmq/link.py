@@ -72,6 +72,7 @@ class Link:
     """A connection and its thread.
 
     :param on_lost: Called in the thread when the connection is lost, or closed.
+    :raises ConnectionMissing: If the address cannot be used.
     :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
     :raises ProducerError: If it refuses.
     """
@@ -85,6 +86,7 @@ class Link:
         self._closing = False
         self._raw: Any = None
         self._done = threading.Event()
+        self._parameters = address.parameters()
         self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
         self._thread.start()
         try:
@@ -155,7 +157,7 @@ class Link:
     def _run(self) -> None:
         try:
             self._raw = connection_class()(
-                self.address.parameters(),
+                self._parameters,
                 on_open_callback=lambda raw: self._on_open(),
                 on_open_error_callback=lambda raw, error: self._end(error),
                 on_close_callback=lambda raw, error: self._end(error),

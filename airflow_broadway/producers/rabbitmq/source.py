@@ -28,7 +28,7 @@ from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.intake import Intake, Ready, Sealer
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.lane import Lane
-from airflow_broadway.producers.rabbitmq.link import Channel, Link
+from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
 from airflow_broadway.producers.rabbitmq.metadata import Describer
 from airflow_broadway.producers.rabbitmq.properties import Mark, dump, encode, republished
 from airflow_broadway.producers.rabbitmq.returns import (
@@ -38,7 +38,8 @@ from airflow_broadway.producers.rabbitmq.returns import (
     store_staged,
     unreadable,
 )
-from airflow_broadway.producers.rabbitmq.topology import Topology
+from airflow_broadway.producers.rabbitmq.sweep import due_at, sweep
+from airflow_broadway.producers.rabbitmq.topology import Topology, explained
 from airflow_broadway.producers.rabbitmq.wire import Delivered, Parser
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class RabbitSource:
         self._has_messages = False
         self._properties: dict[tuple[bytes, bytes], str] = {}
         self._deadline = self._fresh_deadline()
-        self._connect()
+        sweep(self._connect(), self._topology, self._journal, self._clock.now().timestamp())
         _open.add(self)
 
     # -- the lease -----------------------------------------------------------------------------
@@ -255,7 +256,7 @@ class RabbitSource:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _connect(self) -> Link:
         ready = self._ready
         link = Link(
             self._address, on_lost=lambda: ready.fail(ProducerUnavailable("the connection is lost"))
@@ -280,6 +281,7 @@ class RabbitSource:
         except BaseException:
             link.close()
             raise
+        return link
 
     def _reconnect(self) -> None:
         """Go on after a lost connection; nothing happens if there is none lost."""
@@ -289,6 +291,8 @@ class RabbitSource:
             return
         if isinstance(error, LeaseLapsed):
             self._fenced = error
+        if isinstance(error, Refused):
+            raise explained(error, f"the queue {self._producer.queue!r}") from None
         if not isinstance(error, ProducerUnavailable):
             raise error
         with ready.changed:
@@ -331,6 +335,7 @@ class RabbitSource:
                 "deadline": self._deadline.isoformat(),
                 "seconds": self._producer.lease,
             },
+            due_at(self._deadline.timestamp(), self._producer.lease),
         )
         if intake.backlog:
             self._topology.refuse_stream(self._link, intake.backlog[0].properties)

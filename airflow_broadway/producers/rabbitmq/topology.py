@@ -12,7 +12,7 @@ from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues, lease_a
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "explained"]
 
 
 class Topology:
@@ -55,7 +55,7 @@ class Topology:
                 channel.call("queue_bind", queue=queue, exchange=exchange, **dict(arguments))
             declared = channel.call("queue_declare", queue=queue, passive=True)
         except Refused as error:
-            raise _explained(error, f"the source queue {queue!r}") from None
+            raise explained(error, f"the source queue {queue!r}") from None
         return int(declared.method.message_count)
 
     def refuse_stream(self, link: Link, properties: bytes) -> None:
@@ -104,7 +104,7 @@ class Topology:
             )
             channel.call("queue_bind", queue=name, exchange=EXCHANGE, routing_key=name)
         except Refused as error:
-            raise _explained(error, f"the lease queue {name!r}") from None
+            raise explained(error, f"the lease queue {name!r}") from None
         channel.close()
 
     def ensure_returns(self, link: Link) -> None:
@@ -132,7 +132,7 @@ class Topology:
         except Refused as error:
             if error.code == 404:
                 return None
-            raise _explained(error, f"the queue {name!r}") from None
+            raise explained(error, f"the queue {name!r}") from None
         channel.close()
         return int(declared.method.message_count)
 
@@ -143,7 +143,7 @@ class Topology:
             channel.call("queue_unbind", queue=name, exchange=EXCHANGE, routing_key=name)
         except Refused as error:
             if error.code != 404:
-                raise _explained(error, f"the lease queue {name!r}") from None
+                raise explained(error, f"the lease queue {name!r}") from None
             return
         channel.close()
 
@@ -155,7 +155,7 @@ class Topology:
         except Refused as error:
             if error.code == 404:
                 return 0
-            raise _explained(error, f"the queue {name!r}") from None
+            raise explained(error, f"the queue {name!r}") from None
         channel.close()
         return int(deleted.method.message_count)
 
@@ -167,12 +167,12 @@ class Topology:
         try:
             channel.call("queue_declare", queue=name, durable=True, arguments=arguments)
         except Refused as error:
-            raise _explained(error, f"the queue {name!r}") from None
+            raise explained(error, f"the queue {name!r}") from None
         channel.close()
         self._made.add(key)
 
 
-def _explained(error: Refused, what: str) -> ProducerError:
+def explained(error: Refused, what: str) -> ProducerError:
     """The refusal, with what to do about it."""
     advice = {
         403: "grant the user the permissions in docs/rabbitmq.md",

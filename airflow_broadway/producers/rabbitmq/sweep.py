@@ -1,0 +1,59 @@
+"""Deletes the lease queues of dead generations, and in time what was noted of them.
+
+A queue that looks empty may not be: bundles whose lease lapsed and that the returns queue has not
+taken yet show in no count.  So a lease queue is deleted only when it is empty, the returns queue is
+there, and an hour has passed since the last bundle in it can have lapsed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.topology import Topology
+
+__all__ = ["due_at", "sweep"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds for the broker to move what lapsed: its dead-letter worker tries again every 3 minutes.
+_GRACE = 3600.0
+#: Seconds for which a journal outlives its queue: a bundle may lie in the returns queue until then.
+_KEPT = 7 * 86400.0
+
+
+def due_at(deadline: float, seconds: float) -> float:
+    """From when on a lease queue holds nothing that can still lapse.
+
+    A generation takes nothing after its deadline, and what it took until then lapses within
+    ``seconds`` more.
+    """
+    return deadline + seconds + _GRACE
+
+
+def sweep(link: Link, topology: Topology, journal: Journal, now: float) -> None:
+    """Look at all lease queues that are due.  Never in the way of a run: errors are logged."""
+    try:
+        for due in journal.due(now):
+            if due.gone:
+                journal.forget(due)
+                continue
+            depth = topology.depth(link, due.queue)
+            if depth:
+                log.warning(
+                    "The lease queue %r still holds %d bundles long after they should have lapsed:"
+                    " look whether %r takes messages.",
+                    due.queue,
+                    depth,
+                    topology.queues.returns,
+                )
+                continue
+            if depth is not None:
+                topology.ensure_returns(link)
+                topology.delete(link, due.queue)
+                log.info("Deleted the lease queue %r of a dead generation.", due.queue)
+            journal.put_off(due, now + _KEPT)
+    except (BroadwayError, OSError, ValueError) as error:
+        log.warning("Lease queues of dead generations could not be looked after: %s", error)

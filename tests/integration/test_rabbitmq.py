@@ -1,0 +1,505 @@
+"""RabbitMQ as it is in the wild: refusals, mismatches and hostile messages, at a real broker."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody import ACK, Action, QueueDepth, SettleReport, Source, Verdict
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
+from airflow_broadway.producers.rabbitmq.properties import MARK, decode
+from airflow_broadway.producers.rabbitmq.queues import Queues
+from airflow_broadway.testing.contract import entry_of, ids, settlement_of
+from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_server import RabbitServer
+
+pytestmark = pytest.mark.broker
+
+
+class Connections:
+    """One connection, whatever is asked for."""
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(conn_id=conn_id, conn_type="rabbitmq", **self._given)
+
+
+class Place:
+    """A queue of a test's own."""
+
+    def __init__(self, server: RabbitServer, folder: Path) -> None:
+        self.server = server
+        self.host, self.port = server.address
+        self.name = f"test-{uuid.uuid4().hex}"
+        self.queues = Queues(self.name)
+        self.folder = folder
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        with pika.BlockingConnection(pika.URLParameters(self.server.url)) as connection:
+            yield connection.channel()
+
+    def declare(self, **arguments: Any) -> None:
+        with self.channel() as channel:
+            channel.queue_declare(self.name, durable=True, arguments=arguments)
+
+    def send(self, *bodies: bytes, properties: Any = None) -> None:
+        with self.channel() as channel:
+            channel.confirm_delivery()
+            for body in bodies:
+                channel.basic_publish("", self.name, body, properties)
+
+    def producer(self, **options: Any) -> RabbitMQProducer:
+        return RabbitMQProducer(
+            **{"queue": self.name, "uri": f"amqp://{self.host}:{self.port}", **options}
+        )
+
+    def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
+        given = {"host": self.host, "port": self.port, **connection}
+        return ProducerEnv(
+            generation=generation,
+            connections=Connections(**given),
+            staging=f"file://{self.folder}",
+        )
+
+    @contextmanager
+    def source(self, generation: str = "g1", **options: Any) -> Iterator[Source]:
+        source = self.producer(**options).source(self.env(generation))
+        try:
+            yield source
+        finally:
+            source.close()
+
+    def take(self, source: Source) -> list[Message]:
+        taken: list[Message] = []
+        while got := source.secure(source.receive(500, timeout=0.3)):
+            taken += got
+        return taken
+
+    def settle(
+        self,
+        generation: str,
+        verdicts: Mapping[int, Verdict] | None = None,
+        **options: Any,
+    ) -> tuple[list[Message], SettleReport]:
+        """Take everything, and settle it by its place."""
+        with self.source(generation, **options) as source:
+            messages = self.take(source)
+            lease = source.lease
+        chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
+        custodian = self.producer(**options).custodian(self.env("custodian"))
+        try:
+            return messages, custodian.settle(lease, settlement_of(messages, chosen))
+        finally:
+            custodian.close()
+
+    def get(self, queue: str) -> tuple[Any, bytes] | None:
+        with self.channel() as channel:
+            method, properties, body = channel.basic_get(queue, auto_ack=True)
+            return None if method is None else (properties, body)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(wanted_server(), tmp_path)
+
+
+def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:
+    """Ask the management API."""
+    if server.given is not None:
+        pytest.skip("no management API of the tests' own")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.management_port}/api/{path}",
+        method=method,
+        headers={
+            "Authorization": f"Basic {base64.b64encode(b'guest:guest').decode()}",
+            "Content-Type": "application/json",
+        },
+        data=None if body is None else json.dumps(body).encode(),
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_wrong_credentials_are_one_clear_error_without_the_password(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:
+        producer.source(place.env(login="me", password="s3cret"))
+
+    assert "s3cret" not in str(raised.value) + caplog.text
+
+
+def test_a_virtual_host_that_is_not_there(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
+        producer.source(place.env(schema="nowhere"))
+
+
+def test_a_broker_that_is_not_there(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1")
+
+    with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
+        producer.source(place.env())
+
+
+def test_a_host_whose_name_is_not_known(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, uri="amqp://no-such-host.invalid")
+
+    with pytest.raises(ProducerUnavailable, match="name is not known"):
+        producer.source(place.env())
+
+
+def test_tls_files_that_cannot_be_read(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ConnectionMissing, match="TLS files"):
+        producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
+
+
+def test_a_queue_that_is_missing_is_named_with_the_cure(place: Place) -> None:
+    with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
+        place.producer().source(place.env())
+
+
+def test_a_queue_declared_with_other_arguments(place: Place) -> None:
+    place.declare()
+
+    with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
+        place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
+            place.env()
+        )
+
+
+def test_a_lease_queue_with_other_arguments_takes_no_message(place: Place) -> None:
+    place.declare()
+    place.send(b"1", b"2")
+    with place.channel() as channel:
+        channel.queue_declare(place.queues.lease("g1"), durable=True)
+
+    with place.source() as source, pytest.raises(ProducerError, match="the lease queue"):
+        source.receive(10, timeout=1.0)
+
+    assert len(place.settle("g2")[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("lacking", "expected"),
+    [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
+)
+def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
+    place: Place, lacking: str, expected: str
+) -> None:
+    place.declare()
+    place.send(b"1")
+    user = f"user-{uuid.uuid4().hex[:8]}"
+    manage(place.server, "PUT", f"users/{user}", {"password": "s3cret", "tags": ""})
+    allowed = {"configure": ".*", "write": ".*", "read": ".*", lacking: "^$"}
+    manage(place.server, "PUT", f"permissions/%2F/{user}", allowed)
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ProducerError, match=expected) as raised:  # noqa: PT012
+        source = producer.source(place.env(login=user, password="s3cret"))
+        try:
+            source.receive(10, timeout=2.0)
+        finally:
+            source.close()
+
+    assert "permissions in docs/rabbitmq.md" in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+    manage(place.server, "DELETE", f"users/{user}")
+    assert len(place.settle("g2")[0]) == 1
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def test_a_message_of_every_type_arrives_and_is_published_again(place: Place) -> None:
+    headers = {
+        "text": "żółć",
+        "number": 2**40,
+        "true": True,
+        "none": None,
+        "list": [1, "two", {"three": 3}],
+        "table": {"in": {"in": {"in": "deep"}}},
+    }
+    place.declare()
+    place.send(
+        b"body",
+        properties=pika.BasicProperties(
+            content_type="text/plain", headers=headers, priority=3, correlation_id="c", app_id="a"
+        ),
+    )
+    options: dict[str, Any] = {
+        "metadata": ["headers", "content_type", "routing_key", "priority", "persistent"]
+    }
+
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    [first], report = place.settle("g1", {0: retry}, **options)
+    [second], _ = place.settle("g2", **options)
+
+    assert report == SettleReport(requeued=1)
+    assert first.metadata["content_type"] == "text/plain"
+    assert first.metadata["routing_key"] == place.name
+    assert first.metadata["persistent"] is False
+    assert first.metadata["headers"]["table"] == headers["table"]
+    assert second.metadata["headers"] == first.metadata["headers"]
+    assert (second.message_id, second.attempt, second.data) == (first.message_id, 2, b"body")
+    json.dumps(dict(second.metadata))
+
+
+def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
+    place.declare()
+    link = Link(place.producer().address(place.env()))
+    table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
+    properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
+    channel = link.channel()
+    link.post(lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties)))
+    channel.shut()
+    link.close()
+    place.send(b"plain")
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+
+    messages, report = place.settle("g1", {0: retry, 1: retry}, metadata=["headers"])
+    again, _ = place.settle("g2", metadata=["headers"])
+
+    assert sorted(message.data for message in messages) == [b"odd", b"plain"]
+    assert report == SettleReport(requeued=2)
+    assert sorted(ids(again)) == sorted(ids(messages))
+
+
+def test_a_body_that_is_too_large_is_set_aside_with_the_reason(place: Place) -> None:
+    place.declare()
+    place.send(b"1", b"x" * 5_000, b"2")
+
+    messages, report = place.settle("g1", max_message_bytes=1_000)
+
+    assert [message.data for message in messages] == [b"1", b"2"]
+    assert report == SettleReport(acked=2)
+    found = place.get(place.queues.dead)
+    assert found is not None
+    assert found[1] == b"x" * 5_000
+    assert "max_message_bytes" in found[0].headers["x-broadway-reason"]
+
+
+def test_large_messages_are_bundles_of_their_own(place: Place) -> None:
+    place.declare()
+    bodies = [b"x" * 3_000_000, b"y", b"z" * 900_000, b"z" * 900_000]
+    place.send(*bodies)
+
+    messages, report = place.settle("g1")
+
+    assert [message.data for message in messages] == bodies
+    assert report == SettleReport(acked=4)
+
+
+def test_a_dead_letter_says_why_and_where_it_was(place: Place) -> None:
+    place.declare()
+    place.send(b"1", properties=pika.BasicProperties(user_id="guest", expiration="600000"))
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "no departure " + "x" * 5_000, "process")
+
+    place.settle("g1", {0: dead})
+
+    found = place.get(place.queues.dead)
+    assert found is not None
+    headers = found[0].headers
+    assert headers["x-broadway-reason"].startswith("no departure")
+    assert len(headers["x-broadway-reason"].encode()) <= 2_048
+    assert headers["x-broadway-stage"] == "process"
+    assert headers["x-broadway-queue"] == place.name
+    assert headers["x-broadway-original"] == {"user_id": "guest", "expiration": "600000"}
+
+
+def test_dead_letters_go_where_the_option_says(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    other = f"{place.name}-dead"
+    with place.channel() as channel:
+        channel.queue_declare(other, durable=True)
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+
+    place.settle("g1", {0: dead}, dead_letter=other)
+
+    found = place.get(other)
+    assert found is not None
+    assert found[1] == b"1"
+
+
+def test_a_dead_letter_that_nobody_takes_fails_and_comes_back(place: Place) -> None:
+    # Broadway's rmq-004: one refusal does not keep the others from being settled.
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+
+    _, report = place.settle("g1", {1: dead}, dead_letter=f"{place.name}-missing")
+
+    assert (report.acked, report.dead_lettered, report.failed) == (2, 0, 1)
+    assert "NO_ROUTE" in report.errors[0]
+    assert [message.data for message in place.settle("g2")[0]] == [b"2"]
+
+
+def test_a_returned_bundle_of_a_newer_version_stays_where_it_is(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.declare()
+    place.send(b"1")
+    arguments = place.queues.returns_arguments()
+    with place.channel() as channel:
+        channel.queue_declare(place.queues.returns, durable=True, arguments=arguments)
+        channel.basic_publish("", place.queues.returns, b"AFBW\x09\x00\x00\x00\x02{}")
+
+    messages, _ = place.settle("g1")
+
+    assert [message.data for message in messages] == [b"1"]
+    assert "format version 9" in caplog.text
+    assert place.get(place.queues.returns) is not None
+
+
+def test_a_mark_that_somebody_forged_is_not_believed(place: Place) -> None:
+    place.declare()
+    forged = {MARK: {"id": "same", "giver": "other", "attempt": 2**62}}
+    twice = {MARK: {"id": "twice", "giver": "other", "attempt": 1}}
+    place.send(b"1", b"2", properties=pika.BasicProperties(headers=forged))
+    place.send(b"3", b"4", properties=pika.BasicProperties(headers=twice))
+
+    messages, report = place.settle("g1")
+
+    assert [message.data for message in messages] == [b"1", b"2", b"3", b"4"]
+    assert len(set(ids(messages))) == 4
+    assert report == SettleReport(acked=4)
+
+
+# -- queues ------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_refused(place: Place) -> None:
+    place.declare(**{"x-queue-type": "stream"})
+    place.send(b"1")
+    options: dict[str, Any] = {"consume_options": {"arguments": {"x-stream-offset": "first"}}}
+
+    with (
+        place.source(**options) as source,
+        pytest.raises(ProducerError, match="is a stream"),
+    ):
+        source.receive(10, timeout=3.0)
+
+
+def test_a_priority_queue_gives_the_urgent_first(place: Place) -> None:
+    place.declare(**{"x-max-priority": 5})
+    for priority in (1, 5, 3):
+        place.send(str(priority).encode(), properties=pika.BasicProperties(priority=priority))
+
+    messages, _ = place.settle("g1", metadata=["priority"])
+
+    assert [message.metadata["priority"] for message in messages] == [5, 3, 1]
+
+
+def test_options_declare_bind_and_connect(place: Place) -> None:
+    exchange = f"{place.name}-exchange"
+    seen: list[int] = []
+
+    def after_connect(channel: Any) -> None:
+        seen.append(channel.number)
+        channel.call("exchange_declare", exchange=exchange, exchange_type="topic")
+
+    options: dict[str, Any] = {
+        "declare": {"durable": True},
+        "bindings": [(exchange, {"routing_key": "flights.#"})],
+        "after_connect": after_connect,
+        "consume_options": {"consumer_tag": "mine"},
+        "qos": Qos(prefetch_count=7),
+        "metadata": ["exchange", "routing_key"],
+    }
+    with place.source("g0", **options) as source:
+        assert source.receive(10, timeout=0.1) == []
+    with place.channel() as channel:
+        channel.basic_publish(exchange, "flights.late", b"late")
+
+    [message], _ = place.settle("g1", **options)
+
+    assert dict(message.metadata) == {"exchange": exchange, "routing_key": "flights.late"}
+    assert len(seen) >= 2
+
+
+def test_after_connect_may_refuse(place: Place) -> None:
+    place.declare()
+
+    with pytest.raises(ProducerError, match="it returned 'no'"):
+        place.producer(after_connect=lambda channel: "no").source(place.env())
+
+
+def test_an_empty_run_declares_nothing(place: Place) -> None:
+    place.declare()
+
+    place.settle("g1")
+
+    with place.channel() as channel, pytest.raises(pika.exceptions.ChannelClosedByBroker):
+        channel.queue_declare(place.queues.returns, passive=True)
+
+
+def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:
+    place.declare()
+    place.send(*[b"%d" % number for number in range(6)])
+    late = Verdict(Action.RETRY, 300.0, "later", "process")
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+
+    place.settle("g1", {0: late, 1: late, 2: dead})
+    place.send(b"new")
+
+    assert place.producer().depth(place.env()) == QueueDepth(1, 2, 0, 1, None)
+
+
+def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place: Place) -> None:
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    with place.source("g1", lease=3.0) as source:
+        messages = place.take(source)
+        lease = source.lease
+    custodian = place.producer(lease=3.0).custodian(place.env("g1"))
+    report = custodian.settle_now(lease, [entry_of(messages[1], ACK)])
+    assert custodian.settle_now(lease, [entry_of(messages[1], ACK)]) == report
+    custodian.close()
+
+    import time
+
+    time.sleep(3.5)
+    again, _ = place.settle("g2")
+
+    assert sorted(message.data for message in again) == [b"1", b"3"]
+
+
+def test_settled_headers_hold_no_more_than_they_must(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    place.settle("g1", {0: retry})
+
+    found = place.get(place.name)
+
+    assert found is not None
+    assert set(found[0].headers) == {MARK}
+    assert decode(b"\x00\x00") == {}
