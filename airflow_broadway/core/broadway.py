@@ -12,6 +12,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
@@ -227,11 +228,15 @@ class Broadway:
 
     @staticmethod
     def _seconds(value: Any, rendered: bool) -> float:
+        if isinstance(value, str) and "{{" in value and not rendered:
+            return 0.0  # nothing is run before it is rendered
+        seconds = value
         if rendered and isinstance(value, str):
-            value = float(value)
-        if not SECONDS.holds(value):
+            with suppress(ValueError):
+                seconds = float(value)
+        if not SECONDS.holds(seconds):
             raise OptionsError("shutdown", SECONDS.text, value)
-        return float(value)
+        return float(seconds)
 
     def _producer(self, given: Any, rendered: bool) -> Producer:
         declared = type(self).producer

@@ -364,6 +364,12 @@ class Batcher(Options):
     )
 
     def _resolve(self) -> None:
+        for name in ("engine", "own_application"):
+            value = getattr(self, name)
+            if _is_template(value):
+                raise OptionsError(
+                    f"Batcher.{name}", "no template: it says which tasks the Dag has", value
+                )
         for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
             self._default(name, value)
         if isinstance(self.batch_size, tuple):

@@ -190,3 +190,22 @@ def test_a_python_pipeline_of_a_dag_file_is_referred_to_by_the_files_name(
 
     assert reference["class"] == "dag-file/orders:PythonOrders"
     assert isinstance(Broadway.load(reference), PythonOrders)
+
+
+def test_what_shapes_the_dag_cannot_be_a_template() -> None:
+    for option in ("engine", "own_application"):
+        with pytest.raises(OptionsError, match=rf"batchers\.late\.{option}.*no template"):
+            Templated(batchers={"late": {option: "{{ var.value.x }}"}})
+
+
+def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
+    ref = Templated(shutdown="{{ var.value.x }}").ref()
+    assert ref["options"] == {"shutdown": "{{ var.value.x }}"}
+    assert Templated.load({**ref, "options": {"shutdown": "5"}}).shutdown == 5.0
+    with pytest.raises(OptionsError, match="'shutdown': expected a number of seconds"):
+        Templated.load({**ref, "options": {"shutdown": "soon"}})
+
+
+class Templated(Broadway):
+    producer = SqliteProducer(queue="q", path="/nowhere/q.db")
+    batchers = {"late": Batcher(engine="python")}
