@@ -26,5 +26,4 @@ for broker, pipeline in PIPELINES.items():
                     "spark.ui.enabled": "false",
                 },
             },
-            ack={"poke_interval": 3.0},
         )
