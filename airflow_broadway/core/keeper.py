@@ -24,6 +24,7 @@ class Keeper:
     :param seconds: The length of the shortest lease.
     :param leases: The leases to renew now: those that hold messages.
     :param renewed: Called with each renewed lease, in the thread.
+    :param at_once: Renew for the first time at once: nobody may have done so for a while.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class Keeper:
         leases: Callable[[], Sequence[Lease]],
         *,
         renewed: Callable[[Lease], None] = lambda lease: None,
+        at_once: bool = False,
     ) -> None:
         self._open = custodian
         self._interval = seconds / RENEWALS
         self._leases = leases
         self._renewed = renewed
+        self._first = 0.0 if at_once else self._interval
         self._stop = threading.Event()
         self._lapsed: set[str] = set()
         self._thread = threading.Thread(target=self._keep, name="broadway-keeper", daemon=True)
@@ -66,7 +69,7 @@ class Keeper:
             )
 
     def start(self) -> None:
-        """Begin; renews for the first time after a quarter of the lease."""
+        """Begin; renews for the first time after a quarter of the lease, unless ``at_once``."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -77,7 +80,9 @@ class Keeper:
 
     def _keep(self) -> None:
         custodian: Custodian | None = None
-        while not self._stop.wait(self._interval):
+        wait = self._first
+        while not self._stop.wait(wait):
+            wait = self._interval
             for lease in self._held():
                 try:
                     custodian = custodian or self._open()

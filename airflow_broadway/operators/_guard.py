@@ -42,6 +42,7 @@ class Guard:
             min((lease.seconds for lease in leases), default=3600.0),
             lambda: [] if self._settler.watched() else leases,
             renewed=run.put_lease,
+            at_once=True,
         )
 
     def start(self) -> None:

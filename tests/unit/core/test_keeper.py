@@ -79,3 +79,10 @@ def test_nothing_is_opened_while_there_is_nothing_to_renew() -> None:
 
     with Keeper(lambda: pytest.fail("opened"), 0.02, none):
         assert asked.wait(10)
+
+
+def test_a_lease_that_nobody_looked_after_is_renewed_at_once() -> None:
+    custodian = Custodian(LEASE.deadline, done=1)
+
+    with Keeper(lambda: custodian, 86_400.0, lambda: [LEASE], at_once=True):  # type: ignore[arg-type,return-value]
+        assert custodian.enough.wait(10)
