@@ -15,7 +15,16 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody import ACK, Action, QueueDepth, SettleReport, Source, Verdict
+from airflow_broadway.core.custody import (
+    ACK,
+    RELEASE,
+    Action,
+    QueueDepth,
+    Settlement,
+    SettleReport,
+    Source,
+    Verdict,
+)
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.producer import Connection, ProducerEnv
@@ -233,6 +242,44 @@ def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
     assert "s3cret" not in str(raised.value)
     manage(place.server, "DELETE", f"users/{user}")
     assert len(place.settle("g2")[0]) == 1
+
+
+def test_the_least_permissions_suffice(place: Place) -> None:
+    """Those of docs/rabbitmq.md: for receiving, every verdict, and a release."""
+    place.declare()
+    place.send(*[b"%d" % number for number in range(5)])
+    user = f"user-{uuid.uuid4().hex[:8]}"
+    manage(place.server, "PUT", f"users/{user}", {"password": "s3cret", "tags": ""})
+    allowed = {
+        "configure": r"^broadway\.",
+        "write": r"^(broadway\..*|amq\.default)$",
+        "read": rf"^({place.name}|broadway\..*)$",
+    }
+    manage(place.server, "PUT", f"permissions/%2F/{user}", allowed)
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    env = place.env(login=user, password="s3cret")
+
+    source = producer.source(env)
+    messages = place.take(source)
+    verdicts = [
+        Verdict(Action.RETRY, 300.0, "later", "process"),
+        Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
+        Verdict(Action.RETRY, 0.0, "now", "process"),
+        RELEASE,
+    ]
+    chosen = dict(zip(ids(messages), verdicts, strict=False))
+    custodian = producer.custodian(env)
+    report = custodian.settle(source.lease, settlement_of(messages, chosen))
+    source.close()
+    again = producer.source(place.env("g2", login=user, password="s3cret"))
+    assert len(place.take(again)) == 2
+    custodian.settle(again.lease, Settlement(rest=RELEASE))
+    again.close()
+    custodian.close()
+
+    assert report == SettleReport(acked=1, requeued=2, dead_lettered=1, released=1)
+    assert len(place.settle("g3")[0]) == 2
+    manage(place.server, "DELETE", f"users/{user}")
 
 
 # -- messages ----------------------------------------------------------------------------------
