@@ -50,6 +50,7 @@ __all__ = [
     "load_line",
     "paths",
     "plain_key",
+    "read_json",
 ]
 
 #: The version of all formats here.
@@ -156,6 +157,23 @@ def check_version(value: Mapping[str, Any], path: str) -> None:
         )
 
 
+def read_json(text: str, path: str) -> dict[str, Any]:
+    """The JSON object of a versioned file.
+
+    :raises StagingError: If it is damaged, or a newer release wrote it; names the file.
+    """
+    try:
+        value: dict[str, Any] = json.loads(text)
+        value.get("version")
+    except (ValueError, AttributeError) as error:
+        raise StagingError(
+            f"{path} is damaged ({error}): restore it, or remove the run's folder once its lease"
+            " has lapsed"
+        ) from error
+    check_version(value, path)
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What one execution of a process task received and made of it.
@@ -201,9 +219,7 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: str, path: str) -> Manifest:
-        value = json.loads(text)
-        check_version(value, path)
-        return cls(**value)
+        return cls(**read_json(text, path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +287,7 @@ class BatchPlan:
     def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
         """The header, and the batches streamed in order."""
         lines = files.lines(f"{path}/plan.jsonl")
-        head = json.loads(next(lines))
-        check_version(head, f"{path}/plan.jsonl")
+        head = read_json(next(lines), f"{path}/plan.jsonl")
         return cls(**head), (PlannedBatch(**json.loads(line)) for line in lines)
 
 
@@ -311,9 +326,7 @@ class Outcome:
 
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:
-        value = json.loads(text)
-        check_version(value, path)
-        return cls(**value)
+        return cls(**read_json(text, path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,9 +353,7 @@ class Work:
 
     @classmethod
     def loads(cls, text: str, path: str) -> Work:
-        value = json.loads(text)
-        check_version(value, path)
-        return cls(**value)
+        return cls(**read_json(text, path))
 
 
 def plain_key(key: Any) -> Any:

@@ -83,9 +83,12 @@ def _settle(
                 rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
             )
         report = settle_generation(run, record, custodian, settlement, progress=progress)
-    except BroadwayError as error:
+    except Exception as error:
         # Not in the way of this run: the lease lapses by itself.
-        log.warning("Could not give back generation %s: %s", record.generation, error)
+        unexpected = None if isinstance(error, BroadwayError) else error
+        log.warning(
+            "Could not give back generation %s: %s", record.generation, error, exc_info=unexpected
+        )
         return
     log.info(
         "Settled the dead generation %s (run %s, %s, try %d): gave back %d messages, %d had an"

@@ -18,7 +18,7 @@ from typing import Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.manifest import VERSION, Manifest, check_version, paths
+from airflow_broadway.core.manifest import VERSION, Manifest, paths, read_json
 from airflow_broadway.staging.names import encode_name, encode_run_id
 from airflow_broadway.staging.store import Folder, Store, host_name
 
@@ -85,9 +85,7 @@ class GenerationRecord:
 
         :raises StagingError: If a newer release wrote it.
         """
-        value = json.loads(text)
-        check_version(value, path)
-        return cls(**value, state=state)
+        return cls(**read_json(text, path), state=state)
 
 
 def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:
@@ -271,6 +269,10 @@ def iter_unsettled(
         try:
             record = GenerationRecord.loads(folder.read(path), path)
         except FileNotFoundError:  # settled since it was listed
+            continue
+        except StagingError as error:
+            # Not in the way of the others, nor of a run: its lease lapses by itself.
+            log.error("an unsettled generation is passed over: %s", error)
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=record.run_id, clock=clock)
         state = run.state(record.generation)

@@ -7,7 +7,7 @@ import pytest
 
 from airflow_broadway.core.custody import RELEASE, Settlement, SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.manifest import paths
+from airflow_broadway.core.manifest import Outcome, paths
 from airflow_broadway.staging.run import iter_unsettled
 from airflow_broadway.staging.settlement import record_settled, settle_generation
 from airflow_broadway.testing import ManualClock
@@ -181,3 +181,23 @@ def test_ten_thousand_old_runs_cost_a_sweep_no_more_than_ten(
 
     assert len(list(iter_unsettled(run.store, "Pipeline", "dag"))) == 1
     assert len(looked) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 99}'])
+def test_a_record_that_cannot_be_read_is_in_no_other_runs_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    # Given two unsettled generations, of which one's record is damaged, or of a newer release
+    run = open_run(tmp_path)
+    broken, whole = open_generation(run), open_generation(run, map_index=1)
+    run.dag.replace(f"_open/{broken.generation}.json", text)
+
+    found = list(iter_unsettled(run.store, run.pipeline, run.dag_id))
+
+    assert [record.generation for _, record in found] == [whole.generation]
+    assert broken.generation in caplog.text
+
+
+def test_a_damaged_outcome_is_one_clear_error() -> None:
+    with pytest.raises(StagingError, match=r"outcomes/b\.json is damaged"):
+        Outcome.loads('{"batch_id": "b"', "outcomes/b.json")
