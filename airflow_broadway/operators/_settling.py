@@ -57,6 +57,7 @@ class RunSettler:
         self._run = run
         self._pipeline = pipeline
         self._task_ids = task_ids
+        self._group = ",".join(sorted(task_ids or ()))
         self._only = generations
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
@@ -94,11 +95,10 @@ class RunSettler:
         if not seconds or not open_records:
             return False
         now = self._clock.now()
-        try:
-            since = datetime.fromisoformat(json.loads(self._run.files.read(_HOLD))["since"])
-        except FileNotFoundError:
-            since = now
-            self._run.files.replace(_HOLD, json.dumps({"since": now.isoformat()}))
+        holds = self._holds()
+        since = datetime.fromisoformat(holds.get(self._group, now.isoformat()))
+        if self._group not in holds:
+            self._run.files.replace(_HOLD, json.dumps({**holds, self._group: now.isoformat()}))
         left = seconds - (now - since).total_seconds()
         if left > 0:
             log.warning(
@@ -113,9 +113,19 @@ class RunSettler:
     def end_hold(self) -> None:
         """Forget since when the run is held: nothing keeps it waiting now."""
         try:
-            self._run.files.remove(_HOLD)
+            holds = self._holds()
+            if holds.pop(self._group, None) is not None:
+                self._run.files.replace(_HOLD, json.dumps(holds))
         except StagingError as error:
             log.warning("Could not forget a hold: %s", error)
+
+    def _holds(self) -> dict[str, str]:
+        """Since when each task group of the run is held."""
+        try:
+            held: dict[str, str] = json.loads(self._run.files.read(_HOLD))
+        except FileNotFoundError:
+            return {}
+        return held
 
     # -- settling ------------------------------------------------------------------------------
 

@@ -546,3 +546,25 @@ def test_settling_at_once_says_so_when_the_messages_are_held_no_longer(
     # Then the callback that settles at once learns it, as it does in a run of one process
     run.batch(run.process())
     assert Now.raised == ["the run no longer holds 1 of 1 messages"]
+
+
+def test_two_task_groups_of_a_run_are_held_each_for_its_own_time(tmp_path: Path) -> None:
+    run = filled(Run(tmp_path))
+    run.process()
+    clock = ManualClock()
+
+    def settler(*tasks: str) -> RunSettler:
+        nothing = cast("Any", None)
+        return RunSettler(
+            run.staged, run.pipeline, task_ids=tasks, connections=nothing, clock=clock
+        )
+
+    # Given one that is held, beside one that is at work
+    held, other = settler("process", "batch"), settler("other.process")
+    assert held.hold(60.0, ["batch"])
+    clock.advance(59.0)
+    other.end_hold()
+
+    # Then the one's time goes on
+    clock.advance(2.0)
+    assert not held.hold(60.0, ["batch"])
