@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,8 +279,19 @@ class HadoopFiles:
             if self._renames:  # a real file system: the close alone says nothing of the disk
                 writer.flush()
                 stream.hsync()
-        finally:
-            writer.close()
+        except BaseException:
+            self._abandon(stream)
+            raise
+        writer.close()
+
+    def _abandon(self, stream: Any) -> None:
+        """Give up a file that is half written: an object store would publish it once closed."""
+        if self._renames:
+            stream.close()  # its name is an aside one, which nobody reads
+            return
+        # A store that cannot abort drops what is never closed.
+        with suppress(Exception):
+            stream.abort()
 
 
 def _is_java(error: Exception, name: str) -> bool:

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.manifest import Files
-from airflow_broadway.spark.files import FsspecFiles, LocalFiles, local_path, open_files
+from airflow_broadway.spark.files import (
+    FsspecFiles,
+    HadoopFiles,
+    LocalFiles,
+    local_path,
+    open_files,
+)
 
 
 @pytest.fixture(params=["plain", "fsspec"])
@@ -92,3 +99,25 @@ def test_plain_files_need_no_session(tmp_path: Path) -> None:
 def test_others_do() -> None:
     with pytest.raises(StagingError, match="only be read within a Spark session"):
         open_files("s3a://bucket/run")
+
+
+def test_an_object_that_is_half_written_is_given_up_and_never_closed() -> None:
+    # Given a store that publishes an object once its stream is closed
+    stream = mock.Mock()
+    files = object.__new__(HadoopFiles)
+    files._jvm = mock.Mock()
+    files._renames = False
+    writer = files._jvm.java.io.OutputStreamWriter.return_value
+
+    # When the text breaks off
+    def broken() -> Iterator[str]:
+        yield "half"
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        files._write(stream, broken())
+
+    # Then nothing is published
+    stream.abort.assert_called_once_with()
+    stream.close.assert_not_called()
+    writer.close.assert_not_called()
