@@ -291,14 +291,16 @@ class Process:
         self._close_custodian()
 
     def _give_back(self, lease: Lease) -> None:
+        settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
         try:
-            record = self._run.generation(lease.generation)
-            report = settle_generation(
-                self._run,
-                record,
-                self._open_custodian(),
-                Settlement(rest=RELEASE, settled_now=SettleReport()),
-            )
+            custodian = self._open_custodian()
+            try:
+                record = self._run.generation(lease.generation)
+                report = settle_generation(self._run, record, custodian, settlement)
+            except (StagingError, OSError) as error:
+                # A full disk takes no journal: the sweep after this one will note what it hears.
+                log.warning("Could not note that messages are given back: %s", error)
+                report = custodian.settle(lease, settlement)
             log.warning("Gave back %d messages of this execution.", report.released)
         except (BroadwayError, OSError) as error:
             # The lease lapses by itself; the first error is the one to show.

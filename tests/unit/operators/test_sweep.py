@@ -1,0 +1,110 @@
+"""Whose messages a process task gives back before it receives, and whose it leaves alone."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.unit.operators.steps import Run, Sums
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path)
+    with made.queue() as queue:
+        queue.send([b"%d" % number for number in range(1, 7)])
+    return made
+
+
+def test_a_run_that_airflow_shows_running_keeps_its_messages(run: Run) -> None:
+    run.process(max_messages=3)
+
+    Run(run.folder, "manual__2").sweep()
+
+    assert run.depth() == (3, 0, 3, 0)
+
+
+def test_a_run_that_is_over_gives_them_back(run: Run) -> None:
+    run.process(max_messages=3)
+
+    Run(run.folder, "manual__2", finished=["manual__1"]).sweep()
+
+    assert run.depth() == (6, 0, 0, 0)
+
+
+def test_a_mapped_task_leaves_its_siblings_alone(run: Run) -> None:
+    run.process(0, max_messages=2)
+    run.process(1, max_messages=2)
+
+    run.sweep(1)
+
+    assert run.depth() == (4, 0, 2, 0)
+
+
+def test_a_second_sweep_finds_nothing_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.process(max_messages=3)
+    run.sweep()
+
+    monkeypatch.setattr(SqliteQueue, "settle", None)  # which nobody calls
+
+    run.sweep()
+    assert run.depth() == (6, 0, 0, 0)
+
+
+def test_a_broker_that_cannot_give_back_is_in_nobodys_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a dead try, and a queue that refuses to take its messages back
+    run.process(max_messages=3)
+    settle = SqliteQueue.settle
+    monkeypatch.setattr(SqliteQueue, "settle", _away)
+    run.sweep()
+    assert run.depth() == (3, 0, 3, 0)
+
+    # When it is back, the next execution gives them back
+    monkeypatch.setattr(SqliteQueue, "settle", settle)
+    reference = run.process(try_number=2)
+
+    assert reference["received"] == 6
+
+
+def test_messages_of_another_queue_are_left_to_their_lease(run: Run) -> None:
+    # Given a run whose producer was then pointed elsewhere
+    run.process(max_messages=3)
+    with SqliteQueue(run.folder / "queue.db", "other") as other:
+        other.send([b"1"])
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later.pipeline = Sums(
+        producer={"path": str(run.folder / "queue.db"), "queue": "other"},
+        context={"calls": run.calls_path},
+    )
+
+    reference = later.process()
+
+    assert reference["received"] == 1
+    assert run.depth() == (3, 0, 3, 0)
+
+
+def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
+    # Given a process task that died between opening its generation and receiving
+    from airflow_broadway.core.errors import LeaseLapsed
+
+    env = run.env("f" * 32, {"task_id": "process", "map_index": 0})
+    source = run.pipeline.producer.source(env)
+    run.staged.open_generation(task_id="process", map_index=0, try_number=1, lease=source.lease)
+
+    run.sweep()
+
+    # Then its zombie receives nothing
+    with pytest.raises(LeaseLapsed):
+        source.receive(5, timeout=0.0)
+    source.close()
+    assert run.ack()["balanced"]
+
+
+def _away(*_: object, **__: object) -> None:
+    raise ProducerUnavailable("no answer") from sqlite3.OperationalError("locked")
