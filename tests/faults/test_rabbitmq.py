@@ -17,6 +17,7 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerErr
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.faults.rabbitmq_truth import (
@@ -71,6 +72,12 @@ class Runs:
 
     def source(self, generation: str) -> Source:
         return self.producer.source(self.env(generation))
+
+    def lease_queue(self, generation: str) -> str:
+        """Its name, once the generation has one."""
+        opened = Journal(f"file://{self.folder}", self.queue).opened(generation)
+        assert opened is not None
+        return opened
 
     def take(self, source: Source, most: int = 100_000) -> list[Message]:
         taken: list[Message] = []
@@ -208,7 +215,7 @@ def test_a_lease_queue_deleted_in_mid_transfer(tmp_path: Path, queue: str) -> No
     try:
         first = runs.take(source, 1_000)
         with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
-            connection.channel().queue_delete(runs.queues.lease("g1"))
+            connection.channel().queue_delete(runs.lease_queue("g1"))
         with pytest.raises(LeaseLapsed, match="takes no more messages"):
             runs.take(source)
     finally:
@@ -225,7 +232,7 @@ def test_a_lease_queue_deleted_after_the_manifest_loses_nothing(tmp_path: Path, 
     fill(server.url, queue, 900)
     lease, messages = runs.hold("g1")
     with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
-        connection.channel().queue_delete(runs.queues.lease("g1"))
+        connection.channel().queue_delete(runs.lease_queue("g1"))
 
     released = dict.fromkeys(ids(messages[:100]), RELEASE)
     report = runs.settle(lease, settlement_of(messages, released))
@@ -238,7 +245,6 @@ def test_a_lease_queue_that_refuses(tmp_path: Path, queue: str) -> None:
     server = wanted_server()
     runs = Runs(server, queue, tmp_path)
     fill(server.url, queue, 4_000)
-    name = runs.queues.lease("g1")
     from airflow_broadway.producers.rabbitmq import topology
     from airflow_broadway.producers.rabbitmq.queues import lease_arguments
 
@@ -254,7 +260,7 @@ def test_a_lease_queue_that_refuses(tmp_path: Path, queue: str) -> None:
                 handed += len(source.secure(source.receive(1000, timeout=1.0)))
         lease = source.lease
         source.close()
-    assert depth(server.url, name) is not None
+    assert depth(server.url, runs.lease_queue("g1")) is not None
     assert handed < 4_000
 
     runs.settle(lease, Settlement(rest=RELEASE))
@@ -275,7 +281,7 @@ def test_a_returns_queue_that_is_missing_when_the_lease_lapses(tmp_path: Path, q
     source = runs.source("g2")
     source.receive(1, timeout=0.1)
     source.close()
-    assert depth(server.url, runs.queues.lease("g1")) is not None
+    assert depth(server.url, runs.lease_queue("g1")) is not None
     runs.settle(runs_lease(runs, "g1"), Settlement(rest=RELEASE))
 
     end = time.monotonic() + 240

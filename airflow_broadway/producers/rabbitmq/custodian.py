@@ -135,7 +135,11 @@ class RabbitCustodian:
     # -- what is known -------------------------------------------------------------------------
 
     def _queue(self, lease: Lease) -> str:
-        return self._topology.queues.lease(lease.generation)
+        return (
+            self._journal.opened(lease.generation)
+            or lease.state.get("lease_queue")
+            or self._topology.queues.lease(lease.generation)
+        )
 
     def _held(self, lease: Lease) -> bool:
         margin = min(_MARGIN * lease.seconds, _MARGIN_SECONDS)
@@ -144,7 +148,7 @@ class RabbitCustodian:
     def _was_declared(self, lease: Lease) -> bool:
         # The lease as it was before the first receive cannot tell; the journal can.
         return (
-            bool(lease.state.get("declared") or self._journal.lease(lease.generation) is not None)
+            bool(lease.state.get("declared") or self._journal.opened(lease.generation))
             or not self._journal.durable
         )
 
@@ -168,7 +172,9 @@ class RabbitCustodian:
         return lease
 
     def _settling(self, lease: Lease) -> Settling:
-        return Settling(self._link, self._topology, self._journal, lease, self._clock)
+        return Settling(
+            self._link, self._topology, self._journal, lease, self._queue(lease), self._clock
+        )
 
     @property
     def _topology(self) -> Topology:

@@ -91,6 +91,8 @@ class Sealer:
     queues: Queues
     owner: dict[str, Any]
     store: Callable[[str, bytes], dict[str, Any]] | None = None
+    #: The lease queue; known before the first bundle.
+    target: str = ""
     count: int = 0
     #: Bundles that are sealed and not yet published.
     waiting: int = 0
@@ -165,8 +167,7 @@ class Sealer:
                 "message_id": name,
             }
         )
-        target = self.queues.lease(self.generation)
-        lane.publish(EXCHANGE, target, properties, body, key=name, tag=tag, load=messages)
+        lane.publish(EXCHANGE, self.target, properties, body, key=name, tag=tag, load=messages)
 
 
 class Intake:
@@ -216,7 +217,7 @@ class Intake:
             multiple=True,
             secured=self._secured,
             failed=ready.fail,
-            what=f"the lease queue {sealer.queues.lease(sealer.generation)!r}",
+            what=f"the lease queue of generation {sealer.generation}",
         )
         raw, link = channel.raw, channel.link
         parser = Parser(channel.number, self.backlog.append)

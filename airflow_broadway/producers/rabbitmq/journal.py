@@ -3,7 +3,7 @@
 One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), and beside
 them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again::
 
-    lease.json      the lease queue's name and deadline; written before it is declared
+    opened.json     the lease queue is declared: from now on bundles may be in it
     now-*.json      ids that callbacks settled at once, by action
     settled.json    settling is done but for deleting the lease queue: the report, and the bundles
 
@@ -60,18 +60,18 @@ class Journal:
         """Whether another process sees it."""
         return self._root is not None
 
-    def lease(self, generation: str) -> dict[str, Any] | None:
-        """What was noted when the lease queue was declared."""
-        return self._read(f"{digest(generation)}/lease.json")
-
-    def note_lease(self, generation: str, value: dict[str, Any], due: float) -> None:
-        """Note a lease queue before it is declared.
+    def note_opened(self, generation: str, queue: str, due: float) -> None:
+        """Note that a lease queue is there: from now on bundles may be in it.
 
         :param due: From when on it may be deleted if it is empty; seconds since the epoch.
         """
-        folder = digest(generation)
-        self._write(f"due/{due:.0f}-{folder}.json", {"queue": value["queue"]})
-        self._write(f"{folder}/lease.json", value)
+        self._write(f"due/{due:.0f}-{digest(generation)}.json", {"queue": queue})
+        self._write(f"{digest(generation)}/opened.json", {"queue": queue})
+
+    def opened(self, generation: str) -> str | None:
+        """The generation's lease queue, if bundles may be in it."""
+        value = self._read(f"{digest(generation)}/opened.json")
+        return None if value is None else str(value["queue"])
 
     def settled(self, generation: str) -> dict[str, Any] | None:
         """What a settlement did, if it got as far: ``{"report", "bundles"}``."""
@@ -112,9 +112,12 @@ class Journal:
                     found.append(Due(name, folder, str(value["queue"]), bool(value.get("gone"))))
         return found
 
-    def put_off(self, due: Due, at: float) -> None:
-        """Note that a lease queue is gone, and its journal to be kept until ``at``."""
-        self._write(f"due/{at:.0f}-{due.folder}.json", {"queue": due.queue, "gone": True})
+    def put_off(self, due: Due, at: float, *, gone: bool) -> None:
+        """Look at a lease queue again from ``at`` on.
+
+        :param gone: Whether it is gone, so that only its journal is left.
+        """
+        self._write(f"due/{at:.0f}-{due.folder}.json", {"queue": due.queue, "gone": gone})
         self._remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:

@@ -4,6 +4,7 @@
 ``broadway.lease.<q>.<hash>``     what one generation holds; messages leave it when the lease lapses
 ``broadway.returns.<q>``          bundles whose lease lapsed or was given up, for the next run
 ``broadway.delay.<s>.<q>``        retries that wait; one queue per step of the ladder
+``broadway.spares.<q>``           names of lease queues that are declared for runs to come
 ``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another place
 ``broadway.leases``               the exchange by which bundles reach their lease queue
 ================================  =================================================================
@@ -70,6 +71,11 @@ class Queues:
     def dead(self) -> str:
         """Where dead letters go."""
         return self._name("broadway.dead", "")
+
+    @property
+    def spares(self) -> str:
+        """Where the names of lease queues lie that are declared and not yet used."""
+        return self._name("broadway.spares", "")
 
     def delay(self, step: int) -> str:
         """Where retries wait for a step of the ladder."""

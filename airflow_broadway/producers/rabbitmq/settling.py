@@ -74,18 +74,24 @@ def report_of(
 class Settling:
     """One settlement at work.
 
-    :param crashed: Whether the process that held the lease died of it.
+    :param queue: The lease queue.
     """
 
     def __init__(
-        self, link: Link, topology: Topology, journal: Journal, lease: Lease, clock: Clock
+        self,
+        link: Link,
+        topology: Topology,
+        journal: Journal,
+        lease: Lease,
+        queue: str,
+        clock: Clock,
     ) -> None:
         self._link = link
         self._topology = topology
         self._journal = journal
         self._lease = lease
         self._clock = clock
-        self._queue = topology.queues.lease(lease.generation)
+        self._queue = queue
         self._now = journal.now(lease.generation)
         self._opened: Publisher | None = None
         # What was published, in case it is refused: the messages of the last stretch.

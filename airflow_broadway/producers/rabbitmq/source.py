@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody import Delivery, Lease
 from airflow_broadway.core.errors import (
+    BroadwayError,
     LeaseLapsed,
     ProducerError,
     ProducerUnavailable,
@@ -65,6 +66,10 @@ def is_open_here(generation: str) -> bool:
     return any(source.lease.generation == generation for source in list(_open))
 
 
+def _unconfirmed() -> ProducerUnavailable:
+    return ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+
+
 class RabbitSource:
     """Receives for one generation."""
 
@@ -111,7 +116,7 @@ class RabbitSource:
             waiting = self._ready.outstanding
             state = {
                 "queue": self._producer.queue,
-                "lease_queue": self._queues.lease(self._env.generation),
+                "lease_queue": self._sealer.target,
                 "virtual_host": self._address.virtual_host,
                 "declared": self._declared,
                 "bundles": self._ready.secured,
@@ -158,6 +163,8 @@ class RabbitSource:
                     left = end - self._clock.monotonic()
                     if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
                         left += self._address.timeout
+                        if left <= 0:
+                            raise _unconfirmed()
                     if left <= 0:
                         return []
                     ready.changed.wait(left)
@@ -183,7 +190,7 @@ class RabbitSource:
             while not ready.bundles and ready.outstanding and ready.error is None:
                 left = end - self._clock.monotonic()
                 if left <= 0:
-                    raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
+                    raise _unconfirmed()
                 ready.changed.wait(left)
             held = ready.take(100_000)
             if not held and ready.outstanding and ready.error is not None:
@@ -196,8 +203,14 @@ class RabbitSource:
         _open.discard(self)
         self._sealer.close()
         link, self._link, self._intake = self._link, None, None
-        if link is not None:
-            link.close()
+        if link is None:
+            return
+        try:
+            if self._declared and link.lost is None:
+                self._topology.leave_spare(link)
+        except BroadwayError as error:  # the next run then waits for a queue of its own
+            log.warning("No lease queue could be declared for the next run: %s", error)
+        link.close()
 
     def _patience(self) -> float:
         """Seconds to wait at least before a queue counts as quiet."""
@@ -327,19 +340,14 @@ class RabbitSource:
         """Declare the lease queue: at the first message, so that an empty run declares nothing."""
         assert self._link is not None
         self._deadline = self._fresh_deadline()
-        name = self._queues.lease(self._env.generation)
-        self._journal.note_lease(
-            self._env.generation,
-            {
-                "queue": name,
-                "deadline": self._deadline.isoformat(),
-                "seconds": self._producer.lease,
-            },
-            due_at(self._deadline.timestamp(), self._producer.lease),
-        )
         if intake.backlog:
             self._topology.refuse_stream(self._link, intake.backlog[0].properties)
-        self._topology.open_lease(self._link, name)
+        name = self._topology.open_lease(self._link, self._env.generation)
+        # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
+        # that never answers again, and nobody must wait for that one.
+        due = due_at(self._deadline.timestamp(), self._producer.lease)
+        self._journal.note_opened(self._env.generation, name, due)
+        self._sealer.target = name
         self._declared = True
 
         def run() -> None:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _GRACE = 3600.0
 #: Seconds for which a journal outlives its queue: a bundle may lie in the returns queue until then.
 _KEPT = 7 * 86400.0
+#: Seconds until a lease queue that could not be deleted is looked at again.
+_AGAIN = 86400.0
 
 
 def due_at(deadline: float, seconds: float) -> float:
@@ -40,20 +42,32 @@ def sweep(link: Link, topology: Topology, journal: Journal, now: float) -> None:
             if due.gone:
                 journal.forget(due)
                 continue
-            depth = topology.depth(link, due.queue)
-            if depth:
-                log.warning(
-                    "The lease queue %r still holds %d bundles long after they should have lapsed:"
-                    " look whether %r takes messages.",
-                    due.queue,
-                    depth,
-                    topology.queues.returns,
-                )
-                continue
-            if depth is not None:
-                topology.ensure_returns(link)
-                topology.delete(link, due.queue)
-                log.info("Deleted the lease queue %r of a dead generation.", due.queue)
-            journal.put_off(due, now + _KEPT)
+            try:
+                gone = _look_at(link, topology, due.queue)
+            except BroadwayError as error:
+                log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
+                gone = False
+                if link.lost is not None:
+                    return
+            journal.put_off(due, now + (_KEPT if gone else _AGAIN), gone=gone)
     except (BroadwayError, OSError, ValueError) as error:
         log.warning("Lease queues of dead generations could not be looked after: %s", error)
+
+
+def _look_at(link: Link, topology: Topology, queue: str) -> bool:
+    """Whether a lease queue is gone now."""
+    depth = topology.depth(link, queue)
+    if depth:
+        log.warning(
+            "The lease queue %r still holds %d bundles long after they should have lapsed: look"
+            " whether %r takes messages.",
+            queue,
+            depth,
+            topology.queues.returns,
+        )
+        return False
+    if depth is not None:
+        topology.ensure_returns(link)
+        topology.delete(link, queue)
+        log.info("Deleted the lease queue %r of a dead generation.", queue)
+    return True

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import json
+import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.getter import Getter
 from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
+from airflow_broadway.producers.rabbitmq.properties import encode
+from airflow_broadway.producers.rabbitmq.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues, lease_arguments
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
 
 __all__ = ["Topology", "explained"]
+
+
+#: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
+#: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
+_SETTLED = 2.0
 
 
 class Topology:
@@ -84,25 +95,74 @@ class Topology:
 
     # -- our own -------------------------------------------------------------------------------
 
-    def open_lease(self, link: Link, name: str) -> None:
-        """Declare a lease queue, reachable, and the queues that it needs.
+    def open_lease(self, link: Link, generation: str) -> str:
+        """A lease queue of the generation's own, reachable; its name.
 
         :raises ProducerError: If the broker refuses.
         """
         self.ensure_returns(link)
         self.ensure_dead(link, self._producer.dead_letter is None)
+        name = self._claim_spare(link)
+        declared = time.monotonic()
+        if name is None:
+            name = self.queues.lease(generation)
+            self._declare_lease(link, name)
+        else:
+            declared -= _SETTLED
         channel = link.channel()
         try:
             channel.call(
                 "exchange_declare", exchange=EXCHANGE, exchange_type="direct", durable=True
             )
-            channel.call(
-                "queue_declare",
-                queue=name,
-                durable=True,
-                arguments=lease_arguments(self.queues, self._producer.lease, quorum=self._quorum),
-            )
             channel.call("queue_bind", queue=name, exchange=EXCHANGE, routing_key=name)
+        except Refused as error:
+            raise explained(error, f"the lease queue {name!r}") from None
+        channel.close()
+        time.sleep(max(0.0, declared + _SETTLED - time.monotonic()))
+        return name
+
+    def leave_spare(self, link: Link) -> None:
+        """Declare a lease queue for the next run, unless one waits already."""
+        spares = self.queues.spares
+        if self.depth(link, spares):
+            return
+        self._ensure(link, spares, self.queues.returns_arguments(quorum=self._quorum))
+        name = self.queues.lease(uuid.uuid4().hex)
+        self._declare_lease(link, name)
+        publisher = Publisher(link)
+        token = json.dumps({"queue": name, "arguments": self._lease_arguments()})
+        properties = encode({"delivery_mode": 2, "message_id": name})
+        publisher.publish("", spares, properties, token.encode(), key=name)
+        publisher.flush()
+
+    def _claim_spare(self, link: Link) -> str | None:
+        """A lease queue that an earlier run left, ours alone from now on; ``None`` without one."""
+        if not self.depth(link, self.queues.spares):
+            return None
+        getter = Getter(link, self.queues.spares)
+        got = getter.get()
+        name = None
+        if got is not None:
+            getter.keep(got[0])
+            getter.ack()
+            try:
+                token = json.loads(got[1])
+                if token["arguments"] == self._lease_arguments():
+                    name = str(token["queue"])
+            except (ValueError, TypeError, KeyError):
+                name = None
+        getter.close()
+        return name if name is not None and self.depth(link, name) == 0 else None
+
+    def _lease_arguments(self) -> dict[str, Any]:
+        return lease_arguments(self.queues, self._producer.lease, quorum=self._quorum)
+
+    def _declare_lease(self, link: Link, name: str) -> None:
+        channel = link.channel()
+        try:
+            channel.call(
+                "queue_declare", queue=name, durable=True, arguments=self._lease_arguments()
+            )
         except Refused as error:
             raise explained(error, f"the lease queue {name!r}") from None
         channel.close()

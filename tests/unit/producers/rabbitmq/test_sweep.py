@@ -10,6 +10,7 @@ from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.producers.rabbitmq.sweep import due_at, sweep
 
 HOUR = 3600.0
+LINK: Any = None
 
 
 class Broker:
@@ -32,7 +33,7 @@ class Broker:
 @pytest.fixture(params=["file", "memory"])
 def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Journal:
     made = Journal(f"file://{tmp_path}" if request.param == "file" else None, "q")
-    made.note_lease("g1", {"queue": "lease"}, due_at(1_000.0, 60.0))
+    made.note_opened("g1", "lease", due_at(1_000.0, 60.0))
     made.note_settled("g1", {}, None)
     return made
 
@@ -42,9 +43,9 @@ def test_a_lease_queue_is_deleted_an_hour_after_its_last_bundle_can_have_lapsed(
 ) -> None:
     broker: Any = Broker(lease=0)
 
-    sweep(None, broker, journal, 1_000.0 + 60.0 + HOUR - 1)  # type: ignore[arg-type]
+    sweep(LINK, broker, journal, 1_000.0 + 60.0 + HOUR - 1)
     assert "lease" in broker.depths
-    sweep(None, broker, journal, 1_000.0 + 60.0 + HOUR)  # type: ignore[arg-type]
+    sweep(LINK, broker, journal, 1_000.0 + 60.0 + HOUR)
 
     assert "lease" not in broker.depths
     assert broker.queues.returns in broker.depths
@@ -54,20 +55,20 @@ def test_a_lease_queue_is_deleted_an_hour_after_its_last_bundle_can_have_lapsed(
 def test_a_lease_queue_that_is_not_empty_stays(journal: Journal) -> None:
     broker: Any = Broker(lease=3)
 
-    sweep(None, broker, journal, 10 * HOUR)  # type: ignore[arg-type]
+    sweep(LINK, broker, journal, 10 * HOUR)
 
     assert broker.depths["lease"] == 3
 
 
 def test_a_journal_outlives_its_queue_by_a_week(journal: Journal) -> None:
     broker: Any = Broker()
-    sweep(None, broker, journal, 10 * HOUR)  # type: ignore[arg-type]
-    sweep(None, broker, journal, 10 * HOUR + 6 * 86_400)  # type: ignore[arg-type]
+    sweep(LINK, broker, journal, 10 * HOUR)
+    sweep(LINK, broker, journal, 10 * HOUR + 6 * 86_400)
     assert journal.settled("g1") is not None
     if not journal.durable:
         return
 
-    sweep(None, broker, journal, 10 * HOUR + 8 * 86_400)  # type: ignore[arg-type]
+    sweep(LINK, broker, journal, 10 * HOUR + 8 * 86_400)
 
     assert journal.settled("g1") is None
     assert journal.due(1e12) == []
