@@ -65,6 +65,10 @@ class Scope:
         """Note that ``messages`` have been settled."""
         self._settled.update(map(_identity, messages))
 
+    def has_settled(self, message: Message) -> bool:
+        """Whether a callback of this call has settled the message."""
+        return bool(self._settled) and _identity(message) in self._settled
+
     def restored(self, message: Message) -> Message:
         """The message as it was before a callback that failed.
 

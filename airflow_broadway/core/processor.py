@@ -198,15 +198,19 @@ class ProcessorStage:
                     type(result) is Message
                     and result.status.kind == "ok"
                     and (not known or result.batcher in known)
+                    and result.message_id == message.message_id
+                    and result.acknowledger is message.acknowledger
                 ):
                     succeed(result if convert is None else convert(result))
                     continue
-                self._check(result)
+                self._check(result, message, scope)
+                if result.ok and convert is not None:
+                    result = convert(result)
             except PROTECTED as error:
                 log_failure("handle_message", self.pipeline, error, 1)
                 failed.append(scope.restored(message).with_status(status_of(error)))
             else:
-                failed.append(result)
+                (successful if result.ok else failed).append(result)
 
     def _handle_each_told(
         self,
@@ -222,7 +226,7 @@ class ProcessorStage:
             span = telemetry.Span("processor.message", {**about, "message": message})
             try:
                 result = self.pipeline.handle_message(self._key, message, context)
-                self._check(result)
+                self._check(result, message, scope)
                 given = result
                 if result.ok and self._convert is not None:
                     result = self._convert(result)
@@ -241,11 +245,21 @@ class ProcessorStage:
                     told.append(given)
                 span.stop({**about, "message": given})
 
-    def _check(self, result: Any) -> None:
-        """Raise unless ``result`` is a message that may go on; one that failed always may."""
+    def _check(self, result: Any, message: Message, scope: Scope) -> None:
+        """Raise unless ``result`` is ``message``, and may go on; one that failed always may."""
         if type(result) is not Message:
             raise PipelineError(
                 f"expected a Message from handle_message, got: {result!r:.200}",
+                code="handle_message_bad_return",
+            )
+        if result.message_id != message.message_id or not (
+            result.acknowledger.acknowledger is message.acknowledger.acknowledger
+            or scope.has_settled(message)
+        ):
+            raise PipelineError(
+                f"expected from handle_message the message that it was given"
+                f" ({message.message_id!r}), changed by its put_… functions; got another:"
+                f" {result!r:.200}",
                 code="handle_message_bad_return",
             )
         if result.ok and self._known and result.batcher not in self._known:
