@@ -208,7 +208,7 @@ class _Runs:
                     self._strike(name, part, self._chance.choice(found))
                     return True
                 patience /= 2  # it was faster: be faster with the next
-            time.sleep(0.1)
+            time.sleep(0.2)
         return None
 
     def _strike(self, name: str, part: str, target: Target) -> None:
