@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.link import ANSWER, Link
 
 __all__ = ["Getter"]
 
@@ -23,8 +23,11 @@ class Getter:
         raw = self._channel.raw
         link.post(lambda: raw.add_callback(self._empty, [spec.Basic.GetEmpty], one_shot=False))
 
-    def get(self) -> tuple[int, bytes] | None:
-        """Delivery tag and body of the next message; ``None`` if none is ready."""
+    def get(self, seconds: float = ANSWER) -> tuple[int, bytes] | None:
+        """Delivery tag and body of the next message; ``None`` if none is ready.
+
+        :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
+        """
         raw = self._channel.raw
 
         def ask(reply: Any) -> None:
@@ -35,7 +38,7 @@ class Getter:
                 lambda _, method, properties, body: reply.give((method.delivery_tag, body)),
             )
 
-        got: tuple[int, bytes] | None = self._link.ask(ask)
+        got: tuple[int, bytes] | None = self._link.ask(ask, seconds)
         return got
 
     def keep(self, tag: int) -> None:

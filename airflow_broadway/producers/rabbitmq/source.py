@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,29 +18,20 @@ from airflow_broadway.core.custody import Delivery, Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
-    ProducerError,
     ProducerUnavailable,
-    StagingError,
 )
 from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.intake import Intake, Ready, Sealer
+from airflow_broadway.producers.rabbitmq.drain import Returns
+from airflow_broadway.producers.rabbitmq.intake import Intake
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.lane import Lane
-from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
+from airflow_broadway.producers.rabbitmq.link import Link, Refused
 from airflow_broadway.producers.rabbitmq.metadata import Describer
-from airflow_broadway.producers.rabbitmq.properties import Mark, dump, encode, republished
-from airflow_broadway.producers.rabbitmq.returns import (
-    examine,
-    rest_header,
-    split,
-    store_staged,
-    unreadable,
-)
+from airflow_broadway.producers.rabbitmq.properties import dump
+from airflow_broadway.producers.rabbitmq.returns import store_staged
+from airflow_broadway.producers.rabbitmq.sealing import Ready, Sealer
 from airflow_broadway.producers.rabbitmq.sweep import due_at, sweep
 from airflow_broadway.producers.rabbitmq.topology import Topology, explained
-from airflow_broadway.producers.rabbitmq.wire import Delivered, Parser
 
 if TYPE_CHECKING:
     from airflow_broadway.core.producer import ProducerEnv
@@ -93,14 +83,11 @@ class RabbitSource:
         self._position = 0
         self._handed = 0
         self._extra = 0
-        self._alone = False
         self._declared = False
         self._fenced: LeaseLapsed | None = None
         self._link: Link | None = None
         self._intake: Intake | None = None
-        self._returned: deque[Delivered] = deque()
-        self._returns: Lane | None = None
-        self._returns_left = 0
+        self._returns = Returns(producer, self._topology, self._journal, self._ready, self._sealer)
         self._has_messages = False
         self._properties: dict[tuple[bytes, bytes], str] = {}
         self._deadline = self._fresh_deadline()
@@ -152,9 +139,15 @@ class RabbitSource:
             intake = self._intake
             assert intake is not None
             assert self._link is not None
-            if not ready.bundles and self._returns_left > 0:
-                self._drain(demand, end)
-            if not self._alone:
+            if not ready.bundles and self._returns.left > 0:
+                self._returns.drain(
+                    self._link,
+                    min(demand, max(1, demand // 2)) if self._has_messages else demand,
+                    wait=end - self._clock.monotonic(),
+                    fresh=not self._position,
+                    open_lease=lambda intake=intake: self._open_lease(intake),  # type: ignore[misc]
+                )
+            if not self._returns.alone:
                 with ready.changed:
                     ready.credit = demand
                 self._link.post(lambda intake=intake: intake.want(demand))  # type: ignore[misc]
@@ -216,7 +209,7 @@ class RabbitSource:
         """Seconds to wait at least before a queue counts as quiet."""
         if self._handed:
             return _AGAIN
-        return _FIRST if self._has_messages or self._returns_left else 0.0
+        return _FIRST if self._has_messages or self._returns.left else 0.0
 
     def _stirred(self, intake: Intake) -> bool:
         ready = self._ready
@@ -224,7 +217,7 @@ class RabbitSource:
             ready.bundles
             or ready.error is not None
             or (intake.backlog and not self._declared)
-            or (self._returns_left > 0 and not ready.outstanding)
+            or (self._returns.left > 0 and not ready.outstanding)
         )
 
     def _check_deadline(self) -> None:
@@ -290,7 +283,7 @@ class RabbitSource:
             )
             self._link = link
             self._intake.open = self._declared
-            self._open_returns(link)
+            self._returns.open(link)
         except BaseException:
             link.close()
             raise
@@ -321,7 +314,6 @@ class RabbitSource:
             with ready.changed:
                 ready.error = None
             try:
-                self._returned.clear()
                 self._connect()
             except ProducerUnavailable as again:
                 pause = self._backoff.next()
@@ -338,6 +330,8 @@ class RabbitSource:
 
     def _open_lease(self, intake: Intake) -> None:
         """Declare the lease queue: at the first message, so that an empty run declares nothing."""
+        if self._declared:
+            return
         assert self._link is not None
         self._deadline = self._fresh_deadline()
         if intake.backlog:
@@ -355,114 +349,3 @@ class RabbitSource:
             intake.pump()
 
         self._link.post(run)
-
-    # -- what came back ------------------------------------------------------------------------
-
-    def _open_returns(self, link: Link) -> None:
-        depth = self._topology.depth(link, self._queues.returns)
-        self._returns, self._returns_left = None, depth or 0
-        if not depth:
-            return
-        channel = link.channel()
-        self._returns = Lane(
-            channel,
-            multiple=False,
-            secured=self._ready.add,
-            failed=self._ready.fail,
-            what="the lease queue",
-        )
-        self._listen(link, channel)
-
-    def _listen(self, link: Link, channel: Channel) -> None:
-        returned, changed = self._returned, self._ready.changed
-
-        def deliver(delivered: Delivered) -> None:
-            returned.append(delivered)
-            with changed:
-                changed.notify()
-
-        parser = Parser(channel.number, deliver)
-
-        def run() -> None:
-            link.raw.parsers[channel.number] = parser
-            channel.raw.basic_qos(prefetch_count=2)
-            channel.raw.basic_consume(self._queues.returns, lambda *_: None)
-
-        link.post(run)
-
-    def _drain(self, demand: int, end: float) -> None:
-        """Secure from a returned bundle: at most half a demand while the source has messages."""
-        ready, intake, lane = self._ready, self._intake, self._returns
-        assert intake is not None
-        assert lane is not None
-        assert self._link is not None
-        with ready.changed:
-            room = demand - ready.outstanding
-            if self._has_messages:
-                room = min(room, max(1, demand // 2))
-            if room <= 0:
-                return
-            if not self._returned and ready.error is None:
-                left = min(1.0, end - self._clock.monotonic())
-                ready.changed.wait_for(
-                    lambda: bool(self._returned) or ready.error is not None, max(left, 0.05)
-                )
-        if not self._returned:
-            self._returns_left = 0  # another run has them
-            return
-        delivered = self._returned.popleft()
-        self._returns_left -= 1
-        try:
-            read = examine(delivered.body, self._journal)
-        except (ProducerError, StagingError) as error:
-            unreadable(error)
-            return
-        if read is None:
-            self._link.post(lambda: lane.ack(delivered.tag))
-            return
-        fresh = not (self._position or ready.outstanding)
-        portion = split(
-            read.messages, room=room, fresh=fresh, max_crashes=self._producer.max_crashes
-        )
-        if portion is None:
-            return
-        if portion.take and not self._declared:
-            self._open_lease(intake)
-        if portion.alone:
-            self._alone, self._returns_left = True, 0
-        with ready.changed:
-            ready.outstanding += len(portion.take)
-        self._topology.ensure_dead(self._link, bool(portion.crashed))
-        self._link.post(lambda: self._secure_again(lane, delivered.tag, read.header, portion))
-
-    def _secure_again(self, lane: Lane, tag: int, header: Any, portion: Any) -> None:
-        """Publish what becomes of a returned bundle, then acknowledge it.  In the link's thread."""
-        exchange, routing_key = self._topology.dead
-        generation = self._env.generation
-        for held in portion.crashed:
-            reason = f"its process died {held.crashes} times, at last with nothing else to handle"
-            lane.publish(
-                exchange,
-                routing_key,
-                republished(
-                    held.properties,
-                    Mark(held.message_id, generation, held.attempt),
-                    extra={"x-broadway-reason": reason, "x-broadway-stage": "crashed"},
-                ),
-                held.body,
-                key=held.message_id,
-            )
-        if portion.later:
-            name = f"{self._sealer.prefix}.r{tag:x}"
-            body = bundles.pack(rest_header(header, name, len(portion.later)), portion.later)
-            lane.publish(
-                "",
-                self._queues.returns,
-                encode({"delivery_mode": 2, "message_id": name}),
-                body,
-                key=name,
-            )
-        if portion.take:
-            self._sealer.publish(lane, portion.take, tag)
-        else:
-            lane.done(tag)

@@ -8,7 +8,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.getter import Getter
 from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
 from airflow_broadway.producers.rabbitmq.properties import encode
@@ -24,6 +24,8 @@ __all__ = ["Topology", "explained"]
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
 #: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
 _SETTLED = 2.0
+#: Seconds that a queue which may be dead may take to answer.
+_PATIENCE = 5.0
 
 
 class Topology:
@@ -33,6 +35,7 @@ class Topology:
         self._producer = producer
         self._quorum = producer.queue_type == "quorum"
         self._made: set[str] = set()
+        self._spares_answer = True
         self.queues = Queues(producer.queue)
 
     @property
@@ -124,7 +127,7 @@ class Topology:
     def leave_spare(self, link: Link) -> None:
         """Declare a lease queue for the next run, unless one waits already."""
         spares = self.queues.spares
-        if self.depth(link, spares):
+        if not self._spares_answer or self.depth(link, spares):
             return
         self._ensure(link, spares, self.queues.returns_arguments(quorum=self._quorum))
         name = self.queues.lease(uuid.uuid4().hex)
@@ -139,9 +142,13 @@ class Topology:
         """A lease queue that an earlier run left, ours alone from now on; ``None`` without one."""
         if not self.depth(link, self.queues.spares):
             return None
-        getter = Getter(link, self.queues.spares)
-        got = getter.get()
         name = None
+        try:
+            getter = Getter(link, self.queues.spares)
+            got = getter.get(_PATIENCE)
+        except ProducerUnavailable:
+            self._spares_answer = False
+            return None
         if got is not None:
             getter.keep(got[0])
             getter.ack()
@@ -152,7 +159,19 @@ class Topology:
             except (ValueError, TypeError, KeyError):
                 name = None
         getter.close()
-        return name if name is not None and self.depth(link, name) == 0 else None
+        return name if name is not None and self._answers(link, name) else None
+
+    def _answers(self, link: Link, name: str) -> bool:
+        """Whether a lease queue is there, empty and alive: a count alone comes from dead ones
+        too.""" if self.depth(link, name) != 0:
+            return False
+        try:
+            getter = Getter(link, name)
+            empty = getter.get(_PATIENCE) is None
+        except ProducerUnavailable:
+            return False
+        getter.close()
+        return empty
 
     def _lease_arguments(self) -> dict[str, Any]:
         return lease_arguments(self.queues, self._producer.lease, quorum=self._quorum)
