@@ -162,8 +162,8 @@ class Topology:
         return name if name is not None and self._answers(link, name) else None
 
     def _answers(self, link: Link, name: str) -> bool:
-        """Whether a lease queue is there, empty and alive: a count alone comes from dead ones
-        too.""" if self.depth(link, name) != 0:
+        """Whether a lease queue is there, empty and alive; a dead one still has a count."""
+        if self.depth(link, name) != 0:
             return False
         try:
             getter = Getter(link, name)
