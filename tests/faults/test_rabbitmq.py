@@ -169,7 +169,7 @@ def test_a_broker_that_is_killed_and_comes_back(
 def test_a_broker_that_is_killed_while_leases_lapse(
     mortal: RabbitServer, tmp_path: Path, queue: str
 ) -> None:
-    runs = Runs(mortal, queue, tmp_path, lease=4.0)
+    runs = Runs(mortal, queue, tmp_path, lease=10.0)
     fill(mortal.url, queue, 3_000)
     lease, messages = runs.hold("g1")
     assert len(messages) == 3_000

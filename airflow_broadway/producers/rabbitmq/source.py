@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 #: The sources of this process: a generation that ends while one of them is open did not crash.
 _open: weakref.WeakSet[RabbitSource] = weakref.WeakSet()
 
-#: Seconds that the first message of a queue that is not empty may take, and those that follow.
-_FIRST, _AGAIN = 3.0, 0.2
+#: Seconds between two looks at a queue that has messages and delivers none, and for how long.
+_AGAIN, _LATE = 0.2, 20.0
 
 #: A generation takes nothing more when this part of its lease is left.
 _MARGIN = 0.02
@@ -130,9 +130,9 @@ class RabbitSource:
             raise self._fenced
         if demand < 1:
             return []
-        # What lies in the queue takes a moment to come: a shorter timeout would call it quiet.
-        end = self._clock.monotonic() + max(timeout, self._patience())
         ready = self._ready
+        end = self._clock.monotonic() + timeout
+        last = end + _LATE
         self._check_deadline()
         while True:
             self._reconnect()
@@ -152,18 +152,23 @@ class RabbitSource:
                     ready.credit = demand
                 self._link.post(lambda intake=intake: intake.want(demand))  # type: ignore[misc]
             with ready.changed:
-                while not self._stirred(intake):
+                quiet = False
+                while not (quiet or self._stirred(intake)):
                     left = end - self._clock.monotonic()
                     if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
                         left += self._address.timeout
                         if left <= 0:
                             raise _unconfirmed()
-                    if left <= 0:
-                        return []
-                    ready.changed.wait(left)
+                    quiet = left <= 0
+                    if not quiet:
+                        ready.changed.wait(left)
                 held = ready.take(demand)
             if held:
                 return self._messages(held)
+            if quiet:
+                if self._clock.monotonic() > last or not self._more(intake):
+                    return []
+                end = self._clock.monotonic() + _AGAIN
             if ready.error is None and intake.backlog and not self._declared:
                 self._open_lease(intake)
 
@@ -205,11 +210,11 @@ class RabbitSource:
             log.warning("No lease queue could be declared for the next run: %s", error)
         link.close()
 
-    def _patience(self) -> float:
-        """Seconds to wait at least before a queue counts as quiet."""
-        if self._handed:
-            return _AGAIN
-        return _FIRST if self._has_messages or self._returns.left else 0.0
+    def _more(self, intake: Intake) -> bool:
+        """Whether messages are in the queue that only take their time to come."""
+        if intake.stopped or self._returns.alone or self._link is None:
+            return False
+        return bool(self._topology.depth(self._link, self._producer.queue))
 
     def _stirred(self, intake: Intake) -> bool:
         ready = self._ready
@@ -333,10 +338,10 @@ class RabbitSource:
         if self._declared:
             return
         assert self._link is not None
-        self._deadline = self._fresh_deadline()
         if intake.backlog:
             self._topology.refuse_stream(self._link, intake.backlog[0].properties)
         name = self._topology.open_lease(self._link, self._env.generation)
+        self._deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
         # that never answers again, and nobody must wait for that one.
         due = due_at(self._deadline.timestamp(), self._producer.lease)
