@@ -18,6 +18,7 @@ from airflow_broadway.core.custody import Delivery, Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
+    ProducerError,
     ProducerUnavailable,
 )
 from airflow_broadway.core.message import AckRef, Message
@@ -44,8 +45,9 @@ log = logging.getLogger(__name__)
 #: The sources of this process: a generation that ends while one of them is open did not crash.
 _open: weakref.WeakSet[RabbitSource] = weakref.WeakSet()
 
-#: Seconds between two looks at a queue that has messages and delivers none, and for how long.
-_AGAIN, _LATE = 0.2, 20.0
+#: Seconds that the first message of a queue that is not empty may take, and those that follow; then
+#: the queue itself is asked, for so long.
+_FIRST, _AGAIN, _LATE = 3.0, 0.2, 20.0
 
 #: A generation takes nothing more when this part of its lease is left.
 _MARGIN = 0.02
@@ -131,7 +133,9 @@ class RabbitSource:
         if demand < 1:
             return []
         ready = self._ready
-        end = self._clock.monotonic() + timeout
+        # What lies in the queue takes a moment to come: a shorter timeout would call it quiet.
+        least = _AGAIN if self._handed else _FIRST if self._has_messages else 0.0
+        end = self._clock.monotonic() + max(timeout, least)
         last = end + _LATE
         self._check_deadline()
         while True:
@@ -211,10 +215,19 @@ class RabbitSource:
         link.close()
 
     def _more(self, intake: Intake) -> bool:
-        """Whether messages are in the queue that only take their time to come."""
-        if intake.stopped or self._returns.alone or self._link is None:
+        """Whether messages are in the queue, or on their way, that only take their time to come."""
+        if intake.stopped or self._returns.alone:
             return False
-        return bool(self._topology.depth(self._link, self._producer.queue))
+        queue = self._producer.queue
+        # Twice: deliveries that were under way during the first are here after the second.
+        for _ in range(2):
+            try:
+                declared = intake.channel.call("queue_declare", queue=queue, passive=True)
+            except ProducerError:  # told at the next receive
+                return False
+            if declared.method.message_count:
+                return True
+        return bool(intake.backlog or self._ready.outstanding or self._ready.bundles)
 
     def _stirred(self, intake: Intake) -> bool:
         ready = self._ready
