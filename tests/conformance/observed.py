@@ -12,6 +12,9 @@ from airflow_broadway import Message
 
 Case = dict[str, Any]
 
+#: The value of a key of a batch that a way cannot tell.
+ANY = "*"
+
 
 @dataclass
 class Observed:
@@ -30,17 +33,30 @@ class Observed:
     sequence: list[Any] | None = field(default_factory=list)
     errors: list[str] | None = field(default_factory=list)
     ack_calls_that_raised: list[Any] | None = field(default_factory=list)
+    #: (data, reason) of the messages that failed, where their broker tells no more.
+    reasons: list[tuple[Any, str]] | None = None
+    #: Fields whose order this way does not keep; ``"batchers"``: that between batchers.
+    unordered: frozenset[str] = frozenset()
+    #: Events that this way does not emit.
+    silent: frozenset[str] = frozenset()
+    #: Whether what a timeout would have closed after the last message is closed by the end.
+    flushes_last: bool = False
 
-    def totals(self) -> dict[str, dict[str, list[Any]]]:
-        """The acks summed per ref."""
-        if self.acks_total is not None:
+    def totals(self) -> dict[str, dict[str, list[Any]]] | None:
+        """The acks summed per ref; ``None`` if this way cannot tell."""
+        if self.acks_total is not None or self.acks is None:
             return self.acks_total
-        totals: dict[str, dict[str, list[Any]]] = {}
-        for ack in self.acks or []:
-            total = totals.setdefault(str(ack["ack_ref"]), {"successful": [], "failed": []})
-            total["successful"] += ack["successful"]
-            total["failed"] += ack["failed"]
-        return totals
+        return totals_of(self.acks)
+
+
+def totals_of(acks: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Acks summed per ref."""
+    totals: dict[str, dict[str, list[Any]]] = {}
+    for ack in acks:
+        total = totals.setdefault(str(ack["ack_ref"]), {"successful": [], "failed": []})
+        total["successful"] += ack["successful"]
+        total["failed"] += ack["failed"]
+    return totals
 
 
 def freeze(value: Any) -> Any:
@@ -91,6 +107,15 @@ _WORDS = [
         r"handle_batch/4 must return a list of .+ structs, got: (.+)",
         r"handle_batch must return a list of messages, got: (.+)",
     ),
+    # A DataFrame's handle_batch returns no messages; these are its wrong returns.
+    (
+        r"handle_batch/4 must return a list of .+ structs, but one element was: (.+)",
+        r"handle_batch returned list \[(?:.+, )?(.+?)\]; on Spark it returns .+",
+    ),
+    (
+        r"handle_batch/4 must return a list of .+ structs, got: (.+)",
+        r"handle_batch returned \w+ (.+); on Spark it returns .+",
+    ),
     (r"function .+handle_batch/4 is undefined or private", r".+ defines no handle_batch"),
     (
         r"the configure/3 callback is not defined by acknowledger .+",
@@ -103,11 +128,13 @@ def same_reason(expected: str, got: Any, given: str) -> bool:
     """Whether a reason is the one expected: the case's own words exactly, Broadway's in ours."""
     if expected == got or expected == json.dumps(got):
         return True
-    for theirs, ours in _WORDS:
-        match = re.fullmatch(theirs, expected)
-        if match is not None:
-            own = re.fullmatch(ours, str(got))
-            return own is not None and _words(match) == _words(own)
+    matches = [
+        (match, re.fullmatch(ours, str(got), re.DOTALL))
+        for theirs, ours in _WORDS
+        if (match := re.fullmatch(theirs, expected)) is not None
+    ]
+    if matches:
+        return any(own is not None and _words(match) == _words(own) for match, own in matches)
     # Words of the case itself must come back as they are; of others only the kind counts.
     return json.dumps(expected)[1:-1] not in given
 
@@ -121,8 +148,12 @@ def differences(case: Case, seen: Observed) -> list[str]:
     found = _differences(case, case["expect"], seen)
     alternative = case.get("accept", {}).get("alternative", {})
     if found and "acks" in alternative:
-        expect = {**case["expect"], **alternative}
-        for name in ("sequence", "errors", "never_acked", "acks_total", "why"):
+        expect = {
+            **case["expect"],
+            "acks_total": totals_of(alternative["acks"]),
+            **alternative,
+        }
+        for name in ("sequence", "errors", "never_acked", "why"):
             expect.pop(name, None)
         if not _differences(case, expect, seen):
             return []
@@ -131,16 +162,20 @@ def differences(case: Case, seen: Observed) -> list[str]:
 
 
 def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str]:
-    unordered = bool(case.get("unordered"))
     given = json.dumps(case["given"])
-    same = _Comparer(unordered, given)
     found: list[str] = []
 
-    def check(name: str, wanted: Any, got: Any, equal: Callable[[Any, Any], bool]) -> None:
-        if got is not None and not equal(wanted, plain(got)):
+    def unordered(name: str) -> bool:
+        return bool(case.get("unordered")) or name in seen.unordered
+
+    def check(name: str, wanted: Any, got: Any, equal: str) -> None:
+        if got is None:
+            return
+        got = plain(got)
+        if not getattr(_Comparer(unordered(name), given), equal)(wanted, got):
             found.append(
-                f"{name}{' (in any order)' if unordered else ''}:\n"
-                f"  expected {json.dumps(wanted)}\n  got      {json.dumps(plain(got))}"
+                f"{name}{' (in any order)' if unordered(name) else ''}:\n"
+                f"  expected {json.dumps(wanted)}\n  got      {json.dumps(got)}"
             )
 
     for name in (
@@ -152,32 +187,55 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
         "errors",
     ):
         if name in expect:
-            check(name, expect[name], getattr(seen, name), same.lists)
+            check(name, expect[name], getattr(seen, name), "lists")
     if "checkpoints" in expect:
-        check("checkpoints", expect["checkpoints"], seen.checkpoints, lambda a, b: bool(a == b))
+        check("checkpoints", expect["checkpoints"], seen.checkpoints, "exactly")
     if "acks" in expect:
-        check("acks", expect["acks"], seen.acks, same.acks)
+        check("acks", expect["acks"], seen.acks, "acks")
+        check("reasons", _failed_statuses(expect["acks"]), seen.reasons, "reasons")
     if "acks_total" in expect:
-        check("acks_total", expect["acks_total"], seen.totals(), same.totals)
-    if "batches" in expect:
-        check("batches", expect["batches"], seen.batches, same.subsets)
+        check("acks_total", expect["acks_total"], seen.totals(), "totals")
+    if "batches" in expect and seen.batches is not None:
+        wanted, got = expect["batches"], seen.batches
+        if "batchers" in seen.unordered:
+            wanted, got = _by_batcher(wanted), _by_batcher(got)
+        check("batches", wanted, got, "flushed" if seen.flushes_last else "subsets")
     if "handle_failed_status" in expect:
         check(
             "handle_failed_status",
             expect["handle_failed_status"],
             seen.handle_failed_status,
-            same.status_lists,
+            "status_lists",
         )
     if "telemetry" in expect:
-        check("telemetry", expect["telemetry"], seen.telemetry, same.subsets)
-    if "sequence" in expect and not unordered:
-        check("sequence", expect["sequence"], seen.sequence, same.lists)
-    if "never_acked" in expect:
-        acked = [each for total in seen.totals().values() for one in total.values() for each in one]
+        events = [each for each in expect["telemetry"] if each["event"] not in seen.silent]
+        check("telemetry", events, seen.telemetry, "subsets")
+    if "sequence" in expect and not case.get("unordered"):
+        check("sequence", expect["sequence"], seen.sequence, "lists")
+    totals = seen.totals()
+    if "never_acked" in expect and totals is not None:
+        acked = [each for total in totals.values() for one in total.values() for each in one]
         wrongly = [data for data in expect["never_acked"] if data in plain(acked)]
         if wrongly:
             found.append(f"never_acked: acknowledged all the same: {wrongly}")
     return found
+
+
+def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
+    """(data, status) of each failed message; of one without a status nothing is expected."""
+    return [
+        [data, status]
+        for ack in acks
+        for data, status in zip(
+            ack["failed"],
+            ack.get("failed_status", [None] * len(ack["failed"])),
+            strict=True,
+        )
+    ]
+
+
+def _by_batcher(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(batches, key=lambda batch: str(batch["batcher"]))
 
 
 class _Comparer:
@@ -187,12 +245,25 @@ class _Comparer:
         self._unordered = unordered
         self._given = given
 
+    def exactly(self, wanted: Any, got: Any) -> bool:
+        return bool(wanted == got)
+
     def lists(self, wanted: list[Any], got: list[Any]) -> bool:
-        return self._pairs(wanted, got, lambda a, b: bool(a == b))
+        return self._pairs(wanted, got, self.exactly)
 
     def subsets(self, wanted: list[Any], got: list[Any]) -> bool:
         def holds(one: dict[str, Any], other: dict[str, Any]) -> bool:
-            return all(name in other and other[name] == value for name, value in one.items())
+            return all(name in other and other[name] in (value, ANY) for name, value in one.items())
+
+        return self._pairs(wanted, got, holds)
+
+    def flushed(self, wanted: list[Any], got: list[Any]) -> bool:
+        """As :meth:`subsets`, but for batches that the end closed in place of a timeout."""
+
+        def holds(one: dict[str, Any], other: dict[str, Any]) -> bool:
+            triggers = one.get("trigger"), other["trigger"]
+            one = {**one, "trigger": "flush"} if triggers == ("timeout", "flush") else one
+            return self.subsets([one], [other])
 
         return self._pairs(wanted, got, holds)
 
@@ -214,27 +285,51 @@ class _Comparer:
             for kind in ("successful", "failed")
         )
 
+    def reasons(self, wanted: list[Any], got: list[Any]) -> bool:
+        """Whether each message that failed did so for a reason that is expected of it."""
+
+        def equal(one: list[Any], other: list[Any]) -> bool:
+            (data, status), (failed, reason) = one, other
+            if data != failed or status is None:
+                return bool(data == failed)
+            if len(status) == 1:  # a failure that bears no reason
+                return bool(reason == "")
+            # An exception's text begins with its type.
+            words = [reason, reason.partition(": ")[2]] if status[0] == "error" else [reason]
+            return any(same_reason(str(status[1]), each, self._given) for each in words)
+
+        left = list(wanted)
+        for one in got:
+            found = next((i for i, each in enumerate(left) if equal(each, one)), None)
+            if found is None:
+                return False
+            del left[found]
+        return True
+
     def statuses(self, wanted: list[Any], got: list[Any] | None) -> bool:
         if not wanted or got is None:  # this way knows no statuses, or the case asks for none
             return True
         return len(wanted) == len(got) and all(
-            one[0] == other[0]
-            and (len(one) == 1 or same_reason(one[1], other[1], self._given))
+            one[0] == other[0] and (len(one) == 1 or same_reason(one[1], other[1], self._given))
             for one, other in zip(wanted, got, strict=True)
         )
 
     def status_lists(self, wanted: list[Any], got: list[Any]) -> bool:
         return self._pairs(wanted, got, self.statuses)
 
-    def _pairs(
-        self, wanted: list[Any], got: list[Any], equal: Callable[[Any, Any], bool]
-    ) -> bool:
+    def _pairs(self, wanted: list[Any], got: list[Any], equal: Callable[[Any, Any], bool]) -> bool:
         if len(wanted) != len(got):
             return False
         if not self._unordered:
             return all(map(equal, wanted, got))
-        left = list(got)
+        # Those that are the same to the letter first: others may be taken for more than one.
+        left, others = list(got), []
         for one in wanted:
+            if one in left:
+                left.remove(one)
+            else:
+                others.append(one)
+        for one in others:
             found = next((i for i, other in enumerate(left) if equal(one, other)), None)
             if found is None:
                 return False

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import NO_ACK, OK, AckRef, Status, ack_immediately
 from airflow_broadway.testing import DummyProducer
@@ -150,8 +150,12 @@ def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple
     return spec["init"], split
 
 
-def _batcher(spec: dict[str, Any]) -> Batcher:
-    options: dict[str, Any] = {"engine": "python"}
+#: What a batcher is unless its case says otherwise, whatever its engine.
+_BATCHER = {"batch_size": 100, "batch_bytes": None, "batch_timeout": 1.0}
+
+
+def _batcher(spec: dict[str, Any], engine: str) -> Batcher:
+    options: dict[str, Any] = {"engine": engine, **_BATCHER}
     for name, value in spec.items():
         if name == "name":
             continue
@@ -165,28 +169,34 @@ def _batcher(spec: dict[str, Any]) -> Batcher:
     return Batcher(**options)
 
 
-def _wrap(event: Message) -> Message:
+def wrap(event: Message) -> Message:
+    """The one transformer that cases have."""
     if event.data == "kill":
         raise RuntimeError("Error raised")
     return event.put_data(f"{event.data} transformed")
+
+
+def rate_limiting(spec: dict[str, Any]) -> RateLimiting:
+    """The rate limit of a case's producer."""
+    return RateLimiting(allowed_messages=spec["allowed_messages"], interval=spec["interval"] / 1000)
 
 
 def _producer(spec: dict[str, Any]) -> DummyProducer:
     options: dict[str, Any] = {}
     if spec.get("concurrency"):
         options["concurrency"] = spec["concurrency"]
-    limit = spec.get("rate_limiting")
-    if limit:
-        options["rate_limiting"] = RateLimiting(
-            allowed_messages=limit["allowed_messages"], interval=limit["interval"] / 1000
-        )
+    if spec.get("rate_limiting"):
+        options["rate_limiting"] = rate_limiting(spec["rate_limiting"])
     if spec.get("transformer"):
-        options["transformer"] = {"wrap": _wrap}[spec["transformer"]]
+        options["transformer"] = {"wrap": wrap}[spec["transformer"]]
     return DummyProducer(**options)
 
 
-def class_attributes(case: Case) -> dict[str, Any]:
-    """The options of a case, as attributes of a pipeline class."""
+def class_attributes(case: Case, *, engine: str = "python", prefix: str = "") -> dict[str, Any]:
+    """The options of a case, as attributes of a pipeline class.
+
+    :param prefix: Of the names of batchers.
+    """
     given = case["given"]
     processor = dict(given.get("processor", {}))
     if "partition_by" in processor:
@@ -195,7 +205,9 @@ def class_attributes(case: Case) -> dict[str, Any]:
         "name": given.get("name", "Case"),
         "producer": _producer(given.get("producer") or {}),
         "processors": Processors(**processor),
-        "batchers": {spec["name"]: _batcher(spec) for spec in given.get("batchers", [])},
+        "batchers": {
+            prefix + spec["name"]: _batcher(spec, engine) for spec in given.get("batchers", [])
+        },
     }
     root = partition_function(given.get("partition_by"))
     if root is not None:
@@ -208,10 +220,33 @@ def class_attributes(case: Case) -> dict[str, Any]:
 # -- the pipeline ----------------------------------------------------------------------------------
 
 
+class Followed:
+    """Told of each message that a callback gets, and of what it returned."""
+
+    def entered(self, messages: list[Message]) -> None:
+        return None
+
+    def returned(self, callback: str, given: int, value: Any) -> None:
+        return None
+
+    def routed(self, message: Any) -> Any:
+        """What goes on of what ``handle_message`` returned."""
+        return message
+
+
 def make_pipeline(case: Case, seen: Observed) -> Broadway:
     """The pipeline of a case; its callbacks and acks go to ``seen``."""
+    return make_class(case, seen, class_attributes(case), Followed())()
+
+
+def make_class(
+    case: Case, seen: Observed, attributes: dict[str, Any], followed: Followed
+) -> type[Broadway]:
+    """The pipeline class of a case.
+
+    :param attributes: Its options; callbacks are added.
+    """
     given = case["given"]
-    attributes = class_attributes(case)
     sequence = seen.sequence if seen.sequence is not None else []
 
     def note(entry: list[Any], into: list[Any] | None, value: Any) -> None:
@@ -219,36 +254,37 @@ def make_pipeline(case: Case, seen: Observed) -> Broadway:
         if into is not None:
             into.append(value)
 
+    def called(callback: str, messages: list[Message]) -> Any:
+        followed.entered(messages)
+        returned = apply_callback(given.get(callback) or {}, messages)
+        followed.returned(callback, len(messages), returned)
+        return returned
+
     def handle_message(self: Broadway, processor: str, message: Message, context: Any) -> Any:
         note(["handle_message", message.data], seen.handle_message, message.data)
-        return apply_rules(given.get("handle_message", []), message)
+        followed.entered([message])
+        returned = followed.routed(apply_rules(given.get("handle_message", []), message))
+        followed.returned("handle_message", 1, [returned])
+        return returned
 
     def prepare_messages(self: Broadway, messages: list[Message], context: Any) -> Any:
         data = [message.data for message in messages]
         note(["prepare_messages", data], seen.prepare_messages, data)
-        return apply_callback(given["prepare_messages"], messages)
+        return called("prepare_messages", messages)
 
     def handle_failed(self: Broadway, messages: list[Message], context: Any) -> Any:
         data = [message.data for message in messages]
         note(["handle_failed", data], seen.handle_failed, data)
         if seen.handle_failed_status is not None:
             seen.handle_failed_status.append([status_of(message) for message in messages])
-        return apply_callback(given["handle_failed"], messages)
+        return called("handle_failed", messages)
 
     def handle_batch(
-        self: Broadway, batcher: str, messages: list[Message], info: Any, context: Any
+        self: Broadway, batcher: str, messages: list[Message], info: BatchInfo, context: Any
     ) -> Any:
-        data = [message.data for message in messages]
-        batch = {
-            "batcher": batcher,
-            "batch_key": info.batch_key,
-            "partition": info.partition,
-            "size": info.size,
-            "trigger": info.trigger.value,
-            "data": data,
-        }
-        note(["handle_batch", batcher, data], seen.batches, batch)
-        return apply_callback(given.get("handle_batch") or {}, messages)
+        batch = batch_seen(batcher, [message.data for message in messages], info)
+        note(["handle_batch", batcher, batch["data"]], seen.batches, batch)
+        return called("handle_batch", messages)
 
     attributes["handle_message"] = handle_message
     if "prepare_messages" in given:
@@ -258,7 +294,20 @@ def make_pipeline(case: Case, seen: Observed) -> Broadway:
     if not given.get("no_handle_batch"):
         attributes["handle_batch"] = handle_batch
     made: type[Broadway] = type("Case", (Broadway,), attributes)
-    return made()
+    return made
+
+
+def batch_seen(batcher: str, data: list[Any], info: BatchInfo) -> dict[str, Any]:
+    """A call of ``handle_batch``, as cases write it."""
+    return {
+        "batcher": batcher,
+        "batch_key": info.batch_key,
+        "partition": info.partition,
+        "size": info.size,
+        "trigger": info.trigger.value,
+        "data": data,
+        "batch_id": info.batch_id,
+    }
 
 
 class Recorder:

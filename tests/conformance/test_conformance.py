@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.conformance.observed import Case, differences
@@ -13,7 +15,13 @@ from tests.conformance.units import UNITS
 from tests.conformance.ways import Way
 
 
-def test_case(case: Case, way: Way | None) -> None:
+def test_case(
+    case: Case,
+    way: Way | None,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("way", "unit" if case["type"] == "unit" or way is None else way.name)
     if needs_throw(case):
         pytest.skip("needs `throw`, which Python has not")
     if case["type"] == "unit":
@@ -24,7 +32,7 @@ def test_case(case: Case, way: Way | None) -> None:
         return
     if way is None:
         pytest.fail(f"no way runs the case {case['id']}: {case['title']}")
-    found = differences(case, way.run(case))
+    found = differences(case, way.run(case, request))
     if found:
         pytest.fail(
             f"{case['id']} by {way.name}: {case['title']}\n" + "\n".join(found), pytrace=False

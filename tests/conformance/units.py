@@ -193,9 +193,7 @@ def root_partition_by(case: Case) -> None:
     pipeline = _pipeline(
         partition_by=staticmethod(functions[given["partition_by"]]), batchers=batchers
     )
-    assert (
-        pipeline.processors.partition_by is functions[expect["processors.default.partition_by"]]
-    )
+    assert pipeline.processors.partition_by is functions[expect["processors.default.partition_by"]]
     for name, batcher in pipeline.batchers.items():
         assert batcher.partition_by is functions[expect[f"batchers.{name}.partition_by"]]
 

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from airflow_broadway import Message
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.testing import PipelineDriver
+from tests.conformance.limits import MARGIN, STEP, not_by_operators, not_by_spark, steps_of
 from tests.conformance.observed import Case, Observed
 from tests.conformance.pipelines import acknowledgers, make_message, make_pipeline
 
-#: Seconds that the oracle let pass in each step, and beyond each ``elapse_ms``.
-STEP, MARGIN = 0.040, 0.060
+if TYPE_CHECKING:
+    from tests.conformance.application import Application
 
 
 @dataclass(frozen=True)
 class Way:
     """A way of running cases.
 
-    :param applies: Whether this way can run a pipeline case; the first way runs all.
-    :param run: Runs it.
+    :param why_not: Why this way cannot run a pipeline case; empty if it can.  The first way can
+        run all.
+    :param run: Runs it, with whatever fixtures it asks for.
+    :param marks: Of its tests.
     """
 
     name: str
-    applies: Callable[[Case], bool]
-    run: Callable[[Case], Observed]
+    why_not: Callable[[Case], str]
+    run: Callable[[Case, pytest.FixtureRequest], Observed]
+    marks: Sequence[pytest.MarkDecorator] = ()
 
 
 class _Codes(logging.Handler):
@@ -61,7 +67,7 @@ def watched(case: Case, seen: Observed) -> Iterator[None]:
     if any("batch_processor" in batch for batch in expect.get("batches", [])):
         handlers.append(telemetry.attach(_indices_into(seen), events=["batch_processor.start"]))
     columns: list[Any] = seen.__dict__.setdefault("_processors", [])
-    processors: list[Any] = seen.__dict__.setdefault("_batch_processors", [])
+    processors: dict[str, int] = seen.__dict__.setdefault("_batch_processors", {})
     try:
         yield
     finally:
@@ -71,8 +77,8 @@ def watched(case: Case, seen: Observed) -> Iterator[None]:
         seen.errors = codes.codes
         if seen.handle_message is not None and "handle_message_columns" in expect:
             seen.handle_message = columns
-        for batch, index in zip(seen.batches or [], processors, strict=False):
-            batch["batch_processor"] = index
+        for batch in seen.batches or []:
+            batch["batch_processor"] = processors.get(batch["batch_id"])
 
 
 _SPANS = [event for event in telemetry.EVENTS if event not in ("topology.init", "run.stop")]
@@ -83,7 +89,8 @@ def _indices_into(seen: Observed) -> telemetry.Handler:
         if event == "processor.message.start":
             seen.__dict__["_processors"].append([metadata["message"].data, metadata["index"]])
         else:
-            seen.__dict__["_batch_processors"].append(metadata["index"])
+            batch_id = metadata["batch_info"].batch_id
+            seen.__dict__["_batch_processors"][batch_id] = metadata["index"]
 
     return handle
 
@@ -111,7 +118,7 @@ def _telemetry_into(seen: Observed) -> telemetry.Handler:
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def run_driven(case: Case) -> Observed:
+def run_driven(case: Case, request: pytest.FixtureRequest) -> Observed:
     """Run a case by the test kit's driver, on a clock moved by hand."""
     seen = Observed()
     known = acknowledgers(seen)
@@ -163,12 +170,13 @@ def run_driven(case: Case) -> Observed:
 # -- by run_local ----------------------------------------------------------------------------------
 
 
-def _is_one_push(case: Case) -> bool:
-    steps = case["given"].get("steps", [])
-    return [*map(list, steps)] == [["push"], ["drain"]] and not case["given"].get("producer")
+def _not_locally(case: Case) -> str:
+    if [kind for kind, _ in steps_of(case)] != ["push", "drain"]:
+        return "more than one list of messages"
+    return "a producer with options" if case["given"].get("producer") else ""
 
 
-def run_local(case: Case) -> Observed:
+def run_local(case: Case, request: pytest.FixtureRequest) -> Observed:
     """Run a case by ``run_local``: all that is pushed at once, then drained."""
     seen = Observed()
     known = acknowledgers(seen)
@@ -185,7 +193,45 @@ def run_local(case: Case) -> Observed:
     return seen
 
 
+# -- by the operators ------------------------------------------------------------------------------
+
+
+def run_operators(case: Case, request: pytest.FixtureRequest) -> Observed:
+    """Run a case by the tasks of a run: real operators, queue and staging.
+
+    Not compared: how acknowledgements are grouped and ordered (a run settles in bulk; what became
+    of each message is), the order between stages, and the batchers' own telemetry.
+    """
+    from tests.conformance.staged import StagedCase
+    from tests.conformance.tasks import Tasks
+
+    try:
+        made = StagedCase(case, request.getfixturevalue("tmp_path"), Tasks())
+    except OptionsError:
+        return Observed()
+    with watched(case, made.seen):
+        processed = made.process()
+        made.look()
+        made.batch(processed)
+    return made.acknowledge()
+
+
+# -- in Spark --------------------------------------------------------------------------------------
+
+
+def run_spark(case: Case, request: pytest.FixtureRequest) -> Observed:
+    """Look up what a case has seen in the one Spark application that has the batches of all.
+
+    Not compared, beside what the operators cannot tell: telemetry, and which batch processor (one
+    thread of several) had a batch.
+    """
+    application: Application = request.getfixturevalue("application")
+    return application.seen(case)
+
+
 WAYS = [
-    Way("driver", lambda case: True, run_driven),
-    Way("run_local", _is_one_push, run_local),
+    Way("driver", lambda case: "", run_driven),
+    Way("run_local", _not_locally, run_local),
+    Way("operators", not_by_operators, run_operators),
+    Way("spark", not_by_spark, run_spark, [pytest.mark.spark, pytest.mark.timeout(900)]),
 ]

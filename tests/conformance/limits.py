@@ -1,0 +1,184 @@
+"""What the ways through staging can carry of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.conformance.observed import Case
+
+__all__ = [
+    "CONFIGURABLE",
+    "MARGIN",
+    "MESSAGES",
+    "STEP",
+    "changed_when_settled",
+    "flushes_last",
+    "not_by_operators",
+    "not_by_spark",
+    "operations",
+    "spark_case",
+    "steps_of",
+]
+
+#: Seconds that the oracle let pass in each step, and beyond each ``elapse_ms``.
+STEP, MARGIN = 0.040, 0.060
+
+#: The steps that bring messages.
+MESSAGES = ("push", "produce", "produce_raw")
+
+#: What cases configure → what the queue then does.  ``reject`` is the word of an acknowledger of
+#: theirs; here such a message is left in the queue, which no other is.
+CONFIGURABLE = {
+    "ack": "ack",
+    "retry": "retry",
+    "dead_letter": "dead_letter",
+    "noop": "leave",
+    "reject": "leave",
+}
+
+
+def steps_of(case: Case) -> list[tuple[str, Any]]:
+    """The steps of a case: kind and value."""
+    return [(kind, value) for step in case["given"]["steps"] for kind, value in step.items()]
+
+
+def operations(value: Any) -> Iterator[dict[str, Any]]:
+    """All operations in a part of a case."""
+    if isinstance(value, dict):
+        if "op" in value:
+            yield value
+        for each in value.values():
+            yield from operations(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from operations(each)
+
+
+def changed_when_settled(value: Any) -> bool:
+    """Whether a rule in a part of a case changes the data of what it acknowledges at once."""
+    if isinstance(value, dict):
+        names = {op["op"] for op in value.get("do", [])}
+        return ("ack_immediately" in names and bool({"put_data", "add"} & names)) or any(
+            map(changed_when_settled, value.values())
+        )
+    return isinstance(value, list) and any(map(changed_when_settled, value))
+
+
+def flushes_last(case: Case) -> bool:
+    """Whether a batch's timeout may pass after the last message of its batcher.
+
+    Staged messages are batched by the instants at which they came, so the end of input closes such
+    a batch, with trigger ``flush``.
+    """
+    passed: float | None = None
+    for kind, value in steps_of(case):
+        if kind in MESSAGES:
+            passed = (passed or 0.0) + STEP
+        elif kind == "elapse_ms" and passed is not None:
+            passed += value / 1000 + MARGIN + STEP
+    timeouts = [spec.get("batch_timeout", 1000) for spec in case["given"].get("batchers", [])]
+    return any(timeout / 1000 <= (passed or 0.0) for timeout in timeouts)
+
+
+def not_by_operators(case: Case) -> str:
+    """Why the operators cannot run a case; empty if they can."""
+    given, steps = case["given"], steps_of(case)
+    producer = given.get("producer") or {}
+    kinds = {kind for kind, _ in steps}
+    messages = [spec for kind, value in steps if kind in ("push", "produce") for spec in value]
+    if "update_rate_limiting" in kinds:
+        return "the options of a run stand"
+    if kinds - {*MESSAGES, "elapse_ms", "reset_rate_limit", "checkpoint", "drain"}:
+        return "a step that a run does not have"
+    if any(spec.get("acknowledger", "recording") != "recording" for spec in messages):
+        return "the messages of a queue are acknowledged by their run, by nobody else"
+    if "push" in kinds and (producer.get("rate_limiting") or producer.get("transformer")):
+        return "nothing comes into a run past its producer"
+    if "produce_raw" in kinds and not producer.get("transformer"):
+        return "a queue has nothing but messages"
+    if any(kind == "produce_raw" and "kill" in value for kind, value in steps):
+        return "a transformer that raises ends the run, which gives back all that it received"
+    if not _configurable(given):
+        return "options of an acknowledger of its own"
+    return ""
+
+
+def _configurable(given: dict[str, Any]) -> bool:
+    found = list(operations(given))
+    if any(op["op"] == "ack_immediately" for op in found):
+        return True  # after which nobody can be configured, whatever the options
+    return all(
+        name in ("on_success", "on_failure") and value in CONFIGURABLE
+        for op in found
+        if op["op"] == "configure_ack"
+        for name, value in op["options"].items()
+    )
+
+
+# -- in Spark --------------------------------------------------------------------------------------
+
+#: The areas whose cases are batches of the one Spark application.
+SPARK_AREAS = (
+    "acknowledger",
+    "batching",
+    "drain",
+    "end_to_end",
+    "handle_batch",
+    "handle_failed",
+    "partition_by",
+)
+
+#: What a ``handle_batch`` that gets a DataFrame can do with its messages.
+_OF_ROWS = {"drop", "exit", "fail", "raise", "raise_if_any", "return", "set_status_error"}
+
+
+def not_by_spark(case: Case) -> str:
+    """Why a case cannot be batches of the Spark application; empty if it can."""
+    given = case["given"]
+    if case["area"] not in SPARK_AREAS:
+        return "of another area"
+    why_not = not_by_operators(case)
+    if why_not:
+        return why_not
+    if given.get("no_handle_batch"):
+        return "the cases share a class, and it has handle_batch"
+    if any(op["op"] == "reverse" for op in operations(given.get("prepare_messages") or {})):
+        return "rows have no order but that in which they came"
+    ops = list(operations(given.get("handle_batch") or {}))
+    names = {op["op"] for op in ops}
+    if "reverse" in names:
+        return "rows have no order but that in which they came"
+    if "append_copy_of_first" in names:
+        return "a row named twice is one message"
+    if "ack_immediately" in names or _acks_in_spark(given):
+        return "the Spark driver has no connection to the broker to acknowledge with at once"
+    if names - _OF_ROWS:
+        return "rows are not given back, so handle_batch cannot change a message"
+    if any(op["op"] == "return" and op["value"] is None for op in ops):
+        return "in Spark, None says that all succeeded"
+    return ""
+
+
+def _acks_in_spark(given: dict[str, Any]) -> bool:
+    return any(op["op"] == "ack_immediately" for op in operations(given.get("handle_failed") or {}))
+
+
+def spark_case(case: Case) -> Case:
+    """A case with batchers as it is; one without gets a batcher.
+
+    If its ``handle_message`` only fails messages, ``handle_batch`` does that instead: what the
+    stage then does with them is the same in both.  Otherwise what succeeded goes through a batch.
+    """
+    given = case["given"]
+    if given.get("batchers"):
+        return case
+    options = given.get("processor", {})
+    most = options.get("max_demand", 10)
+    # As many as a chunk has, so that handle_failed is called with the same messages.
+    size = most - options.get("min_demand", most // 2)
+    moved = {**given, "batchers": [{"name": "default", "batch_size": size}]}
+    rules = given.get("handle_message", [])
+    if {op["op"] for op in operations(rules)} == {"fail"} and "prepare_messages" not in given:
+        moved |= {"handle_message": [], "handle_batch": {"each": rules}}
+    return {**case, "given": moved}

@@ -1,0 +1,435 @@
+"""Cases through the real operators, on the embedded queue and real staging.
+
+A case's messages are sent while the process task receives: each step of the case is what one
+receive returns, so that chunks and instants are those of the case.  What became of each message is
+read from the queue: one that is gone was acknowledged, a dead letter failed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+from airflow_broadway import Broadway, Message
+from airflow_broadway.core.acknowledger import is_settled
+from airflow_broadway.core.custody import Action, Delivery, Lease, Source
+from airflow_broadway.core.options import options
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.operators import _common
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.testing import ManualClock
+from tests.conformance.limits import (
+    CONFIGURABLE,
+    MARGIN,
+    MESSAGES,
+    STEP,
+    changed_when_settled,
+    flushes_last,
+    operations,
+)
+from tests.conformance.observed import Case, Observed, freeze
+from tests.conformance.pipelines import (
+    Followed,
+    class_attributes,
+    make_class,
+    rate_limiting,
+    wrap,
+)
+from tests.conformance.tasks import Tasks
+
+#: What cases configure, and what the queue is then to do.
+ACTIONS: Mapping[str, Action] = {name: Action(action) for name, action in CONFIGURABLE.items()}
+
+
+class Made:
+    """The classes of cases, where a reference finds them."""
+
+
+# -- the queue -------------------------------------------------------------------------------------
+
+
+@options
+class CaseProducer(SqliteProducer):
+    """The embedded queue, which is filled by the steps of a case."""
+
+    actions: ClassVar[Mapping[str, Action]] = ACTIONS
+
+    def source(self, env: ProducerEnv) -> Source:
+        return _Source(SqliteProducer.source(self, env), FEEDS[self.queue])
+
+
+class _Source:
+    """Sends what the case sends next, then receives."""
+
+    def __init__(self, source: Source, feed: Feed) -> None:
+        self._source = source
+        self._feed = feed
+
+    @property
+    def lease(self) -> Lease:
+        return self._source.lease
+
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        self._feed.go_on()
+        return self._source.receive(demand, timeout=0.0)
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return self._source.secure(messages)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+#: Queue → the steps of its case.
+FEEDS: dict[str, Feed] = {}
+
+
+class Feed:
+    """The steps of a case, taken as the process task asks for messages."""
+
+    def __init__(self, case: Case, queue: SqliteQueue, clock: ManualClock, seen: Observed) -> None:
+        self._producer: dict[str, Any] = case["given"].get("producer") or {}
+        self._queue = queue
+        self._clock = clock
+        self._seen = seen
+        self._steps = deque(
+            (kind, value) for step in case["given"]["steps"] for kind, value in step.items()
+        )
+        #: Message id → the case's message.
+        self.sent: dict[str, dict[str, Any]] = {}
+        self._passed = 0.0
+        # What passes before the first message passes before the run.
+        while self._steps and self._steps[0][0] not in (*MESSAGES, "drain"):
+            self._take(*self._steps.popleft())
+
+    def go_on(self) -> None:
+        """Take steps until there is a message to receive, or none will come."""
+        self._clock.advance(self._passed)
+        self._passed = 0.0
+        while self._steps and self._steps[0][0] == "checkpoint":
+            self._take(*self._steps.popleft())
+        if self._steps and self._steps[0][0] == "reset_rate_limit":
+            self._steps.popleft()  # the task has waited for the interval's end
+        while self._steps and not self._ready():
+            self._take(*self._steps.popleft())
+
+    def after(self) -> None:
+        """Send what comes too late for the run."""
+        self._send(self._producer.get("after_drain", []))
+
+    def _ready(self) -> bool:
+        return self._queue.depth().ready > 0
+
+    def _take(self, kind: str, value: Any) -> None:
+        match kind:
+            case "push" | "produce":
+                self._send(value)
+                self._passed = STEP
+            case "produce_raw":
+                self._send([{"data": event, "raw": True} for event in value])
+                self._passed = STEP
+            case "elapse_ms":
+                self._clock.advance(value / 1000 + MARGIN + STEP)
+            case "drain":
+                self._send(self._producer.get("during_drain", []))
+            case "checkpoint":
+                handled = list(self._seen.handle_message or [])
+                if self._seen.checkpoints is not None:
+                    self._seen.checkpoints.append({"checkpoint": value, "handled": handled})
+            case "reset_rate_limit":
+                self._clock.advance(self._producer["rate_limiting"]["interval"] / 1000)
+            case other:
+                raise NotImplementedError(f"the runner knows no step {other!r}")
+
+    def _send(self, specs: list[dict[str, Any]]) -> None:
+        ids = self._queue.send([json.dumps(spec).encode() for spec in specs])
+        self.sent.update(zip(ids, specs, strict=True))
+
+
+def received(message: Message) -> Message:
+    """A message of a case, of what was received: the transformer of its producer."""
+    spec = json.loads(message.data)
+    made = Message(
+        spec["data"],
+        metadata=spec.get("metadata", {}),
+        acknowledger=message.acknowledger,
+        message_id=message.message_id,
+        batcher=spec.get("batcher", "default"),
+        batch_key=freeze(spec.get("batch_key", "default")),
+        batch_mode=spec.get("batch_mode", "bulk"),
+        attempt=message.attempt,
+        redelivered=message.redelivered,
+        received_at=message.received_at,
+        position=message.position,
+        size=message.size,
+    )
+    return wrap(made) if spec.get("raw") else made
+
+
+# -- what became of the messages -------------------------------------------------------------------
+
+
+class Custody(Followed):
+    """Each message's last data and configuration, which no broker keeps.
+
+    :param prefix: Of the names of batchers.
+    """
+
+    def __init__(self, batchers: Sequence[str], prefix: str = "") -> None:
+        self._batchers = [f"{prefix}{name}" for name in batchers]
+        self._prefix = prefix
+        #: Where all messages go; empty: wherever their case sends them.
+        self.only = ""
+        self.data: dict[str, Any] = {}
+        self.configured: dict[str, dict[str, str]] = {}
+        #: Those that a callback failed.
+        self.failed: set[str] = set()
+        self._settled: set[str] = set()
+
+    def entered(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._keep(message)
+
+    def returned(self, callback: str, given: int, value: Any) -> None:
+        if not isinstance(value, list) or not all(type(each) is Message for each in value):
+            return
+        if callback == "prepare_messages" and len(value) != given:
+            return
+        for message in value:
+            routed = callback != "handle_message" or message.batcher in self._batchers
+            if routed or not message.ok or not self._batchers:
+                self._keep(message)
+            if callback == "handle_failed" or not message.ok:
+                self.failed.add(message.message_id)
+
+    def routed(self, message: Any) -> Any:
+        if not self._prefix or not isinstance(message, Message):
+            return message
+        return message.put_batcher(self._prefix + (self.only or message.batcher))
+
+    def _keep(self, message: Message) -> None:
+        if message.message_id in self._settled:
+            return
+        if is_settled(message):  # by ack_immediately: as it was then, whatever becomes of it
+            self._settled.add(message.message_id)
+        self.data[message.message_id] = message.data
+        delivery = message.acknowledger.data
+        if isinstance(delivery, Delivery):
+            told = {"on_success": delivery.on_success, "on_failure": delivery.on_failure}
+            self.configured[message.message_id] = {k: v for k, v in told.items() if v is not None}
+
+
+class StagedCase:
+    """One case as tasks of a run.
+
+    :param folder: For the queue and the staging root.
+    :param engine: What runs its batches.
+    :param prefix: Of the names of its tasks and batchers.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        folder: Path,
+        tasks: Tasks,
+        *,
+        engine: str = "python",
+        name: str = "Case",
+        prefix: str = "",
+    ) -> None:
+        self.case = case
+        self.tasks = tasks
+        self.prefix = prefix
+        self.seen = Observed(
+            acks=None,
+            acks_total={},
+            sequence=None,
+            ack_calls_that_raised=None,
+            unordered=frozenset({"acks_total", "batchers", "configured", "errors"}),
+            silent=frozenset({"batcher.start", "batcher.stop"}),
+            flushes_last=flushes_last(case),
+        )
+        if len(case["given"].get("batchers", [])) > 0:
+            self.seen.unordered |= {"handle_failed", "handle_failed_status"}
+        if case["given"].get("processor", {}).get("concurrency") != 1:
+            self.seen.unordered |= {"handle_message", "prepare_messages"}
+        if any(spec.get("concurrency", 1) > 1 for spec in case["given"].get("batchers", [])):
+            self.seen.unordered |= {"batches"}
+        batchers = [spec["name"] for spec in case["given"].get("batchers", [])]
+        self.custody = Custody(batchers, prefix)
+        self._staging = f"file://{folder}/staging"
+        #: Whether success and failure of some message come to the same.
+        self._alike = False
+        # Now, so that leases are as long as they say.
+        self._clock = ManualClock(datetime.now(UTC))
+        self.queue = SqliteQueue(folder / "queue.db", f"{prefix}queue", clock=self._clock)
+        self._feed = FEEDS[self.queue.name] = Feed(case, self.queue, self._clock, self.seen)
+        self.pipeline = self._class(engine, name)
+        batch_ids = [f"{prefix}batch.{number}" for number in range(len(self.pipeline.batchers))]
+        #: The tasks that the ack sensor watches.
+        self.watched = [f"{prefix}process", *batch_ids]
+        tasks.task_ids += [*self.watched, f"{prefix}ack"]
+
+    def _class(self, engine: str, name: str) -> type[Broadway]:
+        given = self.case["given"]
+        producer = given.get("producer") or {}
+        attributes = class_attributes(self.case, engine=engine, prefix=self.prefix)
+        attributes["name"] = name
+        attributes["producer"] = CaseProducer(
+            queue=self.queue.name,
+            path=self.queue.path,
+            on_failure="dead_letter",
+            transformer=received,
+            concurrency=producer.get("concurrency", 1),
+            rate_limiting=rate_limiting(producer["rate_limiting"])
+            if producer.get("rate_limiting")
+            else None,
+        )
+        return importable(
+            make_class(self.case, self.seen, attributes, self.custody), self.queue.name
+        )
+
+    # -- the tasks -----------------------------------------------------------------------------
+
+    def process(self) -> list[Any]:
+        """The process tasks; returns their references."""
+        with mock.patch.object(_common, "SystemClock", return_value=self._clock):
+            made = [
+                self.tasks.execute(
+                    BroadwayProcessorOperator(
+                        task_id=f"{self.prefix}process",
+                        pipeline=self.pipeline,
+                        producer_index=index,
+                        idle_seconds=0.0,
+                        staging=self._staging,
+                    ),
+                    index,
+                )
+                for index in range(self.pipeline.producer.concurrency)
+            ]
+        self._feed.after()
+        return made
+
+    def batch(self, processed: list[Any]) -> list[Any]:
+        """The batcher tasks; returns the references of those that found a message."""
+        made = [
+            self.tasks.execute(
+                BroadwayBatcherOperator(
+                    task_id=f"{self.prefix}batch.{number}",
+                    pipeline=self.pipeline,
+                    batcher=batcher,
+                    processed=processed,
+                    staging=self._staging,
+                )
+            )
+            for number, batcher in enumerate(self.pipeline.batchers)
+        ]
+        return [each for each in made if each is not None]
+
+    def look(self) -> Any:
+        """One look of the ack sensor: the run's summary when all tasks have ended."""
+        return self.tasks.execute(
+            BroadwayAckSensor(
+                task_id=f"{self.prefix}ack",
+                pipeline=self.pipeline,
+                watch=self.watched,
+                staging=self._staging,
+            )
+        )
+
+    def acknowledge(self) -> Observed:
+        """The sensor's last look; then a look at the queue."""
+        totals = self.look()
+        late = len((self.case["given"].get("producer") or {}).get("after_drain", []))
+        assert totals["received"] == totals["accounted"] == len(self._feed.sent) - late
+        assert not totals["lapsed"] + totals["settle_failed"] + totals["still_leased"]
+        self._look()
+        self._forget()
+        self.queue.close()
+        return self.seen
+
+    def _forget(self) -> None:
+        """Drop what this case does not let a staged run tell."""
+        given = self.case["given"]
+        names = [op["op"] for op in operations(given)]
+        breaks = bool(
+            {"drop", "exit", "put_batcher", "raise", "raise_if_any", "return"} & set(names)
+        )
+        if "append_copy_of_first" in names:
+            # A message is settled once, however often it is returned.
+            self.seen.acks_total = self.seen.reasons = None
+        if changed_when_settled(given) or (self._alike and breaks):
+            # What it was when it was settled, or why it was, the queue does not say.
+            self.seen.acks_total = None
+        if breaks or "ack_immediately" in names or names.count("configure_ack") > 1:
+            # Of what callbacks configured only the last is known, and only if they returned it.
+            self.seen.configured = None
+
+    # -- the queue -----------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Say by what the queue still has how each message was settled."""
+        letters = {each.message_id: each.reason for each in self.queue.dead_letters(limit=None)}
+        now = self._clock.now() + timedelta(seconds=1.0)
+        assert self.queue.depth().leased == 0
+        released, left = self._ready(now), self._ready(now + timedelta(days=1))
+        configured = []
+        self.seen.reasons = []
+        for message_id, spec in self._feed.sent.items():
+            if message_id in released:
+                continue
+            action = Action.ACK
+            if message_id in letters:
+                action = Action.DEAD_LETTER
+            elif message_id in left:
+                action = Action.LEAVE
+            own = self.custody.configured.get(message_id, {})
+            if own:
+                configured.append({"ack_ref": spec.get("ack_ref", "r"), "options": own})
+            data = self.custody.data.get(message_id, spec["data"])
+            kind = self._kind(message_id, action, own)
+            totals = self.seen.acks_total
+            if totals is not None:
+                ref = totals.setdefault(
+                    str(spec.get("ack_ref", "r")), {"successful": [], "failed": []}
+                )
+                ref[kind].append(data)
+            if message_id in letters:
+                self.seen.reasons.append((data, letters[message_id].replace(self.prefix, "")))
+        if self.seen.configured is not None:
+            self.seen.configured += configured
+
+    def _ready(self, at: datetime) -> set[str]:
+        """The messages that may be received at an instant."""
+        with SqliteQueue(self.queue.path, self.queue.name, clock=ManualClock(at)) as queue:
+            found = queue.receive(f"looking at {at}", 1000)
+            return {message.message_id for message in found}
+
+    def _kind(self, message_id: str, action: Action, own: Mapping[str, str]) -> str:
+        """Whether it was settled as successful or as failed."""
+        success = ACTIONS[own.get("on_success", "ack")]
+        failure = ACTIONS[own.get("on_failure", "dead_letter")]
+        if action is success and action is not failure:
+            return "successful"
+        if action is failure and action is not success:
+            return "failed"
+        self._alike = True
+        assert action is success, f"{message_id}: {action}, wanted {success} or {failure}"
+        return "failed" if message_id in self.custody.failed else "successful"
+
+
+def importable(made: type[Broadway], name: str) -> type[Broadway]:
+    """The class, at a place where its reference finds it."""
+    attribute = re.sub(r"\W", "_", name)
+    made.__module__, made.__qualname__ = __name__, f"Made.{attribute}"
+    setattr(Made, attribute, made)
+    return made

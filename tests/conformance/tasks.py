@@ -1,0 +1,81 @@
+"""Tasks of one run, executed one after another without a scheduler or a metadata database."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from airflow.providers.common.compat.sdk import AirflowSkipException
+from airflow.sdk.bases.operator import ExecutorSafeguard
+from airflow.sdk.exceptions import AirflowRescheduleException
+
+__all__ = ["Tasks"]
+
+DAG_ID = "conformance"
+
+
+class Tasks:
+    """A run: calls the ``execute`` of operators with what Airflow would give them."""
+
+    def __init__(self, run_id: str = "manual__1") -> None:
+        self.run_id = run_id
+        #: What has become of each task; also what the ack sensor is told.
+        self.states: dict[str, str] = {}
+        #: The tasks of the Dag.
+        self.task_ids: list[str] = []
+
+    def execute(self, operator: Any, map_index: int = -1) -> Any:
+        """Run one task; what it returned, ``None`` if it skipped itself or will look again."""
+        name = operator.task_id if map_index < 0 else f"{operator.task_id}_{map_index}"
+        self.states[name] = "running"
+        try:
+            returned = operator.execute(self._context(operator, map_index), **_called(operator))
+        except AirflowSkipException:
+            self.states[name] = "skipped"
+            return None
+        except AirflowRescheduleException:
+            self.states[name] = "up_for_reschedule"
+            return None
+        except BaseException:
+            self.states[name] = "failed"
+            raise
+        self.states[name] = "success"
+        return returned
+
+    def _context(self, operator: Any, map_index: int) -> Any:
+        ti = SimpleNamespace(
+            dag_id=DAG_ID,
+            run_id=self.run_id,
+            task_id=operator.task_id,
+            map_index=map_index,
+            try_number=1,
+            id="00000000-0000-0000-0000-000000000000",
+            # A sensor stays at its worker while its run is young; here nothing runs beside it.
+            start_date=datetime.now(UTC) - timedelta(minutes=2),
+            get_task_states=self._task_states,
+            get_dr_count=lambda dag_id, run_ids, states: 1,
+            get_first_reschedule_date=lambda context: None,
+        )
+        dag_run = SimpleNamespace(
+            run_type="manual", logical_date=None, data_interval_start=None, data_interval_end=None
+        )
+        dag = SimpleNamespace(task_ids=self.task_ids)
+        return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": {}}
+
+    def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:
+        """As of ``RuntimeTaskInstance``: map indices are part of the names."""
+        found: dict[str, str | None] = {}
+        for task_id in task_ids:
+            mapped: dict[str, str | None] = {
+                name: state
+                for name, state in self.states.items()
+                if name == task_id or name.rpartition("_")[0] == task_id
+            }
+            found |= mapped or {task_id: None}  # not started
+        return dict.fromkeys(run_ids, found)
+
+
+def _called(operator: Any) -> dict[str, Any]:
+    """What tells an operator that it is called by who may."""
+    return {f"{type(operator).__name__}__sentinel": ExecutorSafeguard.sentinel_value}
