@@ -183,5 +183,9 @@ class RabbitServer:
         except ProcessLookupError:
             process.wait()
         # The shell that started the virtual machine may have gone before it.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
         while self._answers():
             time.sleep(0.1)
