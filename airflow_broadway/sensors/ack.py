@@ -41,8 +41,9 @@ MAX_POKE_INTERVAL = 15.0
 #: no watched task has been running for so long.
 YOUNG, QUIET = 60.0, 5.0
 
-#: The least seconds for which it is rescheduled, unless its ``poke_interval`` is shorter.
-RESCHEDULE = 5.0
+#: The least seconds for which it is rescheduled, unless its ``poke_interval`` is shorter.  The
+#: supervisor of a task may outlive it by ``[workers] min_heartbeat_interval``, which is 5.
+RESCHEDULE = 10.0
 
 #: States of a watched task that make the run fail.
 FAILED = frozenset({"failed", "upstream_failed"})
@@ -62,7 +63,9 @@ class BroadwayAckSensor(BaseSensorOperator):
         good, so that it can be mended and cleared.
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
-        at most 15, unless given.  A young run is looked at more often.
+        at most 15, unless given.  A young run is looked at more often.  With ``"reschedule"``, less
+        than 10 is at the mercy of Airflow, which now and then takes a sensor that comes back
+        before the supervisor of its last look has ended for killed.
     :param mode: ``"reschedule"`` (default) frees the worker between two looks, once the run is a
         minute old or none of its tasks is running; ``"poke"`` never does.
     :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.

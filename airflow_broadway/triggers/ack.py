@@ -15,6 +15,11 @@ __all__ = ["BroadwayAckTrigger"]
 FINISHED = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 
 
+#: Seconds before the first look: a task that is resumed before its supervisor has ended, which may
+#: take ``[workers] min_heartbeat_interval``, is taken for killed.
+FIRST = 6.0
+
+
 class BroadwayAckTrigger(BaseTrigger):
     """Fires when a watched task has finished, or when leases are due for renewal.
 
@@ -58,12 +63,12 @@ class BroadwayAckTrigger(BaseTrigger):
 
         count = sync_to_async(RuntimeTaskInstance.get_ti_count)
         waited = 0.0
-        step = 1.0
+        step, later = FIRST, 1.0
         while waited < self.poke_interval:
             step = min(step, self.poke_interval - waited)
             await asyncio.sleep(step)
             waited += step
-            step = min(step * 1.5, 5.0)
+            step, later = later, min(later * 1.5, 5.0)
             finished = await count(
                 dag_id=self.dag_id,
                 run_ids=[self.run_id],
