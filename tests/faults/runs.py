@@ -127,8 +127,10 @@ class _Runs:
     def execute(self) -> Found:
         self._airflow.wait_for_dag(self._dag_id, timeout=120)
         plan = list(self._plan())
-        while plan:
+        while plan and self._broker.waiting():
             plan = self._run(plan)
+        if plan:
+            self._found.mistakes.append(f"the queue was empty before these were killed: {plan}")
         quiet = 0
         while self._broker.waiting() or self._broker.leased():
             quiet += 1
@@ -153,8 +155,9 @@ class _Runs:
 
     def _run(self, plan: Sequence[str]) -> list[str]:
         """One run, killed as planned; returns what of the plan is left."""
-        # The rest of the messages are shared by the turns that are left; the last runs take all.
-        turns = 1 + len(plan) // len(ORDER)
+        # The turns that are left share the rest of the messages, and leave some, for a turn may
+        # take more than one run; the last runs, in which nobody dies, take all.
+        turns = 2 + len(plan) // len(ORDER)
         conf: dict[str, Any] = {"handled": self._handled}
         if plan:
             conf["max_messages"] = max(20, self._broker.waiting() // (2 * turns))

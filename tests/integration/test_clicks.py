@@ -38,7 +38,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         home=folder / "home",
         dags=ROOT / "tests" / "integration" / "pipelines" / "clicks",
         port=free_port(),
-        settings={"broadway.staging": f"file://{folder / 'staging'}"},
+        settings={
+            "broadway.staging": f"file://{folder / 'staging'}",
+            # So that a sensor may come back after four seconds: see its ``poke_interval``.
+            "workers.min_heartbeat_interval": "1",
+        },
     )
     connection = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
     env["AIRFLOW_CONN_CLICKED_QUEUE"] = json.dumps(connection)
@@ -84,6 +88,8 @@ class Clicks:
         self.airflow.clear(self.dag_id, self.run_id, task_ids, downstream=downstream)
 
     def mark(self, task_id: str, state: str) -> None:
+        """Mark a task at rest: what a scheduler is just about to start may not stay marked."""
+        self.wait(task_id, "failed", "up_for_reschedule")
         self.airflow.set_state(self.dag_id, self.run_id, task_id, state)
 
     # -- evidence ------------------------------------------------------------------------------

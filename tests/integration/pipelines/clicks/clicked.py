@@ -28,5 +28,5 @@ for dag_id, pipeline, given in (
             producer={"queue": "{{ params.queue }}"}, context={"folder": "{{ params.folder }}"}
         ).task_group(
             default_args={"retries": 0, "retry_delay": timedelta(seconds=1)},
-            **{"ack": {"hold_failed": 600.0}, **given},
+            **{"ack": {"hold_failed": 600.0, "poke_interval": 4.0}, **given},
         )
