@@ -33,7 +33,13 @@ def get_provider_info() -> dict[str, Any]:
             {"integration-name": "Broadway", "python-modules": ["airflow_broadway.triggers.ack"]}
         ],
         "hooks": [
-            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.hooks.sqlite"]}
+            {
+                "integration-name": "Broadway",
+                "python-modules": [
+                    "airflow_broadway.hooks.sqlite",
+                    "airflow_broadway.hooks.rabbitmq",
+                ],
+            }
         ],
         "connection-types": [
             {
@@ -45,7 +51,22 @@ def get_provider_info() -> dict[str, Any]:
                     "relabeling": {"host": "Queue file"},
                     "placeholders": {"host": "/var/lib/airflow/queues.db"},
                 },
-            }
+            },
+            {
+                "connection-type": "rabbitmq",
+                "hook-class-name": "airflow_broadway.hooks.rabbitmq.RabbitMQHook",
+                "hook-name": "RabbitMQ",
+                "ui-field-behaviour": {
+                    "hidden-fields": [],
+                    "relabeling": {"schema": "Virtual host"},
+                    "placeholders": {
+                        "host": "rabbitmq.example.org",
+                        "port": "5672, or 5671 with TLS",
+                        "schema": "/",
+                        "extra": '{"tls": true, "heartbeat": 60}',
+                    },
+                },
+            },
         ],
         "config": {
             "broadway": {
@@ -54,7 +75,8 @@ def get_provider_info() -> dict[str, Any]:
                     "staging": {
                         "description": "URI of the folder that holds the files of runs: messages "
                         "between tasks, outcomes, journals.  Every worker and the Spark driver "
-                        "must see it.  Unset: the folder broadway of AIRFLOW_HOME, for one machine.",
+                        "must see it.  Unset: the folder broadway of AIRFLOW_HOME, for one "
+                        "machine.",
                         "version_added": "0.1.0",
                         "type": "string",
                         "example": "s3://aws_default@bucket/broadway",

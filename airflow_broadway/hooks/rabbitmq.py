@@ -18,8 +18,7 @@ class RabbitMQHook(BaseHook):
     """Open RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
 
     The schema is the virtual host.  Extras: ``tls`` (true, or an object with ``ca``, ``cert``,
-    ``key``, ``server_name`` and ``verify``), ``heartbeat`` and ``timeout`` in seconds,
-    ``management_url``.
+    ``key``, ``server_name`` and ``verify``), ``heartbeat`` and ``timeout`` in seconds.
 
     :param rabbitmq_conn_id: The connection.
     """

@@ -28,7 +28,7 @@ class Identity(Broadway):
 
     producer = DummyProducer()
     processors = Processors(concurrency=1, max_demand=500)
-    batchers = {"default": Batcher(engine="python", batch_size=1000, batch_timeout=None)}  # noqa: RUF012 - options
+    batchers = {"default": Batcher(engine="python", batch_size=1000, batch_timeout=None)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message

@@ -14,7 +14,7 @@ class Keyed(Broadway):
 
     producer = SqliteProducer(queue="bench", path="/nowhere/bench.db")
     processors = Processors(concurrency=1, max_demand=2_000)
-    batchers = {"default": Batcher(schema="n int, key int")}  # noqa: RUF012 - options
+    batchers = {"default": Batcher(schema="n int, key int")}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         data = json.loads(message.data)

@@ -29,7 +29,6 @@ class Address:
     :param timeout: Seconds that connecting may take.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
-    :param management_url: The management API, e.g. ``http://host:15672``; ``""`` if it is not told.
     """
 
     host: str = "localhost"
@@ -41,7 +40,6 @@ class Address:
     timeout: float = 30.0
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     name: str = "airflow-broadway"
-    management_url: str = field(default="", repr=False)
 
     @property
     def shown(self) -> str:
@@ -86,8 +84,8 @@ class Address:
 def address_of(connection: Connection, *, name: str) -> Address:
     """The broker that an Airflow connection names.
 
-    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``, ``tls`` and
-    ``management_url`` say the rest.
+    Its schema is the virtual host; the extras ``heartbeat``, ``timeout`` and ``tls`` say the
+    rest.
 
     :raises ConnectionMissing: If it is of another service, or lacks what is needed.
     """
@@ -117,7 +115,6 @@ def address_of(connection: Connection, *, name: str) -> Address:
             timeout=float(extra.get("timeout", 30.0)),
             tls=tls,
             name=name,
-            management_url=str(extra.get("management_url", "")),
         )
     except (TypeError, ValueError):
         raise ConnectionMissing(
@@ -150,7 +147,7 @@ def address_of_uri(uri: str, *, name: str) -> Address:
             password=unquote(parts.password or ""),
             schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
             extra={
-                **{k: query[k] for k in ("heartbeat", "management_url") if k in query},
+                **({"heartbeat": query["heartbeat"]} if "heartbeat" in query else {}),
                 **(
                     {"timeout": query["connection_timeout"]}
                     if "connection_timeout" in query

@@ -14,7 +14,6 @@ from airflow_broadway import Batcher, Message, RetryPolicy
 from airflow_broadway.core.custody import Lease, SettleReport
 from airflow_broadway.core.errors import (
     LeaseLapsed,
-    PipelineError,
     ProducerError,
     ProducerUnavailable,
     StagingError,
