@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from airflow_broadway.core.acknowledger import Judged, RunAcknowledger, Scope, ack_messages
+from airflow_broadway.core.acknowledger import (
+    Judged,
+    RunAcknowledger,
+    Scope,
+    ack_messages,
+    is_settled,
+)
 from airflow_broadway.core.callbacks import run_handle_failed
 from airflow_broadway.core.custody import RELEASE, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.manifest import MAX_REASON, EntryLine, PlannedBatch, plain_key
-from airflow_broadway.core.message import AckRef, Message, Status
+from airflow_broadway.core.message import NO_ACK, AckRef, Message, Status
 from airflow_broadway.core.schema import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Outcomes
@@ -95,10 +101,14 @@ class Judge:
         chunk: list[_Exception] = []
         for each in self._exceptions(spark, batch, found):
             if each.row["_acked"]:
-                # Settled by ack_immediately before it came here: nobody settles it again.
-                counts.failed += each.status is not _MISSING
-                continue
-            if each.status is _MISSING:
+                # Settled by ack_immediately before it came here: nobody settles it again, but
+                # handle_failed is told.
+                if each.status is _MISSING:
+                    continue
+                counts.failed += 1
+                if not self._data:
+                    continue
+            elif each.status is _MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
                 source = _source(each.row, batch)
@@ -124,7 +134,11 @@ class Judge:
             handled = run_handle_failed(self._pipeline, messages, self._context, scope)
             ack_messages([], handled, on_error=_raise)
         # By generation, too: a message may have come to two of them, and each settles its own.
-        left = {(each.message_id, each.acknowledger.ref): each for each in messages}
+        left = {
+            (each.message_id, each.acknowledger.ref): each
+            for each in messages
+            if not is_settled(each)
+        }
         for message, verdict in sink.judged:
             source = message.acknowledger.ref
             if left.pop((message.message_id, source), None) is None:
@@ -154,7 +168,9 @@ class Judge:
             attempt=row["attempt"],
             batcher=self._frames.plan.batcher,
             status=each.status,
-            acknowledger=AckRef(acknowledger, _source(row, batch), _received(row)),
+            acknowledger=NO_ACK
+            if row["_acked"]
+            else AckRef(acknowledger, _source(row, batch), _received(row)),
             **seen,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from airflow_broadway.core.custody import Entry
 from airflow_broadway.core.message import Message, Status
 from airflow_broadway.spark import outcome
 from airflow_broadway.spark.outcome import Counts, Judge
-from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.pipelines import Counting, Mending
 
 MISSING = outcome._MISSING
 
@@ -98,3 +99,28 @@ def test_what_handle_failed_drops_goes_back_with_the_body_it_came_with(
 def test_handle_failed_gets_the_key_of_the_batch(text: str, key: Any, expected: Any) -> None:
     batch: Any = SimpleNamespace(batch_key=key)
     assert outcome._batch_key(text, batch) == expected
+
+
+def test_what_was_settled_before_its_batch_failed_reaches_handle_failed_and_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frames: Any = SimpleNamespace(
+        plan=SimpleNamespace(batcher="default", as_bytes=False), schema=None
+    )
+    judge = Judge(Mending(), None, frames)
+    now = {"received_at": datetime(2026, 1, 1, tzinfo=UTC)}
+    failed = Status("failed", "no")
+    found = [
+        outcome._Exception(row("a", _acked=True, **now), failed),
+        outcome._Exception(row("b", **now), failed),
+        outcome._Exception(row("c", _acked=True, **now), MISSING),
+    ]
+    monkeypatch.setattr(judge, "_exceptions", lambda *_: iter(found))
+    some: Any = SimpleNamespace(sources={"g": 1}, batch_key="k")
+    counts = Counts()
+    Mending.seen.clear()
+    lines = list(judge.entries(some, some, some, counts))
+    assert [[each.message_id for each in call] for call in Mending.seen] == [["a", "b"]]
+    assert [line.entry.message_id for line in lines] == ["b"]
+    assert (counts.failed, counts.missing) == (2, 0)
+    Mending.seen.clear()
