@@ -22,10 +22,11 @@ from airflow_broadway.spark.files import open_files
 from airflow_broadway.spark.work import run_work
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.store import Store
+from tests.conformance.feed import CaseProducer
 from tests.conformance.limits import operations, spark_case
 from tests.conformance.observed import ANY, Case, Observed
 from tests.conformance.pipelines import apply_callback, batch_seen
-from tests.conformance.staged import CaseProducer, StagedCase, importable
+from tests.conformance.staged import StagedCase, importable
 from tests.conformance.tasks import DAG_ID, Tasks
 from tests.conformance.ways import watched
 

@@ -120,6 +120,7 @@ def _configurable(given: dict[str, Any]) -> bool:
 
 #: The areas whose cases are batches of the one Spark application.
 SPARK_AREAS = (
+    "ack_immediately",
     "acknowledger",
     "batching",
     "drain",
@@ -164,11 +165,20 @@ def _acks_in_spark(given: dict[str, Any]) -> bool:
     return any(op["op"] == "ack_immediately" for op in operations(given.get("handle_failed") or {}))
 
 
+def _is_a_list(case: Case) -> bool:
+    """Whether the chunks of a case may as well be batches: one list, of one key."""
+    pushes = [value for kind, value in steps_of(case) if kind in MESSAGES]
+    return len(pushes) == 1 and not any(
+        {"batch_key", "batch_mode"} & spec.keys() for spec in pushes[0]
+    )
+
+
 def spark_case(case: Case) -> Case:
     """A case with batchers as it is; one without gets a batcher.
 
-    If its ``handle_message`` only fails messages, ``handle_batch`` does that instead: what the
-    stage then does with them is the same in both.  Otherwise what succeeded goes through a batch.
+    If its ``handle_message`` only fails messages of one list, ``handle_batch`` does that instead:
+    what the stage then does with them is the same in both.  Otherwise what succeeded goes through a
+    batch.
     """
     given = case["given"]
     if given.get("batchers"):
@@ -179,6 +189,10 @@ def spark_case(case: Case) -> Case:
     size = most - options.get("min_demand", most // 2)
     moved = {**given, "batchers": [{"name": "default", "batch_size": size}]}
     rules = given.get("handle_message", [])
-    if {op["op"] for op in operations(rules)} == {"fail"} and "prepare_messages" not in given:
+    if (
+        {op["op"] for op in operations(rules)} == {"fail"}
+        and "prepare_messages" not in given
+        and _is_a_list(case)
+    ):
         moved |= {"handle_message": [], "handle_batch": {"each": rules}}
     return {**case, "given": moved}
