@@ -35,7 +35,6 @@ IMPLEMENTED = {
     "prepare_messages",
     "processor",
     "producer",
-    "rabbitmq",
     "rate_limiting",
     "telemetry",
     "testing_helpers",

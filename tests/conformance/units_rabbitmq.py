@@ -103,23 +103,11 @@ def partial_bounds(case: Case) -> None:
     assert Backoff("stop", *bounds(None, None)).next() is None
 
 
-def elsewhere(case: Case) -> None:
-    pytest.skip(
-        {
-            "rmq-004": "settled in bulk: what is refused is counted and comes back, and the rest is"
-            " settled all the same; tests/integration/test_rabbitmq.py",
-            "rmq-012": "a lost channel takes nothing with it: tests/faults/test_rabbitmq.py",
-        }[case["id"]]
-    )
-
-
 RABBITMQ: dict[str, Callable[[Case], None]] = {
     "rmq-001": actions,
     "rmq-002": defaults,
     "rmq-003": settings,
-    "rmq-004": elsewhere,
     "rmq-005": no_ack,
     "rmq-007": exponential,
     "rmq-008": partial_bounds,
-    "rmq-012": elsewhere,
 }
