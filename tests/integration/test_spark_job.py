@@ -859,6 +859,7 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
         ("batch_processor.exception", "b1"),
     ]
 
+
 def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
     spark: SparkSession, staged: Staged
 ) -> None:
