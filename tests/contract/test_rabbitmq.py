@@ -29,6 +29,7 @@ class TestRabbitMQ(CustodyContract):
         return harness_of(request, tmp_path, "classic", "broker")
 
 
+@pytest.mark.slow
 class TestRabbitMQStaged(CustodyContract):
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:

@@ -137,7 +137,7 @@ def test_without_a_kill_nothing_is_handled_twice(tmp_path: Path, queue: str) -> 
     assert found.dead == len(range(0, 3_000, 7))
 
 
-@pytest.mark.parametrize("kind", ["classic", "quorum"])
+@pytest.mark.parametrize("kind", ["classic", pytest.param("quorum", marks=pytest.mark.slow)])
 def test_killed_at_any_instant(tmp_path: Path, queue: str, kind: str) -> None:
     server = wanted_server()
     fill(server.url, queue, 4_000, kind=kind)
@@ -149,6 +149,7 @@ def test_killed_at_any_instant(tmp_path: Path, queue: str, kind: str) -> None:
     nothing_lost(truth(tmp_path, server.url, queue, 4_000), dead=len(range(0, 4_000, 7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
 def test_a_broker_that_is_killed_and_comes_back(
     mortal: RabbitServer, tmp_path: Path, queue: str, kind: str
@@ -166,6 +167,7 @@ def test_a_broker_that_is_killed_and_comes_back(
     nothing_lost(truth(tmp_path, mortal.url, queue, 6_000))
 
 
+@pytest.mark.slow
 def test_a_broker_that_is_killed_while_leases_lapse(
     mortal: RabbitServer, tmp_path: Path, queue: str
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_broker_that_is_killed_while_leases_lapse(
 # -- the network -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["cut", "half_close", "stall"])
 def test_a_network_that_breaks(tmp_path: Path, queue: str, harm: str) -> None:
     server = wanted_server()
@@ -226,6 +229,7 @@ def test_a_lease_queue_deleted_in_mid_transfer(tmp_path: Path, queue: str) -> No
     assert set(runs.rest()) >= set(range(4_000)) - taken
 
 
+@pytest.mark.slow
 def test_a_lease_queue_deleted_after_the_manifest_loses_nothing(tmp_path: Path, queue: str) -> None:
     server = wanted_server()
     runs = Runs(server, queue, tmp_path)
@@ -241,6 +245,7 @@ def test_a_lease_queue_deleted_after_the_manifest_loses_nothing(tmp_path: Path, 
     assert runs.rest() == list(range(100))
 
 
+@pytest.mark.slow
 def test_a_lease_queue_that_refuses(tmp_path: Path, queue: str) -> None:
     server = wanted_server()
     runs = Runs(server, queue, tmp_path)
@@ -302,6 +307,7 @@ def runs_lease(runs: Runs, generation: str) -> Lease:
     )
 
 
+@pytest.mark.slow
 def test_a_returns_queue_that_is_full_keeps_what_is_released(tmp_path: Path, queue: str) -> None:
     server = wanted_server()
     runs = Runs(server, queue, tmp_path)
@@ -342,6 +348,7 @@ def set_policy(server: RabbitServer, queue: str, definition: dict[str, object] |
     time.sleep(1.0)
 
 
+@pytest.mark.slow
 def test_a_source_queue_that_is_deleted_ends_the_run_with_its_name(
     tmp_path: Path, queue: str
 ) -> None:
@@ -365,6 +372,7 @@ def test_a_source_queue_that_is_deleted_ends_the_run_with_its_name(
     assert report.acked == len(first)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_full_source_queue_refuses_a_requeue_and_the_message_comes_back(
     tmp_path: Path, queue: str
 ) -> None:
@@ -399,6 +407,7 @@ def fill_up(url: str, queue: str, count: int) -> None:
 # -- others at work --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_at_once_on_one_queue(tmp_path: Path, queue: str) -> None:
     server = wanted_server()
     fill(server.url, queue, 4_000)
@@ -440,6 +449,7 @@ def test_a_zombie_is_fenced_off_and_loses_nothing(tmp_path: Path, queue: str) ->
     assert runs.rest() == list(range(4_000))
 
 
+@pytest.mark.slow
 def test_messages_that_kill_their_process_are_found_and_set_aside(
     tmp_path: Path, queue: str
 ) -> None:
