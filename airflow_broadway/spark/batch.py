@@ -217,15 +217,18 @@ class BatchRunner:
             found = read(
                 pipeline.handle_batch(self._plan.batcher, messages, info, self._app.context)
             )
-        except BaseException as error:
-            status = status_of(error)
+        except PROTECTED as error:
+            # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:
-                span.exception(status.kind, status.reason, status.stacktrace)
-            if not isinstance(error, PROTECTED):
-                raise
+                span.stop({**self._about(lane), "batch_info": info})
             self._app.check_alive(error)
             log_failure("handle_batch", pipeline, error, batch.size)
-            return status
+            return status_of(error)
+        except BaseException as error:
+            if span is not None:
+                status = status_of(error)
+                span.exception(status.kind, status.reason, status.stacktrace)
+            raise
         if span is not None:
             span.stop({**self._about(lane), "batch_info": info})
         return found

@@ -856,7 +856,7 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
         ("batch_processor.start", "b0"),
         ("batch_processor.stop", "b0"),
         ("batch_processor.start", "b1"),
-        ("batch_processor.exception", "b1"),
+        ("batch_processor.stop", "b1"),
     ]
 
 
