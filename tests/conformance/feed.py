@@ -114,7 +114,7 @@ class Feed:
             case "reset_rate_limit":
                 self._clock.advance(self._producer["rate_limiting"]["interval"] / 1000)
             case other:
-                raise NotImplementedError(f"the runner knows no step {other!r}")
+                raise ValueError(f"the runner knows no step {other!r}")
 
     def _send(self, specs: list[dict[str, Any]]) -> None:
         ids = self._queue.send([json.dumps(spec).encode() for spec in specs])

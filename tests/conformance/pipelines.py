@@ -95,7 +95,7 @@ def _do(op: dict[str, Any], message: Message) -> Any:
         case "drop":
             return DROP
         case other:
-            raise NotImplementedError(f"the runner knows no operation {other!r}")
+            raise ValueError(f"the runner knows no operation {other!r}")
 
 
 def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
@@ -121,7 +121,7 @@ def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
             case "ack_immediately":
                 result = ack_immediately(result)
             case other:
-                raise NotImplementedError(f"the runner knows no operation {other!r}")
+                raise ValueError(f"the runner knows no operation {other!r}")
     return result
 
 
@@ -136,12 +136,12 @@ def partition_function(spec: dict[str, Any] | None) -> Callable[[Message], int] 
         return lambda message: int(message.data)
     if spec["fn"] == "bucket_le":
         return lambda message: 0 if message.data <= spec["n"] else 1
-    raise NotImplementedError(f"the runner knows no function {spec['fn']!r}")
+    raise ValueError(f"the runner knows no function {spec['fn']!r}")
 
 
 def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple[str, Any]]]:
     if spec["fn"] != "countdown":
-        raise NotImplementedError(f"the runner knows no splitter {spec['fn']!r}")
+        raise ValueError(f"the runner knows no splitter {spec['fn']!r}")
 
     def split(message: Message, acc: Any) -> tuple[str, Any]:
         left = acc - message.data * spec.get("weight", 1)

@@ -162,7 +162,7 @@ def run_driven(case: Case, request: pytest.FixtureRequest) -> Observed:
                     driver.drain(emitted=messages(producer.get("during_drain", [])))
                     continue
                 case other:
-                    raise NotImplementedError(f"the runner knows no step {other!r}")
+                    raise ValueError(f"the runner knows no step {other!r}")
             driver.elapse(STEP)
     return seen
 

@@ -225,7 +225,7 @@ class FakeCustodian:
         return bool(self.held.get(lease.generation))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        raise NotImplementedError
+        raise TypeError("this custodian settles at the end only")
 
     def close(self) -> None:
         return None
