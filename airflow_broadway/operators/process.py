@@ -101,27 +101,8 @@ def budget_of(operator: Any, context: Context) -> Budget:
     return Budget(**read)
 
 
-class BroadwayProcessorOperator(BaseOperator):
-    """Pull messages within a budget, run ``handle_message`` on each, and stage the results.
-
-    Returns a reference to the published manifest, never payloads: XCom lives in the metadata
-    database.  Never skips: an empty queue gives an empty manifest.  Map it over ``producer_index``
-    for several producers.
-
-    :param pipeline: A :class:`Broadway` subclass, an instance, or its import path such as
-        ``"shop.orders:Orders"``. (templated)
-    :param producer_index: Which of the producers this is, from 0.
-    :param max_messages: Stop after this many messages of this task; ``None``: no bound. (templated)
-    :param max_bytes: Stop once payloads of this many bytes were received. (templated)
-    :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)
-    :param wait_seconds: How long to wait for the first message. (templated)
-    :param idle_seconds: Stop after this long without a message. (templated)
-    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
-
-    Params of the run with the same names as the five budgets, where not null, override them.
-
-    :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
-    """
+class PullOperator(BaseOperator):
+    """What the operators that receive have in common: a pipeline, a producer of it, a budget."""
 
     template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
@@ -151,7 +132,6 @@ class BroadwayProcessorOperator(BaseOperator):
         self.idle_seconds = idle_seconds
         self.staging = staging
         check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
-        self._process: Process | None = None
 
     @classmethod
     def partial(cls, **kwargs: Any) -> OperatorPartial:
@@ -168,6 +148,31 @@ class BroadwayProcessorOperator(BaseOperator):
             {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
         )
         return super().partial(**kwargs)
+
+
+class BroadwayProcessorOperator(PullOperator):
+    """Pull messages within a budget, run ``handle_message`` on each, and stage the results.
+
+    Returns a reference to the published manifest, never payloads: XCom lives in the metadata
+    database.  Never skips: an empty queue gives an empty manifest.  Map it over ``producer_index``
+    for several producers.
+
+    :param pipeline: A :class:`Broadway` subclass, an instance, or its import path such as
+        ``"shop.orders:Orders"``. (templated)
+    :param producer_index: Which of the producers this is, from 0.
+    :param max_messages: Stop after this many messages of this task; ``None``: no bound. (templated)
+    :param max_bytes: Stop once payloads of this many bytes were received. (templated)
+    :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)
+    :param wait_seconds: How long to wait for the first message. (templated)
+    :param idle_seconds: Stop after this long without a message. (templated)
+    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+
+    Params of the run with the same names as the five budgets, where not null, override them.
+
+    :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
+    """
+
+    _process: Process | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.operators._process import Process

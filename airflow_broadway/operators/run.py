@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
+from airflow.providers.common.compat.sdk import AirflowException
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import (
@@ -14,16 +13,9 @@ from airflow_broadway.operators._common import (
     load_pipeline,
     open_run,
     owner_of,
-    pipeline_ref,
     producer_env,
 )
-from airflow_broadway.operators.process import (
-    BUDGET_DEFAULTS,
-    BUDGETS,
-    budget_of,
-    check_budgets,
-    refuse_backfill,
-)
+from airflow_broadway.operators.process import PullOperator, budget_of, refuse_backfill
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -35,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["BroadwayRunOperator"]
 
 
-class BroadwayRunOperator(BaseOperator):
+class BroadwayRunOperator(PullOperator):
     """Run a pipeline whose batchers are all ``engine="python"`` in this one task.
 
     Nothing is staged: messages are handled, batched and settled at their broker as their outcomes
@@ -45,34 +37,7 @@ class BroadwayRunOperator(BaseOperator):
     The arguments are those of :class:`BroadwayProcessorOperator`.
     """
 
-    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
-    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
-    ui_color = "#e8f0fe"
-
-    def __init__(
-        self,
-        *,
-        pipeline: Any,
-        producer_index: int = 0,
-        max_messages: int | str | None = BUDGET_DEFAULTS["max_messages"],
-        max_bytes: int | str | None = BUDGET_DEFAULTS["max_bytes"],
-        max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],
-        wait_seconds: float | str = BUDGET_DEFAULTS["wait_seconds"],
-        idle_seconds: float | str = BUDGET_DEFAULTS["idle_seconds"],
-        staging: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.pipeline = pipeline_ref(pipeline)
-        self.producer_index = producer_index
-        self.max_messages = max_messages
-        self.max_bytes = max_bytes
-        self.max_seconds = max_seconds
-        self.wait_seconds = wait_seconds
-        self.idle_seconds = idle_seconds
-        self.staging = staging
-        check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
-        self._stopped = ""
+    _stopped = ""
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.local import run_local

@@ -35,7 +35,6 @@ from airflow_broadway.core.custody import (
     RELEASE,
     Action,
     Custodian,
-    Delivery,
     Entry,
     Lease,
     Settlement,
@@ -46,6 +45,7 @@ from airflow_broadway.core.custody import (
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.settler import entry_of
 
 __all__ = ["CustodyContract", "Harness", "entry_of", "settlement_of"]
 
@@ -84,20 +84,6 @@ class Harness(ABC):
         :return: ``("package.module:Class", arguments)``; ``None`` skips the tests that kill.
         """
         return None
-
-
-def entry_of(message: Message, verdict: Verdict) -> Entry:
-    """The verdict on one message as a settlement carries it."""
-    data = message.acknowledger.data
-    delivery = data if isinstance(data, Delivery) else Delivery()
-    return Entry(
-        message.message_id,
-        delivery.receipt,
-        verdict,
-        message.attempt,
-        delivery.payload,
-        delivery.properties,
-    )
 
 
 def settlement_of(

@@ -15,6 +15,7 @@ from airflow_broadway.core.message import BatchInfo, Message
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 
@@ -209,3 +210,15 @@ def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
 class Templated(Broadway):
     producer = SqliteProducer(queue="q", path="/nowhere/q.db")
     batchers = {"late": Batcher(engine="python")}
+
+
+def test_a_class_given_to_a_mapped_run_operator_is_stored_as_its_reference_only() -> None:
+    with DAG("mapped_runs", schedule=None) as dag:
+        BroadwayRunOperator.partial(task_id="run", pipeline=PythonOrders).expand(
+            producer_index=[0, 1]
+        )
+
+    text = json.dumps(DagSerialization.to_dict(dag))
+
+    assert "PythonOrders" in text
+    assert "handle_message" not in text
