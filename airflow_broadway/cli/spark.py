@@ -78,14 +78,4 @@ class _ReplayOperator(BroadwaySparkSubmitOperator):
                 # Not durable, so it asks nothing of its context.
                 self.execute_resumable(cast("Any", {}))
                 return
-            try:
-                hook.submit(self.application)
-            finally:
-                _close_output(hook)
-
-
-def _close_output(hook: Any) -> None:
-    """Close the pipe of a process that has ended, which the provider leaves to the collector."""
-    process = hook._submit_sp
-    if process is not None and process.poll() is not None:
-        process.stdout.close()
+            hook.submit(self.application)

@@ -41,7 +41,13 @@ class SubmitHook(SparkSubmitHook):
 
     def submit(self, application: str = "", **kwargs: Any) -> str | None:
         self._application_args = self._prepare()
-        return super().submit(application, **kwargs)
+        try:
+            return super().submit(application, **kwargs)
+        finally:
+            # The provider leaves the pipe of a process that has ended to the collector.
+            process = self._submit_sp
+            if process is not None and process.poll() is not None:
+                process.stdout.close()
 
     def _build_spark_submit_command(self, application: str) -> list[str]:
         command: list[str] = super()._build_spark_submit_command(application)

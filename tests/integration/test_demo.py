@@ -86,6 +86,8 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.terminate()
         process.wait(60)
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
