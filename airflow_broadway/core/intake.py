@@ -178,8 +178,11 @@ class Intake:
                 quiet_since = now
             quiet = budget.idle_seconds if self.received else budget.wait_seconds
             left.append(quiet_since + quiet - now)
-            messages = self._receive(granted, self._least(left))
-            limiter.refund(granted - len(messages))
+            messages: Sequence[Message] = ()
+            try:
+                messages = self._receive(granted, self._least(left))
+            finally:
+                limiter.refund(granted - len(messages))
             if messages:
                 quiet_since = None
                 dispatch = self._transform(self._accept(messages))

@@ -123,7 +123,7 @@ class PullOperator(BaseOperator):
     ) -> None:
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
-        check_engine(self.pipeline)
+        self._check_engine(self.pipeline)
         self.producer_index = producer_index
         self.max_messages = max_messages
         self.max_bytes = max_bytes
@@ -142,12 +142,17 @@ class PullOperator(BaseOperator):
         """
         if "pipeline" in kwargs:
             kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"])
-            check_engine(kwargs["pipeline"])
+            cls._check_engine(kwargs["pipeline"])
         check_budgets(
             str(kwargs.get("task_id", cls.__name__)),
             {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
         )
         return super().partial(**kwargs)
+
+    @classmethod
+    def _check_engine(cls, ref: Mapping[str, Any]) -> None:
+        """Refuse what the task could not run, where that can be told while the Dag is parsed."""
+        check_engine(ref)
 
 
 class BroadwayProcessorOperator(PullOperator):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException
 
+from airflow_broadway.core.engine import check_engines
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import (
     AirflowConnections,
+    declared,
     load_pipeline,
     open_run,
     owner_of,
@@ -35,9 +38,19 @@ class BroadwayRunOperator(PullOperator):
     a quiet queue does not fill the metadata database with empty runs.
 
     The arguments are those of :class:`BroadwayProcessorOperator`.
+
+    :raises PipelineError: If a batcher runs on Spark: while the Dag is parsed where the pipeline is
+        given as a class or an instance, else when the task runs.
     """
 
     _stopped = ""
+
+    @classmethod
+    def _check_engine(cls, ref: Mapping[str, Any]) -> None:
+        super()._check_engine(ref)
+        pipeline = declared(ref)
+        if pipeline is not None:
+            check_engines(pipeline)
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.local import run_local

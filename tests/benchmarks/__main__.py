@@ -33,7 +33,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
         "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
         "spark": lambda: import_module("tests.benchmarks.spark").bench_spark(),
-        "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(),
+        "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(
+            **({"sizes": {}, "tries": 1} if quick else {})
+        ),
         "stages": lambda: flights.bench_stages(sizes),
         "keys": flights.bench_keys,
         "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),

@@ -1,4 +1,4 @@
-"""Pipelines of the benchmarks that are not the demo's."""
+"""Pipelines of the benchmarks that are not the demo's, and how Spark is started for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
 from airflow_broadway.producers.sqlite import SqliteProducer
+
+#: Settings of Spark: a small, quick JVM.
+SPARK = {
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+}
 
 
 class Keyed(Broadway):

@@ -2,36 +2,87 @@
 
 ``rabbitmq.ceiling`` is pika's ``SelectConnection`` alone: it consumes and acknowledges many at a
 time, and does nothing with a message.  The others are this package's whole stages, in processes of
-their own: persistent messages of 200 bytes, trivial callbacks, two batchers.  Tries are
-interleaved, so that what else the machine does falls on all of them; the figures are medians.
+their own, and whole runs in a real Airflow, with Spark: persistent messages of 200 bytes, trivial
+callbacks, two batchers.  Tries are interleaved, so that what else the machine does falls on all of
+them; figures are medians, and so are the ratios, each to the ceiling of the same try.  ``.cpu`` is
+the client's processor time for a message, ``.peak`` the largest process of a stage.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
+
+from scripts.airflow_env import airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.benchmarks.figures import Figures, folder_of_its_own, memory, run_of
+from tests.benchmarks.stages import Stage, run_stage
 from tests.rabbitmq_server import RabbitServer
 
 __all__ = ["bench_rabbitmq"]
 
 MESSAGES = 100_000
+SIZES = {"100k": 100_000, "1m": 1_000_000}
 BODY = b"x" * 200
 PIPELINE = "tests.benchmarks.rabbitmq_pipeline:Bench"
-#: Ratios to ``rabbitmq.ceiling`` to be reached.
-TARGETS = {"process.broker": 0.65, "process.staged": 0.65, "settle": 5.0}
+#: The queue of the Dags; each runs with the producer concurrency that its name ends with.
+QUEUE = "bench"
+DAGS = Path(__file__).parent / "dags"
+
+
+class Took(NamedTuple):
+    """What some messages took."""
+
+    messages: int
+    seconds: float
+    cpu: float
+
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return self.messages / self.seconds
+
+
+def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
+    """All figures, against a server of its own."""
+    sizes = SIZES if sizes is None else sizes
+    taken: dict[str, list[Took]] = {}
+    peaks: Figures = []
+    with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
+        for _ in range(tries):
+            for name, took in stages(server, MESSAGES):
+                taken.setdefault(name, []).append(took)
+        for label, size in sizes.items():
+            peaks += peaks_of(server, label, size)
+        with airflow_with(server, folder) as airflow:
+            run_of_messages(airflow, server, 1, MESSAGES)  # a pipeline's first run finds no queues
+            for _ in range(tries):
+                top = ceiling_of(server, MESSAGES)
+                for label, size in sizes.items():
+                    for producers in (1, 2):
+                        name = f"run.{label}" + (".producers_2" if producers == 2 else "")
+                        took = run_of_messages(airflow, server, producers, size)
+                        taken.setdefault(name, []).append(took)
+                        taken.setdefault(f"ceiling of {name}", []).append(top)
+    return [*figures(taken), *peaks]
+
+
+# -- the ceiling -----------------------------------------------------------------------------------
 
 
 def fill(url: str, queue: str, count: int) -> None:
-    """Put messages into a new queue."""
+    """Put messages into a queue, and wait until they are there."""
     import pika
 
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
@@ -44,7 +95,14 @@ def fill(url: str, queue: str, count: int) -> None:
             time.sleep(0.05)
 
 
-def ceiling(url: str, queue: str, count: int) -> dict[str, float]:
+def new_queue(server: RabbitServer, count: int) -> str:
+    """A queue of its own with so many messages."""
+    name = f"bench-{uuid.uuid4().hex}"
+    fill(server.url, name, count)
+    return name
+
+
+def ceiling(url: str, queue: str, count: int) -> Took:
     """Consume all with pika alone; in this process."""
     import pika
 
@@ -74,147 +132,155 @@ def ceiling(url: str, queue: str, count: int) -> dict[str, float]:
     )
     before = time.process_time()
     connection.ioloop.start()
-    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - before}
+    return Took(count, time.perf_counter() - began, time.process_time() - before)
 
 
-def bench_rabbitmq(messages: int = MESSAGES, tries: int = 5) -> list[dict[str, Any]]:
-    """All figures, against a server of its own."""
-    taken: dict[str, list[tuple[float, float, int]]] = {}
-    with tempfile.TemporaryDirectory() as folder, RabbitServer.start(Path(folder)) as server:
-        host = server.url.rpartition("@")[2].rstrip("/")
-        for _ in range(tries):
-            name = f"bench-{uuid.uuid4().hex}"
-            fill(server.url, name, messages)
-            taken.setdefault("ceiling", []).append(
-                apart("ceiling", url=server.url, queue=name, count=messages)
-            )
-            for custody in ("broker", "staged"):
-                name = f"bench-{uuid.uuid4().hex}"
-                fill(server.url, name, messages)
-                options = {"queue": name, "uri": f"amqp://{host}", "custody": custody}
-                given = {
-                    "folder": tempfile.mkdtemp(dir=folder),
-                    "ref": {"class": PIPELINE, "options": {"producer": options}},
-                }
-                taken.setdefault(f"process.{custody}", []).append(
-                    apart("process", count=messages, **given)
-                )
-                settled = settle_all(given, messages)
-                if custody == "broker":
-                    taken.setdefault("settle", []).append((settled, 0.0, 0))
-    return figures(taken, messages)
+def ceiling_of(server: RabbitServer, count: int) -> Took:
+    """The ceiling, in a process of its own."""
+    given = {"url": server.url, "queue": new_queue(server, count), "count": count}
+    command = [sys.executable, "-m", "tests.benchmarks.rabbitmq", json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the ceiling failed:\n{done.stderr[-4000:]}")
+    return Took(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def process(folder: str, ref: dict[str, Any], count: int) -> dict[str, float]:
-    """A whole process stage: receive, secure, handle, stage, publish; in this process."""
-    import pika  # noqa: F401 - imported before the clock starts, as all that is loaded lazily
-    import pyarrow.parquet  # noqa: F401
+# -- the stages ------------------------------------------------------------------------------------
 
-    from airflow_broadway.core.intake import Budget
+
+def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
+    """One try of every stage."""
+    yield "ceiling", ceiling_of(server, count)
+    for custody in ("broker", "staged"):
+        with folder_of_its_own() as folder:
+            given = prepared(server, folder, count, custody)
+            yield f"process.{custody}", took(count, run_stage("process", **given))
+            if custody == "broker":
+                batches(given)
+                yield "settle", took(count, run_stage("settle", **given))
+    with folder_of_its_own() as folder:
+        given = prepared(server, folder, count, "broker")
+        with ThreadPoolExecutor(2) as pool:
+            half = {**given, "max_messages": count // 2}
+            both = list(pool.map(lambda n: run_stage("process", index=n, **half), (0, 1)))
+        seconds = max(s.begun + s.seconds for s in both) - min(s.begun for s in both)
+        yield "process.broker.producers_2", Took(count, seconds, sum(s.cpu for s in both))
+
+
+def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
+    """The largest process of each stage; every stage must find every message."""
+    with folder_of_its_own() as folder:
+        given = prepared(server, folder, size, "broker")
+        made = [memory(f"rabbitmq.{label}.process", run_stage("process", **given).peak)]
+        plans, spark = batches(given)
+        made.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
+        made.append(memory(f"rabbitmq.{label}.spark", spark.peak))
+        settled = run_stage("settle", **given)
+        if settled.result["acked"] != size:
+            raise RuntimeError(f"settled {settled.result} of {size}")
+        return [*made, memory(f"rabbitmq.{label}.settle", settled.peak)]
+
+
+def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> dict[str, Any]:
+    """What the stages of one run are given; its queue is full, and its own queues are declared."""
+    from airflow_broadway.core.broadway import Broadway
     from airflow_broadway.core.producer import ProducerEnv
-    from airflow_broadway.operators._process import Process
-    from airflow_broadway.producers.rabbitmq import custodian, source  # noqa: F401
-
-    run, pipeline, staging = staged(folder, ref)
-    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        generation=uuid.uuid4().hex,
-        owner={**owner, "map_index": 0, "try_number": 1},
-        staging=staging,
-    )
-    warm(pipeline, env)
-    before, began = time.process_time(), time.perf_counter()
-    result = Process(run, pipeline, env=env, budget=Budget(max_messages=count)).run()
-    taken = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - before}
-    if result["received"] != count:
-        raise RuntimeError(f"received {result['received']} of {count}")
-    return taken
-
-
-def warm(pipeline: Any, env: Any) -> None:
-    """Leave a lease queue, as the run before has: only a pipeline's first run waits for its own."""
+    from airflow_broadway.core.run import RunInfo
     from airflow_broadway.producers.rabbitmq.link import Link
     from airflow_broadway.producers.rabbitmq.topology import Topology
 
-    link = Link(pipeline.producer.address(env))
-    topology = Topology(pipeline.producer)
+    host = server.url.rpartition("@")[2].rstrip("/")
+    queue = new_queue(server, count)
+    options = {"queue": queue, "uri": f"amqp://{host}", "custody": custody}
+    ref = {"class": PIPELINE, "options": {"producer": options}}
+    producer: Any = Broadway.load(ref, RunInfo()).producer
+    # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
+    link = Link(producer.address(ProducerEnv(generation=uuid.uuid4().hex)))
+    topology = Topology(producer)
     topology.ensure_returns(link)
     topology.leave_spare(link)
     link.close()
+    return {"folder": str(folder), "ref": ref}
 
 
-def staged(folder: str, ref: dict[str, Any]) -> tuple[Any, Any, str]:
-    """A run's folder, its pipeline, and what its producer has of staging."""
-    from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.core.run import RunInfo
-    from airflow_broadway.staging.run import StagedRun
-    from airflow_broadway.staging.store import Store
-
-    pipeline = Broadway.load(ref, RunInfo())
-    store = Store.open(f"file://{folder}/staging")
-    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
-    return run, pipeline, f"{store.uri}/{pipeline.name}"
+def batches(given: dict[str, Any]) -> tuple[list[Stage], Stage]:
+    """Plan and run the batches of a run."""
+    plans = [run_stage("plan", batcher=name, **given) for name in ("even", "odd")]
+    return plans, run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
 
 
-def apart(name: str, **given: Any) -> tuple[float, float, int]:
-    """Seconds, seconds of CPU and peak memory of a function here, in a process of its own."""
-    command = [sys.executable, "-m", "tests.benchmarks.rabbitmq", name, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    value = json.loads(done.stdout.splitlines()[-1])
-    return value["seconds"], value["cpu"], value["peak"]
+def took(count: int, stage: Stage) -> Took:
+    """What a stage took for so many messages."""
+    return Took(count, stage.seconds, stage.cpu)
 
 
-def settle_all(given: dict[str, Any], messages: int) -> float:
-    """Settle the generation of a process stage, every message acknowledged; seconds."""
-    from airflow_broadway.core.custody import ACK, Settlement
-    from airflow_broadway.core.producer import ProducerEnv
+# -- whole runs ------------------------------------------------------------------------------------
 
-    run, pipeline, staging = staged(**given)
-    [record] = run.generations()
-    custodian = pipeline.producer.custodian(
-        ProducerEnv(generation=record.generation, staging=staging)
+
+@contextmanager
+def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
+    """A real Airflow whose connection leads to the server."""
+    host, port = server.address
+    connection = {"conn_type": "rabbitmq", "host": host, "port": port}
+    env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
+    env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
+    env["AIRFLOW_CONN_BENCH_RABBITMQ"] = json.dumps(
+        {**connection, "login": "guest", "password": "guest"}
     )
-    began = time.perf_counter()
-    report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=messages))
-    seconds = time.perf_counter() - began
-    custodian.close()
-    if report.acked != messages:
-        raise RuntimeError(f"settled {report}")
-    return seconds
+    parts = ("api-server", "scheduler", "dag-processor")
+    with LocalAirflow(env, folder / "logs", components=parts) as airflow:
+        for producers in (1, 2):
+            airflow.wait_for_dag(f"bench_rabbitmq_{producers}")
+        yield airflow
 
 
-def figures(
-    taken: dict[str, list[tuple[float, float, int]]], messages: int
-) -> list[dict[str, Any]]:
-    """Medians, and ratios to the ceiling of the same try."""
-    made: list[dict[str, Any]] = []
-    top = [seconds for seconds, _, _ in taken["ceiling"]]
+def run_of_messages(
+    airflow: LocalAirflow, server: RabbitServer, producers: int, count: int
+) -> Took:
+    """One whole run of the Dag; its processor time is the scheduler's and all its tasks'."""
+    fill(server.url, QUEUE, count)
+    before = cpu_of(airflow)
+    seconds = run_of(airflow, f"bench_rabbitmq_{producers}")
+    return Took(count, seconds, cpu_of(airflow) - before)
+
+
+def cpu_of(airflow: LocalAirflow) -> float:
+    """Seconds of processor time of the scheduler and what it has started, ended ones included."""
+    scheduler = psutil.Process(airflow.processes["scheduler"].pid)
+    total = 0.0
+    for process in (scheduler, *scheduler.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def figures(taken: dict[str, list[Took]]) -> Figures:
+    """Medians, and the ratios to the ceiling of the same try."""
+    made: Figures = []
     for name, tries in taken.items():
-        rates = [messages / seconds for seconds, _, _ in tries]
-        ratios = [best / seconds for best, (seconds, _, _) in zip(top, tries, strict=True)]
-        figure: dict[str, Any] = {
+        if name.startswith("ceiling of "):
+            continue
+        ceilings = taken.get(f"ceiling of {name}", taken["ceiling"])
+        cpu = [1e6 * each.cpu / each.messages for each in tries]
+        rate: dict[str, Any] = {
             "name": f"rabbitmq.{name}",
-            "value": round(statistics.median(rates)),
+            "value": round(statistics.median(each.rate for each in tries)),
             "unit": "msg/s",
         }
-        cpu = statistics.median(cpu for _, cpu, _ in tries)
-        if cpu:
-            figure["cpu_us"] = round(1e6 * cpu / messages, 1)
-        peak = statistics.median(peak for _, _, peak in tries)
-        if peak:
-            figure["peak"] = int(peak)
         if name != "ceiling":
-            figure["ratio"] = round(statistics.median(ratios), 2)
-            figure["ratio_to"] = "rabbitmq.ceiling"
-            figure["target"] = TARGETS[name]
-        made.append(figure)
+            ratios = [a.rate / b.rate for a, b in zip(tries, ceilings, strict=True)]
+            rate |= {"ratio": round(statistics.median(ratios), 2), "of": "rabbitmq.ceiling"}
+        made.append(rate)
+        value = round(statistics.median(cpu), 1)
+        made.append({"name": f"rabbitmq.{name}.cpu", "value": value, "unit": "us/msg"})
     return made
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    value = ceiling(**given) if sys.argv[1] == "ceiling" else process(**given)
-    print(json.dumps({**value, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+    print(json.dumps(ceiling(**json.loads(sys.argv[1]))))

@@ -29,11 +29,15 @@ class Stage(NamedTuple):
 
     :param seconds: Of the work, without the start of the interpreter.
     :param peak: Bytes: the largest resident size of any process of it.
+    :param cpu: Seconds of processor time of the work, that of its own processes included.
+    :param begun: When the work began, by the clock that all processes of a machine share.
     """
 
     seconds: float
     peak: int
     result: Any
+    cpu: float
+    begun: float
 
 
 def run_stage(name: str, **given: Any) -> Stage:
@@ -46,8 +50,7 @@ def run_stage(name: str, **given: Any) -> Stage:
     )
     if done.returncode:
         raise RuntimeError(f"stage {name} failed:\n{done.stderr[-4000:]}")
-    value = json.loads(done.stdout.splitlines()[-1])
-    return Stage(value["seconds"], value["peak"], value["result"])
+    return Stage(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def _pipeline(ref: dict[str, Any]) -> Broadway:
@@ -62,17 +65,26 @@ def _staged(folder: str, pipeline: Broadway) -> Any:
     return StagedRun(store, pipeline=pipeline.name, dag_id=RUN["dag_id"], run_id=RUN["run_id"])
 
 
-def _process(folder: str, ref: dict[str, Any]) -> Any:
+def _process(
+    folder: str, ref: dict[str, Any], index: int = 0, max_messages: int | None = None
+) -> Any:
+    import pyarrow.parquet  # noqa: F401 - what is loaded lazily is loaded before the clock starts
+
     from airflow_broadway.core.intake import Budget
     from airflow_broadway.operators._process import Process
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)
-    owner = {**RUN, "task_id": "process", "map_index": 0, "try_number": 1}
+    owner = {**RUN, "task_id": "process", "map_index": index, "try_number": 1}
     env = ProducerEnv(
-        pipeline=pipeline.name, generation=uuid.uuid4().hex, owner=owner, clock=SystemClock()
+        pipeline=pipeline.name,
+        generation=uuid.uuid4().hex,
+        owner=owner,
+        clock=SystemClock(),
+        staging=f"{run.store.uri}/{pipeline.name}",
     )
-    return lambda: Process(run, pipeline, env=env, budget=Budget()).run()
+    pipeline.producer.custodian(env).close()
+    return lambda: Process(run, pipeline, env=env, budget=Budget(max_messages=max_messages)).run()
 
 
 def _plan(folder: str, ref: dict[str, Any], batcher: str) -> Any:
@@ -151,15 +163,21 @@ def main() -> None:
     """Run the stage that the command line names."""
     name, text = sys.argv[1:]
     work = STAGES[name](**json.loads(text))
-    begun = time.perf_counter()
+    before, begun = _cpu(), time.monotonic()
     result = work()
-    seconds = time.perf_counter() - begun
+    seconds, cpu = time.monotonic() - begun, _cpu() - before
     peak = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     peak *= 1 if sys.platform == "darwin" else 1024
-    print(json.dumps({"seconds": seconds, "peak": peak, "result": result}))
+    print(json.dumps(Stage(seconds, peak, result, cpu, begun)._asdict()))
+
+
+def _cpu() -> float:
+    """Seconds of processor time so far, that of processes that have ended included."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

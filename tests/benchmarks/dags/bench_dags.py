@@ -10,12 +10,7 @@ from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, chain
 
 from flights_pipeline import Flights
-
-SPARK = {
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    "spark.sql.shuffle.partitions": "2",
-    "spark.ui.enabled": "false",
-}
+from tests.benchmarks.pipelines import SPARK
 
 
 def nothing() -> None:

@@ -1,4 +1,4 @@
-"""What a transformer may make of a delivery."""
+"""What a transformer may make of a delivery, and what a broken source leaves behind."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.intake import transformed
+from airflow_broadway.core.errors import PipelineError, ProducerUnavailable
+from airflow_broadway.core.intake import Budget, Intake, transformed
 from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.options import RateLimiting
+from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.testing import ManualClock
 
 DELIVERED = Message(
     b"data",
@@ -46,3 +49,25 @@ def test_another_message_id_is_refused_before_any_work_is_done() -> None:
         PipelineError, match=r"must keep the message_id: it made 'order-1' of 'm-1'"
     ):
         transformed(renames, [DELIVERED])
+
+
+class _Broken:
+    """A source whose broker has gone."""
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        raise ProducerUnavailable("the broker has gone")
+
+    def secure(self, messages: list[Message]) -> list[Message]:
+        return messages
+
+
+def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
+    limiter = RateLimiter(RateLimiting(allowed_messages=10, interval=60.0), ManualClock())
+    source: Any = _Broken()
+    intake = Intake(source, Budget(), clock=ManualClock(), limiter=limiter, demand=8)
+
+    with pytest.raises(ProducerUnavailable):
+        next(iter(intake))
+
+    # The retry of the task has the whole window.
+    assert limiter.take(100) == 10

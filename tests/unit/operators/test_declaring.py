@@ -10,7 +10,7 @@ from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
 from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.message import BatchInfo, Message
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
@@ -155,6 +155,13 @@ def test_what_cannot_work_is_one_clear_error_at_parse(make: Any, text: str) -> N
         make()
 
     assert text in str(caught.value)
+
+
+def test_a_run_in_one_task_refuses_a_spark_batcher_at_parse() -> None:
+    with pytest.raises(PipelineError, match=r"batchers \['large'\] of 'Orders' run on Spark"):
+        BroadwayRunOperator(task_id="run", pipeline=Orders)
+    with pytest.raises(PipelineError, match=r"or run the pipeline's task group"):
+        BroadwayRunOperator.partial(task_id="run", pipeline=Orders)
 
 
 def test_a_class_local_to_a_function_cannot_be_referred_to() -> None:

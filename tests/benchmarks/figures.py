@@ -1,0 +1,55 @@
+"""How the parts of ``make bench`` say what they measured."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from scripts.local_airflow import LocalAirflow
+
+__all__ = ["Figures", "folder_of_its_own", "memory", "rate", "run_of", "took"]
+
+#: ``{"name", "value", "unit"}``, and ``"ratio"`` with ``"of"``, the figure it is compared with.
+Figures = list[dict[str, Any]]
+
+
+@contextmanager
+def folder_of_its_own() -> Iterator[Path]:
+    """A new folder, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="broadway-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def rate(name: str, messages: int, seconds: float) -> dict[str, Any]:
+    """Messages per second."""
+    return {"name": name, "value": round(messages / seconds), "unit": "msg/s"}
+
+
+def memory(name: str, peak: int) -> dict[str, Any]:
+    """Peak memory, of bytes."""
+    return {"name": f"{name}.peak", "value": round(peak / 2**20), "unit": "MiB"}
+
+
+def took(name: str, tries: Sequence[float]) -> dict[str, Any]:
+    """The median of seconds."""
+    return {"name": name, "value": round(statistics.median(tries), 2), "unit": "s"}
+
+
+def run_of(airflow: LocalAirflow, dag_id: str) -> float:
+    """Run a Dag; seconds from the start of the run to its end."""
+    run = airflow.trigger(dag_id)
+    state = airflow.wait_for_run(dag_id, run, timeout=1_800)
+    if state != "success":
+        raise RuntimeError(f"{dag_id} ended as {state}")
+    found = airflow.dag_run(dag_id, run)
+    begun, ended = (datetime.fromisoformat(found[name]) for name in ("start_date", "end_date"))
+    return (ended - begun).total_seconds()
