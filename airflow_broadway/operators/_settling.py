@@ -16,15 +16,13 @@ from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.manifest import paths
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.operators._metrics import Metric, Metrics
+from airflow_broadway.staging.plans import counted_plans, outcomes_of, plans_of
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run import SETTLED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import (
     build_settlement,
-    outcomes_of,
-    plans_of,
     settle_generation,
     settled_journal,
-    standing_plans,
 )
 
 log = logging.getLogger(__name__)
@@ -269,7 +267,7 @@ class RunSettler:
     def _tell_batches(self) -> None:
         """Send the metrics of the run's batches."""
         for batcher in self._pipeline.batchers:
-            for plan in standing_plans(self._run, batcher):
+            for plan in counted_plans(self._run, batcher):
                 for planned, outcome in outcomes_of(self._run, plan):
                     if outcome is not None:
                         tags = {"batcher": batcher, "trigger": planned.trigger}
@@ -317,7 +315,7 @@ class RunSettler:
             counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
             triggers = Counter[str]()
             seconds = 0.0
-            for plan in standing_plans(self._run, name):
+            for plan in counted_plans(self._run, name):
                 counts["messages"] += plan.messages
                 counts["batches"] += plan.batches
                 triggers.update(plan.triggers)

@@ -16,7 +16,14 @@ from airflow_broadway.staging.run import StagedRun
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
 
-__all__ = ["outcomes_of", "planned_elsewhere", "plans_of", "standing_plan", "standing_plans"]
+__all__ = [
+    "counted_plans",
+    "outcomes_of",
+    "planned_elsewhere",
+    "plans_of",
+    "standing_plan",
+    "standing_plans",
+]
 
 
 def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
@@ -54,6 +61,14 @@ def standing_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
     found = (standing_plan(run, f"{top}/{inputs}") for inputs in run.files.list(top))
     plans = [each[1] for each in found if each is not None]
     return sorted(plans, key=lambda plan: plan.path.rpartition("/")[2])
+
+
+def counted_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
+    """The standing plans of a batcher without those that are void: none of their batches was
+    handled, and a cleared ``process`` has brought newer ones.
+    """
+    plans = standing_plans(run, batcher)
+    return [plan for plan in plans if plan is plans[-1] or _recorded(run, plan.path)]
 
 
 def plans_of(run: StagedRun, pipeline: Broadway, generation: str) -> list[BatchPlan]:

@@ -36,7 +36,7 @@ from airflow_broadway.core.manifest import (
     paths,
 )
 from airflow_broadway.core.producer import Producer
-from airflow_broadway.staging.plans import outcomes_of, plans_of, standing_plans
+from airflow_broadway.staging.plans import outcomes_of
 from airflow_broadway.staging.run import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
@@ -48,12 +48,9 @@ __all__ = [
     "Journal",
     "Progress",
     "build_settlement",
-    "outcomes_of",
-    "plans_of",
     "record_settled",
     "settle_generation",
     "settled_journal",
-    "standing_plans",
 ]
 
 log = logging.getLogger(__name__)

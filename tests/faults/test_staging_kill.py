@@ -20,14 +20,10 @@ from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.staging.backends import TEMPORARY
 from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.plans import outcomes_of, plans_of
 from airflow_broadway.staging.reader import BatchReader
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import (
-    build_settlement,
-    outcomes_of,
-    plans_of,
-    settle_generation,
-)
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from tests.unit.staging.kit import FakeCustodian, batches_of, open_run, pipeline_of, record_outcome
 
 pytestmark = pytest.mark.faults

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
 from tests.unit.operators.steps import PlainSums, Point, Run, Sums, dies
 
@@ -229,6 +230,21 @@ def test_clearing_process_gives_back_even_what_has_an_outcome(run: Run) -> None:
 
     # Then all was received and handled again, marked
     assert len(run.calls()) == 2 * len([n for n in range(COUNT) if n % 7])
+
+
+def test_a_plan_that_clearing_process_made_void_counts_no_batches(run: Run) -> None:
+    # Given batches that were planned, none of them handled
+    generation = run.process()["generation"]
+    plan_batches(run.staged, run.pipeline, "default", [generation], try_label="1")
+
+    # When process is cleared
+    reference = run.process(try_number=2)
+    run.batch(reference, try_number=2)
+    report = run.ack()
+
+    # Then the report counts each message in one batch
+    check(run, report)
+    assert report["batchers"]["default"]["messages"] == len(run.calls())
 
 
 def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(run: Run) -> None:
