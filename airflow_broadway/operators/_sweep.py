@@ -9,12 +9,9 @@ from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.operators._common import AirflowConnections, producer_env
+from airflow_broadway.staging.plans import plans_of
 from airflow_broadway.staging.run import SETTLING, GenerationRecord, StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import (
-    build_settlement,
-    plans_of,
-    settle_generation,
-)
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

@@ -22,13 +22,9 @@ from airflow_broadway.core.message import NO_ACK, Message
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.staging import plans
 from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.plans import plans_of
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import (
-    build_settlement,
-    plans_of,
-    settle_generation,
-    settled_journal,
-)
+from airflow_broadway.staging.settlement import build_settlement, settle_generation, settled_journal
 from tests.unit.staging.kit import (
     FakeCustodian,
     Republishing,
