@@ -16,7 +16,7 @@ from airflow.sdk import DAG, Param, TaskGroup
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.operators._common import check_engine
+from airflow_broadway.operators._common import check_engine, declared
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
@@ -112,6 +112,7 @@ def make_task_group(
             **(ack or {}),
         )
     _check_lease(pipeline, group, process or {})
+    _check_name(pipeline, group)
     return group
 
 
@@ -162,6 +163,21 @@ def _check_lease(pipeline: Broadway, group: TaskGroup, process: Mapping[str, Any
                 f"more than {name} ({seconds:g} s): {producer.kind} cannot renew a lease, and what"
                 " outlasts it is delivered again",
                 producer.lease,
+            )
+
+
+def _check_name(pipeline: Broadway, group: TaskGroup) -> None:
+    """Two pipelines of a Dag need two names: a run's report and its sensor's heartbeat go by it."""
+    for task in group.dag.tasks if group.dag is not None else ():
+        if not isinstance(task, BroadwayAckSensor) or task.task_group is group:
+            continue
+        other = declared(task.pipeline)
+        if other is not None and other.name == pipeline.name:
+            raise OptionsError(
+                "name",
+                f"another name than that of the pipeline of {task.task_id!r} in the same Dag, such"
+                f" as name={pipeline.name + '_' + str(group.group_id)!r}",
+                pipeline.name,
             )
 
 

@@ -157,6 +157,17 @@ def test_what_cannot_work_is_one_clear_error_at_parse(make: Any, text: str) -> N
     assert text in str(caught.value)
 
 
+def test_two_pipelines_of_a_dag_need_two_names() -> None:
+    with DAG("orders"):
+        PythonOrders().task_group("eu")
+        with pytest.raises(OptionsError, match=r"'eu\.ack' in the same Dag.*'PythonOrders_us'"):
+            PythonOrders(producer={"queue": "us"}).task_group("us")
+    with DAG("orders_of_two") as dag:
+        PythonOrders().task_group("eu")
+        PythonOrders(producer={"queue": "us"}, name="us").task_group("us")
+    assert {"eu.ack", "us.ack"} <= set(dag.task_ids)
+
+
 def test_a_run_in_one_task_refuses_a_spark_batcher_at_parse() -> None:
     with pytest.raises(PipelineError, match=r"batchers \['large'\] of 'Orders' run on Spark"):
         BroadwayRunOperator(task_id="run", pipeline=Orders)
