@@ -1,27 +1,23 @@
-"""Runs of one pipeline under a real scheduler, whose tasks are killed at random seeded instants.
-
-What became of the messages is counted from two witnesses that are not ours: the broker's own
-tables, and what ``handle_batch`` wrote down of its inputs.  Our reports must then agree with them.
-"""
+"""Runs of one pipeline under a real scheduler, whose tasks are killed at random seeded instants."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import FINISHED, LocalAirflow, free_port
-from tests.faults.brokers import BROKERS, Broker
-from tests.faults.dags import killed_pipeline as truth
+from tests.faults.accounts import account
+from tests.faults.broker import Broker
+from tests.faults.brokers import BROKERS
+from tests.faults.found import Found
 from tests.faults.killing import KINDS, ORDER, Target, kill, victims, waits
 
-__all__ = ["SETTINGS", "Case", "Found", "run_case"]
+__all__ = ["SETTINGS", "Case", "run_case"]
 
 DAGS = ROOT / "tests" / "faults" / "dags"
 
@@ -58,35 +54,6 @@ class Case:
         return f"{self.broker}.mixed"
 
 
-@dataclass
-class Found:
-    """What became of the messages.
-
-    :param lost: Numbers that were neither handled to success nor are dead letters, as they should.
-    :param duplicates: Inputs of ``handle_batch`` beyond the first of one message and attempt, and
-        messages that ended twice.
-    :param unmarked: Of these, neither marked nor under a batch id they had before.
-    :param mistakes: Anything else that must not be, one sentence each.
-    """
-
-    case: Case
-    killed: Counter[str] = field(default_factory=Counter)
-    lost: list[int] = field(default_factory=list)
-    duplicates: int = 0
-    unmarked: int = 0
-    mistakes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.case.name,
-            "messages": self.case.messages,
-            "kills": self.killed.total(),
-            "lost": len(self.lost),
-            "duplicates": self.duplicates,
-            "unmarked": self.unmarked,
-        }
-
-
 def run_case(case: Case) -> Found:
     """Run it in an Airflow of its own."""
     case.folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +88,7 @@ class _Runs:
         self._chance = random.Random(case.seed)
         self._dag_id = f"killed_{case.broker}"
         self._handled = str(case.folder / "handled.db")
-        self._found = Found(case)
+        self._found = Found(case.name, case.messages)
         self._runs: list[str] = []
 
     def execute(self) -> Found:
@@ -139,7 +106,8 @@ class _Runs:
                 break
             time.sleep(1.0)  # a retry's delay
             self._run([])
-        self._account()
+        staging = self._case.folder / "staging"
+        account(self._found, self._broker, self._handled, staging, len(self._runs))
         return self._found
 
     def _plan(self) -> Iterator[str]:
@@ -221,75 +189,3 @@ class _Runs:
             f"  kill {self._found.killed.total()} of {self._case.kills}: the {part} of"
             f" {target.task}, {target.state}"
         )
-
-    # -- accounting ----------------------------------------------------------------------------
-
-    def _account(self) -> None:
-        found = self._found
-        if self._broker.waiting() or self._broker.leased():
-            found.mistakes.append(
-                f"{self._broker.waiting()} messages and {self._broker.leased()} leases are left"
-            )
-        dead = Counter(letter.number for letter in self._broker.dead())
-        calls = truth.noted(self._handled)
-        done = {
-            each.number for each in calls if not truth.fails_in_batch(each.number, each.attempt)
-        }
-        for number in range(self._case.messages):
-            ends = dead[number] if truth.dies(number) else int(number in done)
-            if not ends:
-                found.lost.append(number)
-        twice = sum(count - 1 for count in dead.values())
-        both = [number for number in dead if not truth.dies(number)]
-        found.duplicates = twice + len(both)
-        found.unmarked = found.duplicates  # nobody who reads dead letters could tell
-        self._count_repeats(calls)
-        self._check_attempts(calls)
-        self._check_reports()
-
-    def _count_repeats(self, calls: Sequence[truth.Handled]) -> None:
-        seen: set[tuple[str, int]] = set()
-        batches: dict[str, set[str]] = {}
-        ids: dict[int, str] = {}
-        for each in calls:
-            if ids.setdefault(each.number, each.message_id) != each.message_id:
-                self._found.mistakes.append(f"message {each.number} has two ids")
-            before = batches.setdefault(each.message_id, set())
-            repeated = (each.message_id, each.attempt) in seen
-            marked = each.redelivered or each.batch_id in before
-            self._found.duplicates += repeated
-            self._found.unmarked += bool(before) and not marked
-            seen.add((each.message_id, each.attempt))
-            before.add(each.batch_id)
-
-    def _check_attempts(self, calls: Sequence[truth.Handled]) -> None:
-        """The death of a task uses up no attempt."""
-        used: dict[int, int] = {}
-        for each in calls:
-            used[each.number] = max(used.get(each.number, 0), each.attempt)
-        used |= {letter.number: letter.attempt for letter in self._broker.dead()}
-        wrong = [number for number, count in used.items() if count != truth.attempts(number)]
-        if wrong:
-            self._found.mistakes.append(f"messages {wrong[:10]} used a wrong number of attempts")
-
-    def _check_reports(self) -> None:
-        """Our own reports must balance, and agree with the queue."""
-        totals: Counter[str] = Counter()
-        reports = sorted((self._case.folder / "staging").rglob("report.json"))
-        for path in reports:
-            report = json.loads(path.read_text())
-            totals.update(report["totals"])
-            if not report["balanced"]:
-                self._found.mistakes.append(f"{path} does not balance: {report['totals']}")
-        if len(reports) != len(self._runs):
-            self._found.mistakes.append(f"{len(self._runs)} runs left {len(reports)} reports")
-        dead = len(self._broker.dead())
-        told = {
-            "dead_lettered": dead,
-            "acked": self._case.messages - dead - self._broker.waiting(),
-        }
-        for name, count in told.items():
-            if totals[name] != count:
-                self._found.mistakes.append(
-                    f"the reports say {totals[name]} {name}, the queue says {count}"
-                )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from airflow.sdk import DAG, Param
-from killed_pipeline import Killed  # type: ignore[import-not-found]  # beside this file
+from killed_pipeline import Killed, KilledRabbitMQ  # type: ignore[import-not-found]
 
-PIPELINES = {"sqlite": Killed}
+PIPELINES = {"sqlite": Killed, "rabbitmq": KilledRabbitMQ}
 
 for broker, pipeline in PIPELINES.items():
     with DAG(

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 
 #: Recorded failures after which a message is a dead letter.
@@ -150,3 +151,16 @@ class Killed(Broadway):
             else message
             for message, each in zip(messages, calls, strict=True)
         ]
+
+
+class KilledRabbitMQ(Killed):
+    """The same from RabbitMQ, whose leases are not renewed: they outlast what is killed here."""
+
+    producer = RabbitMQProducer(
+        queue="killed",
+        conn_id="killed_rabbitmq",
+        concurrency=2,
+        lease=600.0,
+        on_failure="retry",
+        retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
+    )

@@ -1,0 +1,48 @@
+"""What a fault case found out about its messages: an entry of ``build/faults.json``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Found"]
+
+
+@dataclass
+class Found:
+    """What became of the messages of one case.
+
+    :param name: ``<broker>.<case>``.
+    :param messages: How many there were.
+    :param killed: How often what was killed.
+    :param lost: Numbers that were neither handled to success nor are dead letters, as they should.
+    :param duplicates: Messages handled again at the same attempt, or that ended twice.
+    :param unmarked: Of these, those that nothing tells from the first.
+    :param mistakes: Anything else that must not be, one sentence each.
+    """
+
+    name: str
+    messages: int
+    killed: Counter[str] = field(default_factory=Counter)
+    lost: list[int] = field(default_factory=list)
+    duplicates: int = 0
+    unmarked: int = 0
+    mistakes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost, repeated without a mark, or otherwise wrong."""
+        return not (self.lost or self.unmarked or self.mistakes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry."""
+        return {
+            "name": self.name,
+            "messages": self.messages,
+            "kills": self.killed.total(),
+            "lost": len(self.lost),
+            "duplicates": self.duplicates,
+            "unmarked": self.unmarked,
+            "mistakes": self.mistakes,
+        }
