@@ -13,29 +13,22 @@ pytest must be installed.  For readable failures, the suite's own ``conftest.py`
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import pytest
 
-from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody import (
     ACK,
     LEAVE,
     RELEASE,
     Action,
     Custodian,
-    Entry,
     Lease,
     Settlement,
     SettleReport,
@@ -44,78 +37,11 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import Producer, ProducerEnv
 from airflow_broadway.core.settler import entry_of
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
+from airflow_broadway.testing.other_process import Child, plain, third_and_seventh
 
-__all__ = ["CustodyContract", "Harness", "entry_of", "settlement_of"]
-
-
-class Harness(ABC):
-    """One empty queue, and what the suite must be able to do with it."""
-
-    #: Seconds of the leases under test; short where time must really pass.
-    lease: float = 60.0
-
-    @abstractmethod
-    def producer(self) -> Producer:
-        """A producer of the queue with ``lease=self.lease``; every call makes an equal one."""
-
-    @abstractmethod
-    def send(self, bodies: Sequence[bytes]) -> None:
-        """Put messages into the queue, in order."""
-
-    @property
-    @abstractmethod
-    def clock(self) -> Clock:
-        """The clock that the producer is opened with."""
-
-    def pass_time(self, seconds: float) -> None:
-        """Let time pass, for the producer and its broker."""
-        self.clock.sleep(seconds)
-
-    def env(self, generation: str) -> ProducerEnv:
-        """What a producer is opened in."""
-        owner = {"dag_id": "contract", "run_id": "run", "task_id": "process", "map_index": -1}
-        return ProducerEnv(generation=generation, owner=owner, clock=self.clock)
-
-    def program(self) -> tuple[str, list[str]] | None:
-        """How another process makes a harness of the same queue, on the real clock.
-
-        :return: ``("package.module:Class", arguments)``; ``None`` skips the tests that kill.
-        """
-        return None
-
-
-def settlement_of(
-    messages: Sequence[Message],
-    exceptions: Mapping[str, Verdict] | None = None,
-    rest: Verdict = ACK,
-) -> Settlement:
-    """The settlement of a generation whose manifest names ``messages``.
-
-    :param exceptions: Message id → verdict, for those that do not get ``rest``.
-    """
-    verdicts = exceptions or {}
-    return Settlement(
-        rest=rest,
-        entries=lambda: (
-            entry_of(message, verdicts[message.message_id])
-            for message in messages
-            if message.message_id in verdicts
-        ),
-        everything=lambda: (entry_of(message, rest) for message in messages),
-        expected=len(messages),
-    )
-
-
-def ids(messages: Iterable[Message]) -> list[str]:
-    """The messages' ids."""
-    return [message.message_id for message in messages]
-
-
-def bodies(count: int, *, start: int = 0) -> list[bytes]:
-    """Different bodies, in order."""
-    return [b"message %06d" % number for number in range(start, start + count)]
+__all__ = ["CustodyContract", "Harness", "entry_of", "ids", "settlement_of"]
 
 
 class CustodyContract(ABC):
@@ -491,7 +417,7 @@ class CustodyContract(ABC):
 
     def test_killed_between_receive_and_settle_nothing_is_lost(self, harness: Harness) -> None:
         harness.send(bodies(500))
-        with _Child(harness, "hold", "killed", "300") as child:
+        with Child(harness, "hold", "killed", "300") as child:
             held = child.line()
             assert len(held["ids"]) == 300
             child.kill()
@@ -510,11 +436,11 @@ class CustodyContract(ABC):
         harness.send(bodies(count))
         lease, messages = self.hold(harness, "settled")
         # Every third is retried, every seventh of the others a dead letter.
-        verdicts = {m.message_id: _third_and_seventh(place) for place, m in enumerate(messages)}
+        verdicts = {m.message_id: third_and_seventh(place) for place, m in enumerate(messages)}
         verdicts = {key: verdict for key, verdict in verdicts.items() if verdict is not ACK}
         settlement = settlement_of(messages, verdicts)
-        with _Child(harness, "settle") as child:
-            child.say({"lease": lease.to_json(), "entries": _plain(messages)})
+        with Child(harness, "settle") as child:
+            child.say({"lease": lease.to_json(), "entries": plain(messages)})
             child.line()
             time.sleep(random.Random(seed).uniform(0.0, 0.1))
             child.kill()
@@ -534,110 +460,8 @@ class CustodyContract(ABC):
     def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
         harness.send(bodies(2_000))
 
-        with _Child(harness, "drain", "one") as one, _Child(harness, "drain", "two") as two:
+        with Child(harness, "drain", "one") as one, Child(harness, "drain", "two") as two:
             found = [one.line()["ids"], two.line()["ids"]]
 
         everything = [*found[0], *found[1]]
         assert len(everything) == len(set(everything)) == 2_000
-
-
-def _third_and_seventh(place: int) -> Verdict:
-    if place % 3 == 0:
-        return Verdict(Action.RETRY, 1.0, "every third", "batch")
-    if place % 7 == 0:
-        return Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
-    return ACK
-
-
-def _plain(messages: Sequence[Message]) -> list[list[Any]]:
-    """What another process needs to settle: ids, receipts, attempts."""
-    return [[m.message_id, entry_of(m, ACK).receipt, m.attempt] for m in messages]
-
-
-class _Child:
-    """Another process at work on the same queue: answers in lines of JSON, and can be killed."""
-
-    def __init__(self, harness: Harness, *command: str) -> None:
-        program = harness.program()
-        if program is None:
-            pytest.skip("the harness has no program for other processes")
-        place, arguments = program
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, place, json.dumps(arguments), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def say(self, value: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
-
-    def line(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the other process ended with {self._process.wait()}; see its output"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
-
-
-def _main(place: str, arguments: str, command: str, *options: str) -> None:
-    """Be the other process."""
-    module, _, name = place.partition(":")
-    harness: Harness = getattr(importlib.import_module(module), name)(*json.loads(arguments))
-    producer = harness.producer()
-
-    def say(value: Any) -> None:
-        sys.stdout.write(json.dumps(value) + "\n")
-        sys.stdout.flush()
-
-    if command == "hold":
-        generation, demand = options
-        source = producer.source(harness.env(generation))
-        held: list[Message] = []
-        while len(held) < int(demand):
-            held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
-        say({"ids": ids(held), "lease": source.lease.to_json()})
-        sys.stdin.readline()
-    elif command == "settle":
-        told = json.loads(sys.stdin.readline())
-        entries = [
-            Entry(key, receipt, _third_and_seventh(place), attempt)
-            for place, (key, receipt, attempt) in enumerate(told["entries"])
-        ]
-        settlement = Settlement(
-            rest=ACK,
-            entries=lambda: (entry for entry in entries if entry.verdict is not ACK),
-            everything=lambda: iter(entries),
-            expected=len(entries),
-        )
-        custodian = producer.custodian(harness.env("custodian"))
-        say("go")
-        custodian.settle(Lease.from_json(told["lease"]), settlement)
-        sys.stdin.readline()
-    elif command == "drain":
-        source = producer.source(harness.env(options[0]))
-        drained: list[str] = []
-        while messages := source.secure(source.receive(17, timeout=0.5)):
-            drained += ids(messages)
-        say({"ids": drained})
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -1,0 +1,82 @@
+"""What the custody contract wants to know of a producer under test, and what its tests share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody import ACK, Settlement, Verdict
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.settler import entry_of
+
+__all__ = ["Harness", "bodies", "ids", "settlement_of"]
+
+
+class Harness(ABC):
+    """One empty queue, and what the suite must be able to do with it."""
+
+    #: Seconds of the leases under test; short where time must really pass.
+    lease: float = 60.0
+
+    @abstractmethod
+    def producer(self) -> Producer:
+        """A producer of the queue with ``lease=self.lease``; every call makes an equal one."""
+
+    @abstractmethod
+    def send(self, bodies: Sequence[bytes]) -> None:
+        """Put messages into the queue, in order."""
+
+    @property
+    @abstractmethod
+    def clock(self) -> Clock:
+        """The clock that the producer is opened with."""
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, for the producer and its broker."""
+        self.clock.sleep(seconds)
+
+    def env(self, generation: str) -> ProducerEnv:
+        """What a producer is opened in."""
+        owner = {"dag_id": "contract", "run_id": "run", "task_id": "process", "map_index": -1}
+        return ProducerEnv(generation=generation, owner=owner, clock=self.clock)
+
+    def program(self) -> tuple[str, list[str]] | None:
+        """How another process makes a harness of the same queue, on the real clock.
+
+        :return: ``("package.module:Class", arguments)``; ``None`` skips the tests that kill.
+        """
+        return None
+
+
+def settlement_of(
+    messages: Sequence[Message],
+    exceptions: Mapping[str, Verdict] | None = None,
+    rest: Verdict = ACK,
+) -> Settlement:
+    """The settlement of a generation whose manifest names ``messages``.
+
+    :param exceptions: Message id → verdict, for those that do not get ``rest``.
+    """
+    verdicts = exceptions or {}
+    return Settlement(
+        rest=rest,
+        entries=lambda: (
+            entry_of(message, verdicts[message.message_id])
+            for message in messages
+            if message.message_id in verdicts
+        ),
+        everything=lambda: (entry_of(message, rest) for message in messages),
+        expected=len(messages),
+    )
+
+
+def ids(messages: Iterable[Message]) -> list[str]:
+    """The messages' ids."""
+    return [message.message_id for message in messages]
+
+
+def bodies(count: int, *, start: int = 0) -> list[bytes]:
+    """Different bodies, in order."""
+    return [b"message %06d" % number for number in range(start, start + count)]

@@ -1,0 +1,124 @@
+"""Another process at work on the queue under test: the one that the custody contract kills."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Self
+
+import pytest
+
+from airflow_broadway.core.custody import ACK, Action, Entry, Lease, Settlement, Verdict
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.testing.harness import Harness, ids
+
+__all__ = ["Child", "plain", "third_and_seventh"]
+
+
+def third_and_seventh(place: int) -> Verdict:
+    """The verdict of the message in a place: retried, dead-lettered, mostly acknowledged."""
+    if place % 3 == 0:
+        return Verdict(Action.RETRY, 1.0, "every third", "batch")
+    if place % 7 == 0:
+        return Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
+    return ACK
+
+
+def plain(messages: Sequence[Message]) -> list[list[Any]]:
+    """What another process needs to settle: ids, receipts, attempts."""
+    return [[m.message_id, entry_of(m, ACK).receipt, m.attempt] for m in messages]
+
+
+class Child:
+    """Another process at work on the same queue: answers in lines of JSON, and can be killed."""
+
+    def __init__(self, harness: Harness, *command: str) -> None:
+        program = harness.program()
+        if program is None:
+            pytest.skip("the harness has no program for other processes")
+        place, arguments = program
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, place, json.dumps(arguments), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def say(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def line(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the other process ended with {self._process.wait()}; see its output"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+
+def _main(place: str, arguments: str, command: str, *options: str) -> None:
+    """Be the other process."""
+    module, _, name = place.partition(":")
+    harness: Harness = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    producer = harness.producer()
+
+    def say(value: Any) -> None:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+    if command == "hold":
+        generation, demand = options
+        source = producer.source(harness.env(generation))
+        held: list[Message] = []
+        while len(held) < int(demand):
+            held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
+        say({"ids": ids(held), "lease": source.lease.to_json()})
+        sys.stdin.readline()
+    elif command == "settle":
+        told = json.loads(sys.stdin.readline())
+        entries = [
+            Entry(key, receipt, third_and_seventh(place), attempt)
+            for place, (key, receipt, attempt) in enumerate(told["entries"])
+        ]
+        settlement = Settlement(
+            rest=ACK,
+            entries=lambda: (entry for entry in entries if entry.verdict is not ACK),
+            everything=lambda: iter(entries),
+            expected=len(entries),
+        )
+        custodian = producer.custodian(harness.env("custodian"))
+        say("go")
+        custodian.settle(Lease.from_json(told["lease"]), settlement)
+        sys.stdin.readline()
+    elif command == "drain":
+        source = producer.source(harness.env(options[0]))
+        drained: list[str] = []
+        while messages := source.secure(source.receive(17, timeout=0.5)):
+            drained += ids(messages)
+        say({"ids": drained})
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
