@@ -77,7 +77,7 @@ class RabbitCustodian:
         depth = None
         if self._was_declared(lease):
             depth = self._topology.depth(self._link, self._queue(lease))
-        settling = self._settling(lease)
+        settling = self._settling(lease, whole=True)
         held = self._held(lease)
         if depth is None:
             if not expected:
@@ -101,7 +101,7 @@ class RabbitCustodian:
         if not self.holds(lease):
             return SettleReport(lapsed=len(given))
         done = self._journal.now(lease.generation)
-        settling = self._settling(lease)
+        settling = self._settling(lease, whole=False)
         actions: Counter[Action] = Counter()
         news: dict[str, str] = {}
         missing: list[str] = []
@@ -171,9 +171,15 @@ class RabbitCustodian:
             )
         return lease
 
-    def _settling(self, lease: Lease) -> Settling:
+    def _settling(self, lease: Lease, *, whole: bool) -> Settling:
         return Settling(
-            self._link, self._topology, self._journal, lease, self._queue(lease), self._clock
+            self._link,
+            self._topology,
+            self._journal,
+            lease,
+            self._queue(lease),
+            self._clock,
+            whole=whole,
         )
 
     @property

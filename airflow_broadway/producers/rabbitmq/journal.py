@@ -4,6 +4,7 @@ One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both ha
 them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again::
 
     opened.json     the lease queue is declared: from now on bundles may be in it
+    begun.json      settling publishes failures again: who begins anew may publish them twice
     now-*.json      ids that callbacks settled at once, by action
     settled.json    settling is done but for deleting the lease queue: the report, and the bundles
 
@@ -92,6 +93,14 @@ class Journal:
     def note_now(self, generation: str, actions: dict[str, str]) -> None:
         """Note what callbacks settled at once: message id → action."""
         self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
+
+    def begun(self, generation: str) -> bool:
+        """Whether a settlement has begun to publish failures again."""
+        return self._read(f"{digest(generation)}/begun.json") is not None
+
+    def note_begun(self, generation: str) -> None:
+        """Note, before the first, that failures are published again."""
+        self._write(f"{digest(generation)}/begun.json", {})
 
     def now(self, generation: str) -> dict[str, str]:
         """All that callbacks settled at once."""

@@ -189,26 +189,29 @@ def _ours(entry: object) -> bool:
 # -- JSON for staging ------------------------------------------------------------------------------
 
 
-def dump(route: bytes, properties: bytes) -> str:
-    """The text that staging keeps of a message: its route and properties, byte for byte."""
-    return json.dumps(
-        {
-            "route": base64.b64encode(route).decode("ascii"),
-            "properties": base64.b64encode(properties).decode("ascii"),
-        }
-    )
+def dump(route: bytes, properties: bytes, redelivered: bool) -> str:
+    """The text that staging keeps of a message: its route and properties, byte for byte.
+
+    :param redelivered: Whether it may have been handed out before.
+    """
+    value = {
+        "route": base64.b64encode(route).decode("ascii"),
+        "properties": base64.b64encode(properties).decode("ascii"),
+    }
+    return json.dumps({**value, "redelivered": True} if redelivered else value)
 
 
-def load(text: str | None) -> tuple[bytes, bytes]:
-    """Route and properties that :func:`dump` wrote.
+def load(text: str | None) -> tuple[bytes, bytes, bool]:
+    """Route, properties and whether it may have been handed out before, as :func:`dump` wrote them.
 
     :raises ProducerError: If it did not.
     """
     if text is None:
-        return b"\x00\x00", b"\x00\x00"
+        return b"\x00\x00", b"\x00\x00", True
     try:
         value = json.loads(text)
-        return base64.b64decode(value["route"]), base64.b64decode(value["properties"])
+        route, properties = (base64.b64decode(value[name]) for name in ("route", "properties"))
+        return route, properties, bool(value.get("redelivered"))
     except (ValueError, TypeError, KeyError) as error:
         raise ProducerError(f"staged properties cannot be read: {error}") from None
 

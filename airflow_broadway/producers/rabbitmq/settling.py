@@ -75,6 +75,7 @@ class Settling:
     """One settlement at work.
 
     :param queue: The lease queue.
+    :param whole: Whether the whole lease is settled; else single messages, at once.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Settling:
         lease: Lease,
         queue: str,
         clock: Clock,
+        *,
+        whole: bool,
     ) -> None:
         self._link = link
         self._topology = topology
@@ -92,6 +95,8 @@ class Settling:
         self._lease = lease
         self._clock = clock
         self._queue = queue
+        self._whole = whole
+        self._begun: bool | None = None
         self._now = journal.now(lease.generation)
         self._opened: Publisher | None = None
         # What was published, in case it is refused: the messages of the last stretch.
@@ -296,7 +301,10 @@ class Settling:
         if action is Action.DEAD_LETTER:
             exchange, routing_key = self._topology.dead
             self._topology.ensure_dead(self._link)
+            repeats = self._repeats()
             extra = {
+                # Retries need no such mark: what bears our header is received as redelivered.
+                **({"x-broadway-redelivered": True} if held.redelivered or repeats else {}),
                 "x-broadway-reason": cut(verdict.reason, MAX_REASON),
                 "x-broadway-stage": verdict.stage,
                 "x-broadway-queue": self._topology.queues.source,
@@ -324,6 +332,14 @@ class Settling:
         )
         if len(self._sent) > 5_000:
             self._checkpoint()
+
+    def _repeats(self) -> bool:
+        """Whether an earlier try of this settlement may have published the same before."""
+        if self._begun is None:
+            self._begun = self._whole and self._journal.begun(self._lease.generation)
+            if self._whole and not self._begun:
+                self._journal.note_begun(self._lease.generation)
+        return self._begun
 
     def flush(self) -> dict[str, str]:
         """Wait until all is confirmed; what was refused, and why."""
@@ -391,8 +407,8 @@ class Settling:
 
 def held_of(entry: Entry) -> Held:
     """A staged message as a bundle would hold it."""
-    route, properties = load(entry.properties)
-    return Held(entry.message_id, entry.attempt, 0, True, route, properties, entry.payload or b"")
+    route, properties, again = load(entry.properties)
+    return Held(entry.message_id, entry.attempt, 0, again, route, properties, entry.payload or b"")
 
 
 def _fields(header: Header) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class RabbitSource:
         self._intake: Intake | None = None
         self._returns = Returns(producer, self._topology, self._journal, self._ready, self._sealer)
         self._has_messages = False
-        self._properties: dict[tuple[bytes, bytes], str] = {}
+        self._properties: dict[tuple[bytes, bytes, bool], str] = {}
         self._deadline = self._fresh_deadline()
         sweep(self._connect(), self._topology, self._journal, self._clock.now().timestamp())
         _open.add(self)
@@ -254,12 +254,12 @@ class RabbitSource:
         generation, texts, describe = self._env.generation, self._properties, self._describe
         made = []
         for place, each in enumerate(held, position):
-            key = (each.route, each.properties)
+            key = (each.route, each.properties, each.redelivered)
             text = texts.get(key)
             if text is None:
                 if len(texts) > 10_000:
                     texts.clear()
-                text = texts[key] = dump(each.route, each.properties)
+                text = texts[key] = dump(*key)
             body = each.body
             made.append(
                 Message(

@@ -161,9 +161,11 @@ def test_a_mark_that_is_none_of_ours_is_ignored(mark: Any) -> None:
     assert mark_of(encode({"headers": {MARK: mark}})) is None
 
 
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_staging_keeps_route_and_properties_byte_for_byte(route: bytes, data: bytes) -> None:
-    assert load(dump(route, data)) == (route, data)
+@given(st.binary(max_size=300), st.binary(max_size=300), st.booleans())
+def test_staging_keeps_route_and_properties_byte_for_byte(
+    route: bytes, data: bytes, redelivered: bool
+) -> None:
+    assert load(dump(route, data, redelivered)) == (route, data, redelivered)
 
 
 def test_metadata_values_are_json() -> None:
