@@ -1,0 +1,222 @@
+"""moto's SQS as a process of its own: ``python -m tests.sqs_moto PORT``.
+
+moto is a model of SQS, and as it comes neither safe nor fast enough to be measured against.  What
+is changed here is how it keeps messages, never what SQS would answer:
+
+- Its threads share lists without a lock: two receives at once may hand out one message twice, and a
+  delete that another overtakes is undone.  Here one lock is around all that touches messages, and a
+  long poll lets others in between its looks.
+- It counts a queue's messages for every message sent and received, and walks all of them for every
+  delete: at 2,000 messages it serves one receive a second.  Here they are counted when somebody
+  asks, and found by id and receipt.
+- It measures the 12 hours of a visibility timeout from the sending; SQS does from the receipt.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from moto.server import main as serve
+from moto.sqs.exceptions import InvalidParameterValue, ReceiptHandleIsInvalid
+
+__all__ = ["main"]
+
+#: Looked up by name: what is replaced in it is of other types than what replaces it.
+models: Any = import_module("moto.sqs.models")
+
+#: Seconds that SQS hides a message from its receipt on, at most.
+LONGEST = 43_200
+
+#: Seconds between the looks of a long poll.
+LOOK = 0.05
+
+_LOCK = threading.RLock()
+
+
+class Shelf:
+    """A queue's messages in order, found by id: what moto does with its list, this does too."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, Any] = {}
+
+    def append(self, message: Any) -> None:
+        self.by_id[message.id] = message
+
+    def remove(self, message: Any) -> None:
+        del self.by_id[message.id]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.by_id.values())
+
+
+class Queue(models.Queue):  # type: ignore[misc]
+    """A queue that finds a message by its receipt, and counts only when asked."""
+
+    # moto files its models under the name of the service that it reads from here.
+    __module__ = models.__name__
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        self.counting = False
+        super().__init__(*args, **given)
+        self.clear()
+
+    def clear(self) -> None:
+        self._messages = Shelf()
+        self._pending_messages: set[Any] = set()
+        #: Receipt → message, and when that receipt was given out.
+        self.receipts: dict[str, tuple[Any, float]] = {}
+
+    @property
+    def messages(self) -> Iterator[Any]:
+        now = models.unix_time_millis()
+        return (m for m in self._messages if m.visible_at < now and m.delayed_until <= now)
+
+    @property
+    def approximate_number_of_messages(self) -> int:
+        return sum(1 for _ in self.messages) if self.counting else 0
+
+    @property
+    def approximate_number_of_messages_delayed(self) -> int:
+        return sum(m.delayed for m in self._messages) if self.counting else 0
+
+    @property
+    def approximate_number_of_messages_not_visible(self) -> int:
+        return sum(not m.visible for m in self._messages) if self.counting else 0
+
+    def holder(self, receipt: str) -> tuple[Any, float]:
+        """The message of a receipt, and when it was given out."""
+        message, at = self.receipts.get(receipt, (None, 0.0))
+        if message is None or self._messages.by_id.get(message.id) is not message:
+            raise ReceiptHandleIsInvalid
+        return message, at
+
+    def delete_message(self, receipt_handle: str) -> None:
+        if receipt_handle in self.deleted_messages:
+            return
+        message, _ = self.holder(receipt_handle)
+        self.pending_messages.discard(message)
+        self._messages.remove(message)
+        for receipt in message.all_receipt_handles:
+            self.deleted_messages.add(receipt)
+            self.receipts.pop(receipt, None)
+
+
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the backend, one at a time."""
+
+    @wraps(method)
+    def locked(*args: Any, **given: Any) -> Any:
+        with _LOCK:
+            return method(*args, **given)
+
+    return locked
+
+
+_look = models.SQSBackend.receive_message
+_tell = models.SQSBackend.get_queue_attributes
+
+
+def receive_message(
+    self: Any, queue_name: str, count: int, wait_seconds_timeout: int, *rest: Any, **given: Any
+) -> Any:
+    """moto's own look, repeated until something is found or the wait is over."""
+    end = time.monotonic() + wait_seconds_timeout
+    while True:
+        with _LOCK:
+            found = _look(self, queue_name, count, 0, *rest, **given)
+            queue = self.get_queue(queue_name)
+            for copy in found:
+                message = queue._messages.by_id[copy.id]
+                queue.receipts[copy.receipt_handle] = (message, time.time())
+        left = end - time.monotonic()
+        if found or left <= 0:
+            return found
+        time.sleep(min(LOOK, left))
+
+
+def change_message_visibility(
+    self: Any, queue_name: str, receipt_handle: str, visibility_timeout: int
+) -> None:
+    """moto's, with the message found by its receipt, and 12 hours from that receipt on."""
+    queue = self.get_queue(queue_name)
+    message, at = queue.holder(receipt_handle)
+    if time.time() + int(visibility_timeout) - at > LONGEST:
+        raise InvalidParameterValue(
+            f"Value {visibility_timeout} for parameter VisibilityTimeout is invalid. Reason: Total"
+            " VisibilityTimeout for the message is beyond the limit [43200 seconds]"
+        )
+    message.change_visibility(visibility_timeout)
+    if not int(visibility_timeout):
+        queue.pending_messages.discard(message)
+
+
+def change_message_visibility_batch(
+    self: Any, queue_name: str, entries: list[dict[str, Any]]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """moto's, with each refusal an entry of its own."""
+    done: list[str] = []
+    failed: list[dict[str, Any]] = []
+    for entry in entries:
+        try:
+            change_message_visibility(
+                self, queue_name, entry["ReceiptHandle"], int(entry["VisibilityTimeout"])
+            )
+            done.append(entry["Id"])
+        except (InvalidParameterValue, ReceiptHandleIsInvalid) as error:
+            code = type(error).__name__
+            failed.append(
+                {"Id": entry["Id"], "SenderFault": True, "Code": code, "Message": str(error)}
+            )
+    return done, failed
+
+
+def get_queue_attributes(self: Any, queue_name: str, attribute_names: list[str]) -> Any:
+    """moto's, and the only one that counts messages."""
+    queue = self.get_queue(queue_name)
+    queue.counting = True
+    try:
+        return _tell(self, queue_name, attribute_names)
+    finally:
+        queue.counting = False
+
+
+def in_retention(self: Any, queue_name: str, message: Any) -> bool:
+    """Whether a message is not too old, without asking for all attributes."""
+    kept = self.get_queue(queue_name).message_retention_period
+    return bool(kept + message.sent_timestamp / 1000 > time.time())
+
+
+def purge_queue(self: Any, queue_name: str) -> None:
+    """Nothing is left."""
+    self.get_queue(queue_name).clear()
+
+
+def main() -> None:
+    """Serve, until killed."""
+    # moto's own look at the time goes through datetime, 12 µs each, some times per message.
+    models.unix_time = lambda dt=None: time.time()
+    models.unix_time_millis = lambda dt=None: time.time() * 1000.0
+    models.Queue = Queue
+    backend = models.SQSBackend
+    backend.receive_message = receive_message
+    backend.is_message_valid_based_on_retention_period = in_retention
+    for changed in (
+        change_message_visibility,
+        change_message_visibility_batch,
+        get_queue_attributes,
+        purge_queue,
+    ):
+        setattr(backend, changed.__name__, alone(changed))
+    for name in ("send_message", "send_message_batch", "delete_message", "delete_message_batch"):
+        setattr(backend, name, alone(getattr(backend, name)))
+    serve(["-H", "127.0.0.1", "-p", sys.argv[1]])
+
+
+if __name__ == "__main__":
+    main()
