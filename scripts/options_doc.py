@@ -11,6 +11,7 @@ from airflow_broadway.core.options import Batcher, Processors, RateLimiting, Ret
 from airflow_broadway.core.producer import Producer
 from airflow_broadway.core.rules import AUTO
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers.sqs import SqsProducer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -33,6 +34,7 @@ Flights(
 SECTIONS: list[tuple[str, str, type[Any], type[Any] | None]] = [
     ("Every producer", "`producer = …Producer(…)`", Producer, None),
     ("Embedded queue", "`producer = SqliteProducer(…)`", SqliteProducer, Producer),
+    ("Amazon SQS", "`producer = SqsProducer(…)`", SqsProducer, Producer),
     ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy, None),
     ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting, None),
     ("Processors", "`processors = Processors(…)`", Processors, None),

@@ -34,6 +34,7 @@ _SPANS: Final = (
     "batcher",
     "batch_processor",
     "handle_failed",
+    "sqs.receive_messages",
 )
 
 #: Every event there is.

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+    from airflow_broadway.producers.sqs import SqsProducer
 
-__all__ = ["SqliteProducer", "SqliteQueue"]
+__all__ = ["SqliteProducer", "SqliteQueue", "SqsProducer"]
 
 _HOMES = {
     "SqliteProducer": "airflow_broadway.producers.sqlite",
     "SqliteQueue": "airflow_broadway.producers.sqlite",
+    "SqsProducer": "airflow_broadway.producers.sqs",
 }
 
 

@@ -1,0 +1,247 @@
+"""The way to one queue: boto3's client, opened by the connection, and its errors translated.
+
+Everything is bulk: one call here is one request.  The client may be used from several threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.sqs.errors import translated
+
+if TYPE_CHECKING:
+    from mypy_boto3_sqs import SQSClient
+
+    from airflow_broadway.producers.sqs.producer import SqsProducer
+
+__all__ = ["DEFAULT_CONNECTION", "Queue", "boto_client", "open_queue", "region_of"]
+
+log = logging.getLogger(__name__)
+
+#: The connection of AWS where none is named; without it boto3 looks where it always looks.
+DEFAULT_CONNECTION = "aws_default"
+
+#: Extras of an Airflow connection that only the Amazon provider knows how to follow.
+_PROVIDERS = frozenset(
+    {"role_arn", "assume_role_method", "assume_role_kwargs", "session_kwargs", "s3_config_file"}
+)
+
+_URL = re.compile(
+    r"https://(?:sqs\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.(?:amazonaws\.com(?:\.cn)?|api\.aws)/"
+)
+
+
+def region_of(url: str) -> str | None:
+    """The region in the URL of one of AWS's own queues."""
+    found = _URL.match(url)
+    return None if found is None else found.group(1) or found.group(2)
+
+
+class Queue:
+    """One queue: the requests that this package makes of it.
+
+    :raises BroadwayError: From every call, in the words of ``errors``.
+    """
+
+    def __init__(self, client: SQSClient, url: str, *, shown: str = "") -> None:
+        self.client = client
+        self.url = url
+        self.name = shown or url.rpartition("/")[2] or url
+        meta = client.meta
+        self._where = f"in region {meta.region_name!r} at {meta.endpoint_url}"
+
+    def receive(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One ``ReceiveMessage``: its messages as boto3 gives them."""
+        try:
+            answer: Any = self.client.receive_message(QueueUrl=self.url, **request)
+        except Exception as error:
+            raise self._translated(error, "ReceiveMessage") from error
+        return answer.get("Messages") or []
+
+    def delete(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
+        """One ``DeleteMessageBatch``: its failed entries."""
+        try:
+            answer: Any = self.client.delete_message_batch(QueueUrl=self.url, Entries=entries)
+        except Exception as error:
+            raise self._translated(error, "DeleteMessage") from error
+        return answer.get("Failed") or []
+
+    def change(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
+        """One ``ChangeMessageVisibilityBatch``: its failed entries."""
+        try:
+            answer: Any = self.client.change_message_visibility_batch(
+                QueueUrl=self.url, Entries=entries
+            )
+        except Exception as error:
+            raise self._translated(error, "ChangeMessageVisibility") from error
+        return answer.get("Failed") or []
+
+    def send(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
+        """One ``SendMessageBatch``: its failed entries."""
+        try:
+            answer: Any = self.client.send_message_batch(QueueUrl=self.url, Entries=entries)
+        except Exception as error:
+            raise self._translated(error, "SendMessage") from error
+        return answer.get("Failed") or []
+
+    def attributes(self, *names: Any) -> dict[str, str]:
+        """One ``GetQueueAttributes``."""
+        try:
+            answer: Any = self.client.get_queue_attributes(
+                QueueUrl=self.url, AttributeNames=list(names or ("All",))
+            )
+        except Exception as error:
+            raise self._translated(error, "GetQueueAttributes") from error
+        return dict(answer.get("Attributes") or {})
+
+    def other(self, place: str) -> Queue:
+        """Another queue, by its URL, ARN or name.
+
+        :raises ProducerError: If there is none, or its URL may not be asked for.
+        """
+        if place.startswith(("https://", "http://")):
+            return Queue(self.client, place)
+        request: dict[str, Any] = {"QueueName": place}
+        if place.startswith("arn:"):
+            account, name = place.split(":")[4:6]
+            request = {"QueueName": name, "QueueOwnerAWSAccountId": account}
+        try:
+            url = self.client.get_queue_url(**request)["QueueUrl"]
+        except Exception as error:
+            raise translated(error, "GetQueueUrl", request["QueueName"], self._where) from error
+        return Queue(self.client, url)
+
+    def close(self) -> None:
+        """Release connections.  Safe to repeat."""
+        self.client.close()
+
+    def _translated(self, error: Exception, action: str) -> Exception:
+        return translated(error, action, self.name, self._where)
+
+
+def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
+    """The producer's queue.
+
+    :raises ConnectionMissing: If the connection is missing or lacks what is needed.
+    :raises ProducerError: If the queue has to be looked up by name, and is not there.
+    """
+    client = boto_client(producer, env)
+    if producer.queue_url is not None:
+        return Queue(client, producer.queue_url)
+    return Queue(client, "", shown=str(producer.queue_name)).other(str(producer.queue_name))
+
+
+def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
+    """A client of boto3 with a pool for all of the producer's threads."""
+    connection = _connection(producer, env)
+    extra: Mapping[str, Any] = connection.extra if connection is not None else {}
+    service = (extra.get("service_config") or {}).get("sqs") or {}
+    region = (
+        producer.region_name
+        or (region_of(producer.queue_url) if producer.queue_url else None)
+        or service.get("region_name")
+        or extra.get("region_name")
+    )
+    endpoint = producer.endpoint_url or service.get("endpoint_url") or extra.get("endpoint_url")
+    try:
+        return _client(producer, connection, region, endpoint, extra)
+    except Exception as error:
+        if isinstance(error, (ConnectionMissing, ProducerError)):
+            raise
+        name = producer.queue_url or str(producer.queue_name)
+        raise translated(error, "opening a client", name, f"in region {region!r}") from error
+
+
+def _client(
+    producer: SqsProducer,
+    connection: Connection | None,
+    region: str | None,
+    endpoint: str | None,
+    extra: Mapping[str, Any],
+) -> SQSClient:
+    import boto3
+    from botocore.config import Config
+
+    own = dict(extra.get("config_kwargs") or {})
+    base = Config(**own) if own else Config()
+    config = base.merge(
+        Config(
+            max_pool_connections=producer.receive_concurrency + 4,
+            retries=own.get("retries") or {"mode": "standard", "max_attempts": 5},
+            connect_timeout=own.get("connect_timeout", 10),
+            # A long poll is no broken connection.
+            read_timeout=max(own.get("read_timeout", 0), (producer.wait_time_seconds or 0) + 40),
+            tcp_keepalive=True,
+        )
+    )
+    session: Any
+    if connection is not None and _PROVIDERS & set(extra):
+        session = _provider_session(connection, region, config)
+    else:
+        session = boto3.session.Session(
+            aws_access_key_id=(connection.login or extra.get("aws_access_key_id") or None)
+            if connection
+            else None,
+            aws_secret_access_key=(
+                connection.password or extra.get("aws_secret_access_key") or None
+            )
+            if connection
+            else None,
+            aws_session_token=extra.get("aws_session_token"),
+            profile_name=extra.get("profile_name"),
+            region_name=region,
+        )
+    client: SQSClient = session.client(
+        "sqs",
+        endpoint_url=endpoint,
+        region_name=region,
+        verify=extra.get("verify"),
+        config=config,
+    )
+    return client
+
+
+def _connection(producer: SqsProducer, env: ProducerEnv) -> Connection | None:
+    conn_id = producer.conn_id
+    if conn_id is None:
+        return None
+    try:
+        found = env.connections.get(conn_id)
+    except ConnectionMissing:
+        if conn_id != DEFAULT_CONNECTION:
+            raise
+        # As the Amazon provider does it.
+        log.info("There is no connection %r: boto3 looks for credentials itself.", conn_id)
+        return None
+    if found.conn_type not in ("aws", "generic", ""):
+        raise ConnectionMissing(
+            f"the connection {conn_id!r} is of type {found.conn_type!r}; SQS needs one of type"
+            " 'aws'"
+        )
+    return found
+
+
+def _provider_session(connection: Connection, region: str | None, config: Any) -> Any:
+    """A session by the Amazon provider, which knows roles, federation and their renewal."""
+    try:
+        from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
+        from airflow.providers.amazon.aws.utils.connection_wrapper import (
+            AwsConnectionWrapper,
+        )
+    except ImportError:
+        raise ConnectionMissing(
+            f"the connection {connection.conn_id!r} assumes a role, which needs"
+            " apache-airflow-providers-amazon: install airflow-broadway[sqs]"
+        ) from None
+    wrapper = AwsConnectionWrapper.from_connection_metadata(
+        conn_id=connection.conn_id,
+        login=connection.login or None,
+        password=connection.password or None,
+        extra=dict(connection.extra),
+    )
+    return BaseSessionFactory(conn=wrapper, region_name=region, config=config).create_session()

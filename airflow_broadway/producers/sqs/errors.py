@@ -1,0 +1,149 @@
+"""What AWS says, as one sentence that names the queue, the action and the way out; no secret.
+
+AWS's own text is left out where it may quote what was signed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+
+__all__ = ["MISSING_QUEUE", "Denied", "Expired", "InFlightLimit", "retryable", "translated"]
+
+#: The codes of a queue that is not there.
+MISSING_QUEUE = frozenset(
+    {"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist", "NonExistentQueue"}
+)
+_DENIED = frozenset({"AccessDenied", "AccessDeniedException", "UnauthorizedOperation"})
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_UNKNOWN = frozenset(
+    {
+        "AuthFailure",
+        "IncompleteSignature",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "MissingAuthenticationToken",
+        "MissingAuthenticationTokenException",
+        "NotAuthorized",
+        "OptInRequired",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+_SKEWED = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
+_SKEW_TEXTS = ("signature expired", "not yet current", "signature not yet")
+_THROTTLED = frozenset(
+    {
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequestsException",
+        "AWS.SimpleQueueService.RequestThrottled",
+        "KmsThrottled",
+        "KMS.ThrottlingException",
+    }
+)
+_OVER_LIMIT = frozenset({"OverLimit", "AWS.SimpleQueueService.OverLimit"})
+_TRANSIENT = frozenset(
+    {"InternalError", "InternalFailure", "InternalServerError", "ServiceUnavailable"}
+)
+
+
+class Denied(ProducerError):
+    """The credentials may not do this; others of the actions may be allowed."""
+
+
+class Expired(ProducerUnavailable):
+    """The credentials have expired: another process, with new ones, may succeed."""
+
+
+class InFlightLimit(ProducerError):
+    """The queue has as many messages in flight as it may have."""
+
+
+def retryable(code: str, sender_fault: bool) -> bool:
+    """Whether a failed entry of a batch request may succeed when it is sent again."""
+    return code in _THROTTLED or code in _TRANSIENT or not sender_fault
+
+
+def translated(error: Exception, action: str, queue: str, where: str) -> Exception:
+    """The error of ours that stands for one of botocore's.
+
+    :param action: E.g. ``"ReceiveMessage"``.
+    :param queue: The queue's name or URL.
+    :param where: Region and endpoint, for people.
+    """
+    response: Any = getattr(error, "response", None)
+    if not isinstance(response, dict) or "Error" not in response:
+        return _of_client(error, action, queue, where)
+    code = str(response["Error"].get("Code", ""))
+    text = str(response["Error"].get("Message", ""))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) or 0)
+    if code in MISSING_QUEUE:
+        return ProducerError(
+            f"there is no SQS queue {queue!r} {where}: check the queue's name, its region and its"
+            " account"
+        )
+    if code in _EXPIRED:
+        return Expired(
+            f"AWS refuses {action} on {queue!r}: the credentials have expired; renew those of the"
+            " connection"
+        )
+    if code in _SKEWED or any(part in text.lower() for part in _SKEW_TEXTS):
+        return ProducerError(
+            f"AWS refuses {action} on {queue!r}: this machine's clock differs from AWS's by more"
+            " than it allows; set the clock (NTP) and run again"
+        )
+    if code in _UNKNOWN:
+        return ProducerError(
+            f"AWS refuses {action} on {queue!r}: it does not accept the credentials ({code}); check"
+            " access key, secret key and session token of the connection"
+        )
+    if code in _DENIED or status == 403:
+        return Denied(
+            f"AWS denies {action} on {queue!r}: allow sqs:{action} on this queue for these"
+            " credentials (docs/sqs.md has the least policy)"
+        )
+    if code in _OVER_LIMIT:
+        return InFlightLimit(
+            f"the SQS queue {queue!r} has as many messages in flight as it may have (120,000;"
+            " 20,000 for FIFO): nothing more is received until runs settle what they hold"
+        )
+    if code in _THROTTLED:
+        return ProducerUnavailable(
+            f"AWS throttles {action} on {queue!r}, still after retries: try again later, or with a"
+            " lower receive_concurrency"
+        )
+    if code in _TRANSIENT or status >= 500:
+        return ProducerUnavailable(f"SQS could not do {action} on {queue!r} just now ({code})")
+    shown = text if len(text) <= 300 else f"{text[:297]}..."
+    return ProducerError(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
+
+
+def _of_client(error: Exception, action: str, queue: str, where: str) -> Exception:
+    from botocore import exceptions as of
+
+    if isinstance(error, (of.NoCredentialsError, of.PartialCredentialsError)):
+        return ConnectionMissing(
+            f"{action} on {queue!r} needs AWS credentials, and there are none: give the connection"
+            " an access key, a profile or a role, or the machine a role of its own"
+        )
+    if isinstance(error, of.CredentialRetrievalError):
+        return ProducerUnavailable(f"AWS credentials for {queue!r} could not be had just now")
+    if isinstance(error, (of.NoRegionError, of.InvalidRegionError)):
+        return ConnectionMissing(
+            f"no AWS region for {queue!r}: give region_name to the producer or to its connection"
+        )
+    if isinstance(error, of.ParamValidationError):
+        return ProducerError(f"{action} on {queue!r} cannot be asked for: {error}")
+    # ConnectTimeout, ReadTimeout, EndpointConnectionError, ConnectionClosedError, SSLError, …
+    if isinstance(error, (of.HTTPClientError, of.ConnectionError)):
+        return ProducerUnavailable(
+            f"SQS cannot be reached for {action} on {queue!r} {where}: {type(error).__name__}"
+        )
+    return ProducerError(f"{action} on {queue!r} {where} failed: {type(error).__name__}: {error}")

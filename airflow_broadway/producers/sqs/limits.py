@@ -1,0 +1,43 @@
+"""SQS's own limits, from its developer guide ("Amazon SQS quotas")."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "IN_FLIGHT",
+    "IN_FLIGHT_FIFO",
+    "LONGEST_VISIBILITY",
+    "MAX_ATTRIBUTES",
+    "MAX_BATCH",
+    "MAX_BODY",
+    "MAX_BODY_FORMERLY",
+    "unsendable",
+]
+
+#: Entries in one batch request, and messages in one receive.
+MAX_BATCH: Final = 10
+#: Seconds for which a message may be hidden in all, from its receipt.
+LONGEST_VISIBILITY: Final = 43_200
+#: Messages that one queue may have in flight.
+IN_FLIGHT: Final = 120_000
+IN_FLIGHT_FIFO: Final = 20_000
+#: Bytes of one message, attributes included, and of one batch; before August 2025 a quarter.
+MAX_BODY: Final = 1_048_576
+MAX_BODY_FORMERLY: Final = 262_144
+#: Attributes that one message may have.
+MAX_ATTRIBUTES: Final = 10
+
+
+def unsendable(text: str) -> str:
+    """The first character of ``text`` that SQS refuses, as ``U+….``; ``""`` if there is none.
+
+    Allowed are #x9, #xA, #xD, #x20 to #xD7FF, #xE000 to #xFFFD, #x10000 to #x10FFFF.
+    """
+    for each in text:
+        code = ord(each)
+        if (code < 0x20 and each not in "\t\n\r") or 0xD800 <= code < 0xE000:
+            return f"U+{code:04X}"
+        if code in (0xFFFE, 0xFFFF):
+            return f"U+{code:04X}"
+    return ""

@@ -1,0 +1,184 @@
+"""Receives in flight: several at a time, as many as the demand wants and no more.
+
+Each thread asks for what is still wanted, again and again until a receive comes back empty.  The
+run's thread collects what they found.  While the queue is quiet one of them asks, once in
+``receive_interval`` seconds; when it finds something all of them go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+from airflow_broadway.core.clock import Clock
+
+__all__ = ["Answer", "Polls"]
+
+#: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
+_PATIENCE: Final = 120.0
+
+
+class Answer(NamedTuple):
+    """What one receive found.
+
+    :param at: When it was asked: from then on its messages are hidden, at the latest.
+    """
+
+    at: float
+    messages: Sequence[Mapping[str, Any]]
+
+
+class Polls:
+    """Keeps receives in flight; :meth:`want` and :meth:`take` are for one thread.
+
+    :param receive: Makes one receive of at most so many messages; called in any thread.
+    :param most: Messages in one receive, at most.
+    :param concurrency: Receives at a time; with 1 they are made in the caller's thread.
+    :param interval: Seconds from an empty receive to the next.
+    """
+
+    def __init__(
+        self,
+        receive: Callable[[int], Sequence[Mapping[str, Any]]],
+        *,
+        most: int,
+        concurrency: int,
+        interval: float,
+        clock: Clock,
+    ) -> None:
+        self._receive = receive
+        self._most = most
+        self._concurrency = concurrency
+        self._interval = interval
+        self._clock = clock
+        self._pool: ThreadPoolExecutor | None = None
+        self._changed = threading.Condition()
+        self._credit = 0
+        self._flying = 0
+        self._asked = 0
+        self._answers: deque[Answer] = deque()
+        self._waiting = 0
+        self._quiet_until = 0.0
+        self._quiet = False
+        self._error: Exception | None = None
+        self._closed = False
+        #: Receives that have come back empty since the last that did not.
+        self.empties = 0
+
+    def want(self, demand: int) -> None:
+        """Let ``demand`` messages be in flight or waiting, all told."""
+        with self._changed:
+            self._credit = demand - self._waiting - self._asked
+            if self._closed or self._error is not None or self._credit <= 0:
+                return
+            if self._clock.monotonic() < self._quiet_until:
+                return
+            # One asks whether it is still quiet; the others follow once it is not.
+            room = (1 if self._quiet else self._concurrency) - self._flying
+            wanted = min(room, -(-self._credit // self._most))
+            if wanted <= 0:
+                return
+            if self._concurrency > 1:
+                self._start(wanted)
+                return
+            self._flying += 1
+        self._work(once=True)
+
+    def take(self, timeout: float) -> Answer | None:
+        """The next answer, waiting up to ``timeout`` seconds while receives are in flight.
+
+        :raises Exception: What a receive raised, once all that was found before is taken.
+        """
+        end = time.monotonic() + min(timeout, _PATIENCE)
+        with self._changed:
+            while not self._answers and self._flying and self._error is None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+            if self._answers:
+                answer = self._answers.popleft()
+                self._waiting -= len(answer.messages)
+                return answer
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            return None
+
+    @property
+    def flying(self) -> bool:
+        """Whether a receive is in flight."""
+        with self._changed:
+            return self._flying > 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next receive may be made."""
+        with self._changed:
+            return max(0.0, self._quiet_until - self._clock.monotonic())
+
+    def close(self) -> list[Answer]:
+        """Make no more receives, let those in flight end, and return what they found."""
+        with self._changed:
+            self._closed = True
+            self._credit = 0
+            end = time.monotonic() + _PATIENCE
+            while self._flying and time.monotonic() < end:
+                self._changed.wait(end - time.monotonic())
+            answers = list(self._answers)
+            self._answers.clear()
+            self._waiting = 0
+        if self._pool is not None:
+            self._pool.shutdown(wait=not self._flying)
+            self._pool = None
+        return answers
+
+    def _start(self, count: int) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._concurrency, "broadway-sqs-receive")
+        self._flying += count
+        for _ in range(count):
+            self._pool.submit(self._work)
+
+    def _work(self, *, once: bool = False) -> None:
+        while True:
+            with self._changed:
+                asked = min(self._most, self._credit)
+                if asked <= 0 or self._closed or self._error is not None:
+                    self._end()
+                    return
+                self._credit -= asked
+                self._asked += asked
+            at = self._clock.now().timestamp()
+            found: Sequence[Mapping[str, Any]] = ()
+            error: Exception | None = None
+            try:
+                found = self._receive(asked)
+            except Exception as raised:
+                error = raised
+            with self._changed:
+                self._asked -= asked
+                if error is not None:
+                    self._error = self._error or error
+                elif found:
+                    self._credit += asked - len(found)
+                    self._waiting += len(found)
+                    self._answers.append(Answer(at, found))
+                    self._quiet, self._quiet_until, self.empties = False, 0.0, 0
+                else:
+                    self._credit += asked
+                    self._quiet = True
+                    self._quiet_until = self._clock.monotonic() + self._interval
+                    self.empties += 1
+                if error is not None or not found or once:
+                    self._end()
+                    return
+                self._changed.notify_all()
+
+    def _end(self) -> None:
+        self._flying -= 1
+        self._changed.notify_all()
