@@ -296,12 +296,15 @@ class Process:
             custodian = self._open_custodian()
             try:
                 record = self._run.generation(lease.generation)
+                self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
                 report = settle_generation(self._run, record, custodian, settlement)
             except (StagingError, OSError) as error:
                 # A full disk takes no journal: the sweep after this one will note what it hears.
                 log.warning("Could not note that messages are given back: %s", error)
                 report = custodian.settle(lease, settlement)
             log.warning("Gave back %d messages of this execution.", report.released)
+            for error in report.errors:
+                log.error("%s", error)
         except (BroadwayError, OSError) as error:
             # The lease lapses by itself; the first error is the one to show.
             log.error("Could not give messages back; their lease lapses by itself: %s", error)

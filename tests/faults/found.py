@@ -17,6 +17,8 @@ class Found:
     :param messages: How many there were.
     :param killed: How often what was killed.
     :param lost: Numbers that were neither handled to success nor are dead letters, as they should.
+    :param told_lost: Messages that an operator deleted with their queue, if that was counted and
+        reported.
     :param duplicates: Messages handled again at the same attempt, or that ended twice.
     :param unmarked: Of these, those that nothing tells from the first.
     :param mistakes: Anything else that must not be, one sentence each.
@@ -26,6 +28,7 @@ class Found:
     messages: int
     killed: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
+    told_lost: int = 0
     duplicates: int = 0
     unmarked: int = 0
     mistakes: list[str] = field(default_factory=list)
@@ -44,5 +47,6 @@ class Found:
             "lost": len(self.lost),
             "duplicates": self.duplicates,
             "unmarked": self.unmarked,
+            **({"deleted_by_operator": self.told_lost} if self.told_lost else {}),
             "mistakes": self.mistakes,
         }

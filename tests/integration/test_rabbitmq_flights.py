@@ -12,7 +12,7 @@ from scripts.airflow_env import airflow_env
 from scripts.load_flights import flights
 from scripts.load_rabbitmq import QUEUE, load
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.faults.rabbitmq_truth import depth
+from tests.faults.brokers_rabbitmq import counted
 from tests.rabbitmq_fixtures import wanted_server
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
@@ -55,6 +55,5 @@ def test_the_flights_through_rabbitmq(tmp_path: Path) -> None:
     assert table.count_rows() == len(departed)
     ids = table.to_table(columns=["message_id"])["message_id"].to_pylist()
     assert len(set(ids)) == len(ids)
-    assert depth(server.url, QUEUE) == 0
-    assert depth(server.url, Queues(QUEUE).dead) == MESSAGES - len(departed)
-    assert not depth(server.url, Queues(QUEUE).returns)
+    assert counted(server, [QUEUE, Queues(QUEUE).returns]) == 0
+    assert counted(server, [Queues(QUEUE).dead]) == MESSAGES - len(departed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
 
 __all__ = ["RabbitCustodian", "depth"]
+
+log = logging.getLogger(__name__)
 
 #: The part of a lease, and the seconds at most, before its end in which bundles are read and
 #: compared.
@@ -80,6 +83,8 @@ class RabbitCustodian:
         settling = self._settling(lease, whole=True)
         held = self._held(lease)
         if depth is None:
+            if expected is None:
+                return self._without_manifest(lease)
             if not expected:
                 return SettleReport()
             if not held:
@@ -92,6 +97,24 @@ class RabbitCustodian:
             held = False
         crashed = expected is None and not is_open_here(lease.generation)
         return settling.by_bundles(settlement, held=held, crashed=crashed)
+
+    def _without_manifest(self, lease: Lease) -> SettleReport:
+        """The report of a generation that published no manifest, and has no lease queue."""
+        noted = self._journal.settled(lease.generation)
+        if noted is not None:  # another has settled it just now
+            return SettleReport.from_json(noted["report"])
+        declared = lease.state.get("declared") or self._journal.opened(lease.generation)
+        if not declared or self._clock.now() >= lease.deadline:
+            return SettleReport()
+        # Not by us: who deletes it has noted that it is settled, or waits until it has lapsed.
+        handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
+        error = (
+            f"the lease queue {self._queue(lease)!r} was deleted before this run had published what"
+            f" it received: {max(0, handed) or 'all'} messages that it held are lost; lease queues"
+            " are deleted by this package alone"
+        )
+        log.error("%s", error, extra={"code": "lease_queue_deleted"})
+        return SettleReport(lapsed=max(0, handed), errors=(error,))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         lease = self._checked(lease)

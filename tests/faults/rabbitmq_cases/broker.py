@@ -1,0 +1,122 @@
+"""A broker that is killed and started again: in transfer, lease, lapse and settlement."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from airflow_broadway.core.custody import Action, SettleReport, Verdict
+from airflow_broadway.core.errors import BroadwayError
+from tests.faults.found import Found
+from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.rabbitmq_cases.registry import case
+from tests.faults.rabbitmq_cases.working import finish, found_by_workers, spawn
+
+_AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
+_DEAD = Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
+
+
+def _restart(place: Place) -> None:
+    place.server.kill()
+    place.server.run()
+
+
+def _at_work(place: Place, name: str, kind: str) -> Found:
+    place.fill(6_000, kind=kind)
+    worker = spawn(place, lease=60.0, most=800)
+    for pause in (0.4, 1.5):
+        time.sleep(pause)
+        _restart(place)
+    assert worker.wait(timeout=200) == 0
+
+    finish(place, lease=60.0, most=800)
+
+    found = found_by_workers(place, name, 6_000)
+    found.killed["broker"] = 2
+    return found
+
+
+@case(mortal=True)
+def the_broker_is_killed_in_transfer(place: Place, name: str) -> Found:
+    return _at_work(place, name, "classic")
+
+
+@case(mortal=True)
+def the_broker_is_killed_in_transfer_from_a_quorum_queue(place: Place, name: str) -> Found:
+    return _at_work(place, name, "quorum")
+
+
+@case(mortal=True)
+def the_broker_is_killed_while_messages_are_leased(place: Place, name: str) -> Found:
+    place.producer = place.producer_of(lease=120.0)
+    place.fill(3_000)
+    lease, messages = place.hold("g1")
+    assert len(messages) == 3_000
+
+    _restart(place)
+
+    custodian = place.producer.custodian(place.env("g1"))
+    assert custodian.holds(lease)
+    custodian.close()
+    report = place.settle_all(lease, messages)
+    assert report == SettleReport(acked=3_000), report
+    assert place.rest() == []
+    found = place.found(name, 3_000)
+    found.killed["broker"] = 1
+    return found
+
+
+@case(mortal=True)
+def the_broker_is_killed_while_leases_lapse(place: Place, name: str) -> Found:
+    place.producer = place.producer_of(lease=10.0)
+    place.fill(3_000)
+    lease, messages = place.hold("g1")
+    assert len(messages) == 3_000
+    left = (lease.deadline - place.env("g").clock.now()).total_seconds()
+    time.sleep(max(0.0, left))
+
+    _restart(place)
+    time.sleep(5.0)
+
+    assert place.rest() == list(range(3_000))
+    found = place.found(name, 3_000)
+    found.killed["broker"] = 1
+    return found
+
+
+@case(mortal=True)
+def the_broker_is_killed_in_settlement(place: Place, name: str) -> Found:
+    place.producer = place.producer_of(lease=120.0)
+    count = 4_000
+    place.fill(count)
+    lease, messages = place.hold("g1")
+    verdicts = {
+        message.message_id: _AGAIN if int(message.data) % 3 == 0 else _DEAD
+        for message in messages
+        if int(message.data) % 3 == 0 or int(message.data) % 7 == 0
+    }
+    errors: list[BroadwayError] = []
+
+    def settle() -> None:
+        try:
+            place.settle_all(lease, messages, verdicts)
+        except BroadwayError as error:
+            errors.append(error)
+
+    for pause in (0.05, 0.15):
+        thread = threading.Thread(target=settle)
+        thread.start()
+        time.sleep(pause)
+        _restart(place)
+        thread.join()
+
+    # Until it has succeeded, the same settlement is done anew; then it tells what it told.
+    report = place.settle_all(lease, messages, verdicts)
+    assert report == place.settle_all(lease, messages, verdicts)
+    assert (report.acked, report.lapsed, report.failed) == (count - len(verdicts), 0, 0), report
+    again = {int(m.data) for m in messages if verdicts.get(m.message_id) is _AGAIN}
+    assert set(place.rest()) == again
+    assert place.dead_numbers() == {n for n in range(0, count, 7) if n % 3}
+    found = place.found(name, count)
+    found.killed["broker"] = 2
+    return found

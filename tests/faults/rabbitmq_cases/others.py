@@ -1,0 +1,72 @@
+"""Messages that kill who handles them, and settlements that are killed half done."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.testing.contract import settlement_of
+from tests.faults.brokers_rabbitmq import dead_letters
+from tests.faults.found import Found
+from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.rabbitmq_cases.registry import case
+
+
+@case()
+def a_message_kills_its_process_again_and_again(place: Place, name: str) -> Found:
+    place.fill(24)
+    place.producer = place.producer_of(max_crashes=1)
+    for _ in range(60):
+        lease, messages = place.hold(uuid.uuid4().hex)
+        if not messages:
+            break
+        if any(int(message.data) == 13 for message in messages):
+            place.settle(lease, Settlement(rest=RELEASE))  # its process died
+            continue
+        place.settle_all(lease, messages)
+
+    assert place.dead_numbers() == {13}
+    found = place.found(name, 24)
+    found.lost.remove(13)  # it is a dead letter, as it should be
+    return found
+
+
+class _Killed(Exception):
+    """Instead of a kill -9."""
+
+
+@case(slow=False)
+def a_settlement_is_killed_before_it_is_noted(place: Place, name: str) -> Found:
+    place.fill(300)
+    lease, messages = place.hold("g1")
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "every third", "process")
+    again = Verdict(Action.RETRY, 0.0, "once more", "process")
+    verdicts = {
+        m.message_id: dead if int(m.data) % 3 == 0 else again
+        for m in messages
+        if int(m.data) % 3 != 1
+    }
+
+    def die(*_: object) -> None:
+        raise _Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "note_settled", die)
+        with pytest.raises(_Killed):
+            place.settle(lease, settlement_of(messages, verdicts))
+    assert not any(letter.marked for letter in dead_letters(place.server, place.queues.dead))
+
+    # Begun anew, it publishes again what it had published: each such dead letter says so, and a
+    # run that meets both copies of a retry takes one.
+    report = place.settle_all(lease, messages, verdicts)
+
+    assert (report.acked, report.dead_lettered, report.requeued) == (100, 100, 100), report
+    letters = dead_letters(place.server, place.queues.dead)
+    assert sum(letter.marked for letter in letters) == 100
+    assert place.rest() == [number for number in range(300) if number % 3 == 2]
+    found = place.found(name, 300)
+    assert found.duplicates == 100, found
+    return found

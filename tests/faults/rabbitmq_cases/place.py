@@ -1,0 +1,237 @@
+"""What a case of RabbitMQ's works with: a server, a queue of its own, generations by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+import uuid
+from base64 import b64encode
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pika
+
+from airflow_broadway.core.custody import (
+    ACK,
+    Action,
+    Lease,
+    Settlement,
+    SettleReport,
+    Source,
+    Verdict,
+)
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
+from airflow_broadway.testing.contract import settlement_of
+from tests.faults.brokers_rabbitmq import counted, dead_letters, queue_names
+from tests.faults.found import Found
+from tests.rabbitmq_server import RabbitServer
+
+__all__ = ["Place", "uri_of"]
+
+
+def uri_of(server: RabbitServer) -> str:
+    """Its address without the password."""
+    host, port = server.address
+    return f"amqp://{host}:{port}"
+
+
+class Place:
+    """One case's queue, and what became of the numbers in it.
+
+    Generations are opened and settled here as a run would, one call at a time, so that a fault can
+    come between any two.
+
+    :param server: Where the queue is; a case that is ``mortal`` may kill it.
+    :param folder: The case's own.
+    """
+
+    def __init__(self, server: RabbitServer, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        self.url = server.url
+        self.queue = f"faults-{uuid.uuid4().hex}"
+        self.queues = Queues(self.queue)
+        self.producer = self.producer_of()
+        self._taken: dict[tuple[int, int], list[bool]] = defaultdict(list)
+        self._done: set[int] = set()
+
+    def producer_of(self, *, lease: float = 30.0, **options: Any) -> RabbitMQProducer:
+        """A producer of the queue; ``lease`` in seconds."""
+        return RabbitMQProducer(
+            queue=self.queue, uri=uri_of(self.server), lease=lease, reconnect_timeout=5.0, **options
+        )
+
+    # -- queues --------------------------------------------------------------------------------
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel for a few calls."""
+        connection = pika.BlockingConnection(pika.URLParameters(self.url))
+        try:
+            yield connection.channel()
+        finally:
+            if connection.is_open:
+                connection.close()
+
+    def fill(self, count: int, *, kind: str = "classic", **arguments: Any) -> None:
+        """Declare the queue with the numbers below ``count`` in it."""
+        with self.channel() as channel:
+            given = {"x-queue-type": kind, **arguments}
+            channel.queue_declare(self.queue, durable=True, arguments=given)
+        self.send(range(count))
+
+    def send(self, numbers: range) -> None:
+        """Publish numbers to the queue, which is empty, and wait until they are there."""
+        with self.channel() as channel:
+            for number in numbers:
+                channel.basic_publish(
+                    "", self.queue, b"%d" % number, pika.BasicProperties(delivery_mode=2)
+                )
+            while channel.queue_declare(self.queue, passive=True).method.message_count < len(
+                numbers
+            ):
+                time.sleep(0.05)
+
+    def delete(self, queue: str) -> None:
+        """Delete a queue with what is in it."""
+        with self.channel() as channel:
+            channel.queue_delete(queue)
+
+    def delete_spares(self) -> None:
+        """Delete the queue of lease queues that are declared for runs to come."""
+        self.delete(self.queues.spares)
+
+    def count(self, *queues: str) -> int:
+        """Messages that are ready in queues; 0 in those that do not exist."""
+        return counted(self.server, queues)
+
+    def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
+        """Set a policy for one queue, or remove it."""
+        url = f"http://127.0.0.1:{self.server.management_port}/api/policies/%2F/{queue[-40:]}"
+        body = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues"}
+        request = urllib.request.Request(
+            url,
+            method="DELETE" if definition is None else "PUT",
+            headers={"Authorization": "Basic " + b64encode(b"guest:guest").decode()},
+            data=None if definition is None else json.dumps(body).encode(),
+        )
+        urllib.request.urlopen(request, timeout=10).close()
+        time.sleep(1.0)  # queues hear of it a moment later
+
+    # -- generations ---------------------------------------------------------------------------
+
+    def env(self, generation: str) -> ProducerEnv:
+        return ProducerEnv(generation=generation, staging=f"file://{self.folder}")
+
+    def source(self, generation: str) -> Source:
+        return self.producer.source(self.env(generation))
+
+    def lease_queue(self, generation: str) -> str:
+        """Its name, once the generation has one."""
+        opened = Journal(f"file://{self.folder}", self.queue).opened(generation)
+        assert opened is not None
+        return opened
+
+    def take(self, source: Source, most: int = 100_000) -> list[Message]:
+        """Receive until the queue is quiet, or so many."""
+        taken: list[Message] = []
+        while len(taken) < most:
+            got = self.receive(source, min(1000, most - len(taken)))
+            if not got:
+                break
+            taken += got
+        return taken
+
+    def receive(self, source: Source, demand: int = 1000) -> list[Message]:
+        """One call of ``receive``, secured."""
+        got = source.secure(source.receive(demand, timeout=1.0))
+        for message in got:
+            self._taken[int(message.data), message.attempt].append(message.redelivered)
+        return list(got)
+
+    def hold(self, generation: str, most: int = 100_000) -> tuple[Lease, list[Message]]:
+        """What a process task has when it has published its manifest."""
+        source = self.source(generation)
+        try:
+            messages = self.take(source, most)
+            return source.lease, messages
+        finally:
+            source.close()
+
+    def release_lease(self, generation: str) -> Lease:
+        """The lease as a sweep knows it: as it was before the first receive."""
+        source = self.source(generation)
+        lease = source.lease
+        source.close()
+        return lease
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        custodian = self.producer.custodian(self.env(lease.generation))
+        try:
+            return custodian.settle(lease, settlement)
+        finally:
+            custodian.close()
+
+    def settle_all(
+        self, lease: Lease, messages: list[Message], verdicts: Mapping[str, Verdict] | None = None
+    ) -> SettleReport:
+        """Settle by a manifest: what is named no verdict is acknowledged."""
+        verdicts = verdicts or {}
+        report = self.settle(lease, settlement_of(messages, dict(verdicts)))
+        assert not report.lapsed, report
+        for message in messages:
+            action = verdicts.get(message.message_id, ACK).action
+            if action in (Action.ACK, Action.DEAD_LETTER):
+                self._done.add(int(message.data))
+        return report
+
+    def rest(self) -> list[int]:
+        """Handle all that can still be received; in order of number."""
+        found: list[int] = []
+        while True:
+            lease, messages = self.hold(uuid.uuid4().hex)
+            if not messages:
+                return sorted(found)
+            found += [int(message.data) for message in messages]
+            self.settle_all(lease, messages)
+
+    def dead_numbers(self) -> set[int]:
+        """The dead letters."""
+        return {letter.number for letter in dead_letters(self.server, self.queues.dead)}
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def found(self, case: str, count: int) -> Found:
+        """What became of the numbers below ``count``, if generations by hand handled them all."""
+        found = Found(f"rabbitmq.{case}", count)
+        found.lost = [number for number in range(count) if number not in self._done]
+        for marks in self._taken.values():
+            found.duplicates += len(marks) - 1
+            found.unmarked += max(0, marks.count(False) - 1)
+        self.look_for_rest(found)
+        return found
+
+    def look_for_rest(self, found: Found) -> None:
+        """Add what queues hold that must be empty, and how often which dead letter is there."""
+        leases = [
+            name
+            for name in queue_names(self.server)
+            if name.startswith(f"broadway.lease.{self.queue}")
+        ]
+        delays = [self.queues.delay(step) for step in LADDER]
+        for name in (self.queue, self.queues.returns, *delays, *leases):
+            if left := self.count(name):
+                found.mistakes.append(f"{left} messages are left in {name}")
+        copies: dict[int, list[bool]] = defaultdict(list)
+        for letter in dead_letters(self.server, self.queues.dead):
+            copies[letter.number].append(letter.marked)
+        for marks in copies.values():
+            found.duplicates += len(marks) - 1
+            found.unmarked += max(0, marks.count(False) - 1)

@@ -1,0 +1,256 @@
+"""Queues that vanish or refuse: the lease queue, the returns queue, the source."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq import topology
+from airflow_broadway.producers.rabbitmq.queues import Queues, lease_arguments
+from tests.faults.found import Found
+from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.rabbitmq_cases.registry import case
+
+_AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
+
+
+# -- the lease queue -------------------------------------------------------------------------------
+
+
+@case(slow=False)
+def the_lease_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
+    place.fill(4_000)
+    source = place.source("g1")
+    try:
+        first = place.take(source, 1_000)
+        place.delete(place.lease_queue("g1"))
+        with pytest.raises(LeaseLapsed, match="takes no more messages"):
+            place.take(source)
+        lease = source.lease
+    finally:
+        source.close()
+
+    # It was deleted with what it held, by an operator and before anything was published: that is
+    # lost, counted and told.  All else is still the source's.
+    report = place.settle(lease, Settlement(rest=RELEASE))
+    assert report.lapsed == lease.state["messages"], (report, lease.state)
+    assert "was deleted" in report.errors[0]
+    taken = {int(message.data) for message in first}
+    kept = set(place.rest())
+    assert kept >= set(range(4_000)) - taken
+    assert 4_000 - len(kept) <= report.lapsed
+
+    found = place.found(name, 4_000)
+    told = found.lost[: report.lapsed]
+    found.lost = found.lost[report.lapsed :]
+    found.told_lost = len(told)
+    return found
+
+
+@case()
+def the_lease_queue_is_deleted_after_the_manifest(place: Place, name: str) -> Found:
+    place.fill(900)
+    lease, messages = place.hold("g1")
+    place.delete(place.lease_queue("g1"))
+
+    released = dict.fromkeys((message.message_id for message in messages[:100]), RELEASE)
+    report = place.settle_all(lease, messages, released)
+
+    assert (report.acked, report.released, report.lapsed) == (800, 100, 0), report
+    assert place.rest() == list(range(100))
+    return place.found(name, 900)
+
+
+@case()
+def the_lease_queue_refuses(place: Place, name: str) -> Found:
+    place.fill(4_000)
+    handed = 0
+
+    def small(queues: Queues, seconds: float, *, quorum: bool = True) -> dict[str, object]:
+        return {**lease_arguments(queues, seconds, quorum=quorum), "x-max-length": 2}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "lease_arguments", small)
+        source = place.source("g1")
+        with pytest.raises(BroadwayError, match="takes no more messages"):  # noqa: PT012
+            while True:
+                handed += len(place.receive(source))
+        lease = source.lease
+        source.close()
+    assert handed < 4_000
+    place.delete_spares()  # declared with the same bound
+
+    place.settle(lease, Settlement(rest=RELEASE))
+
+    assert place.rest() == list(range(4_000))
+    return place.found(name, 4_000)
+
+
+# -- the returns queue -----------------------------------------------------------------------------
+
+
+@case()  # the broker's dead-letter worker tries again after a while: see RabbitServer
+def the_returns_queue_is_missing_when_a_lease_lapses(place: Place, name: str) -> Found:
+    place.producer = place.producer_of(lease=3.0)
+    place.fill(1_000)
+    place.hold("g1")
+    place.delete(place.queues.returns)
+    time.sleep(4.0)
+    # The dead-letter worker has them, and no count shows them.  The next run makes the queue.
+    place.settle(place.release_lease("g1"), Settlement(rest=RELEASE))
+    place.producer = place.producer_of(lease=30.0)
+
+    end = time.monotonic() + 240
+    back: list[int] = []
+    while len(back) < 1_000 and time.monotonic() < end:
+        back += place.rest()
+        time.sleep(1.0)
+    assert sorted(back) == list(range(1_000))
+    return place.found(name, 1_000)
+
+
+@case()
+def the_returns_queue_is_full(place: Place, name: str) -> Found:
+    place.fill(2_000)
+    first, _ = place.hold("g1", 1_000)
+    second, _ = place.hold("g2")
+    place.settle(first, Settlement(rest=RELEASE))
+    full = {"max-length": 1, "overflow": "reject-publish"}
+    place.set_policy(place.queues.returns, full)
+
+    with pytest.raises(ProducerError, match="takes nothing"):
+        place.settle(second, Settlement(rest=RELEASE))
+
+    place.set_policy(place.queues.returns, None)
+    place.settle(second, Settlement(rest=RELEASE))
+    assert place.rest() == list(range(2_000))
+    return place.found(name, 2_000)
+
+
+@case()
+def the_returns_queue_is_full_when_a_lease_lapses(place: Place, name: str) -> Found:
+    place.producer = place.producer_of(lease=4.0)
+    place.fill(2_000)
+    lease, _ = place.hold("g1", 1_000)
+    place.settle(lease, Settlement(rest=RELEASE))
+    place.set_policy(place.queues.returns, {"max-length": 1, "overflow": "reject-publish"})
+    place.producer = place.producer_of(lease=4.0)
+    source = place.source("g2")  # takes from the source alone: what has come back is one bundle
+    place.take(source)
+    source.close()
+    time.sleep(5.0)
+
+    place.set_policy(place.queues.returns, None)
+    place.producer = place.producer_of(lease=30.0)
+    end = time.monotonic() + 240
+    back: set[int] = set()
+    while len(back) < 2_000 and time.monotonic() < end:
+        back |= set(place.rest())
+        time.sleep(1.0)
+    assert back == set(range(2_000)), len(back)
+    return place.found(name, 2_000)
+
+
+# -- the source queue ------------------------------------------------------------------------------
+
+
+@case()
+def the_source_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
+    place.fill(3_000)
+    source = place.source("g1")
+    messages: list[Message] = []
+    try:
+        messages += place.take(source, 1_000)
+        place.delete(place.queue)
+        with pytest.raises(ProducerError, match=place.queue):  # noqa: PT012
+            for _ in range(100):
+                messages += place.receive(source)
+        lease = source.lease
+    finally:
+        source.close()
+
+    # What was secured is held still; the rest went with the queue, which was the operator's.
+    report = place.settle_all(lease, messages)
+    assert report.acked == len(messages), report
+    found = place.found(name, 3_000)
+    assert len(found.lost) == 3_000 - len(messages)
+    found.told_lost, found.lost = len(found.lost), []
+    return found
+
+
+@case()
+def the_source_queue_is_full_when_messages_go_back(place: Place, name: str) -> Found:
+    place.fill(20, kind="quorum", **{"x-max-length": 20, "x-overflow": "reject-publish"})
+    lease, messages = place.hold("g1")
+    _fill_up(place)
+    verdicts = dict.fromkeys((message.message_id for message in messages[:5]), _AGAIN)
+
+    report = place.settle_all(lease, messages, verdicts)
+
+    # What the queue refuses comes back by the returns queue: failed to settle, not lost.
+    assert (report.acked, report.requeued + report.failed) == (15, 5), report
+    assert report.failed > 0
+    back = place.rest()
+    assert [number for number in back if number < 20] == sorted(
+        int(message.data) for message in messages[:5]
+    )
+    return place.found(name, 20)
+
+
+def _fill_up(place: Place) -> None:
+    with place.channel() as channel:
+        for number in range(25):  # what it refuses is nobody's
+            channel.basic_publish("", place.queue, b"%d" % (1_000 + number))
+
+
+@case()
+def the_source_queue_has_a_ttl_and_a_dead_letter_cycle(place: Place, name: str) -> Found:
+    """Messages have gone round: rejected to a parking queue, whose TTL sends them back."""
+    count, ttl = 600, 6.0
+    parked = f"{place.queue}-parked"
+    with place.channel() as channel:
+        channel.queue_declare(
+            parked,
+            durable=True,
+            arguments={
+                "x-message-ttl": 300,
+                "x-dead-letter-exchange": "",
+                "x-dead-letter-routing-key": place.queue,
+            },
+        )
+    cycle: dict[str, Any] = {
+        "x-message-ttl": int(ttl * 1000),
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": parked,
+    }
+    place.fill(count, **cycle)
+    with place.channel() as channel:
+        for number, (method, _, _) in enumerate(channel.consume(place.queue), 1):
+            channel.basic_reject(method.delivery_tag, requeue=False)
+            if number == count:
+                break
+    while place.count(place.queue) < count:
+        time.sleep(0.1)
+
+    # The lease outlasts the queue's TTL; what goes back gets a TTL of its own, and no history of
+    # deaths for which the broker would drop it.
+    lease, messages = place.hold("g1")
+    time.sleep(ttl + 1.0)
+    later = Verdict(Action.RETRY, 1.0, "in a moment", "process")
+    kinds = (_AGAIN, later, RELEASE)
+    verdicts = {m.message_id: kinds[int(m.data) % 3] for m in messages if int(m.data) % 4}
+    report = place.settle_all(lease, messages, verdicts)
+    assert report.failed == report.lapsed == 0, report
+    back: list[int] = place.rest()
+    end = time.monotonic() + 20
+    while len(back) < len(verdicts) and time.monotonic() < end:
+        back += place.rest()
+
+    assert sorted(back) == [number for number in range(count) if number % 4]
+    assert place.count(parked) == 0
+    return place.found(name, count)
