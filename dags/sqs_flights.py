@@ -1,0 +1,40 @@
+"""The demo's DAG with Amazon SQS in the embedded queue's place.
+
+The Airflow connection `aws_default` says who asks, in which region, and at which endpoint if it is
+not AWS's; `python -m scripts.load_sqs` makes the queue `flights` and fills it.  See `docs/sqs.md`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from airflow.sdk import DAG, Param
+from sqs_flights_pipeline import SqsFlights
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parent / "build" / "demo" / "sqs"
+
+with DAG(
+    "sqs_flights",
+    schedule=None,
+    catchup=False,
+    max_active_runs=1,
+    params={
+        **SqsFlights.params(),
+        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+    },
+    tags=["airflow-broadway", "demo", "sqs"],
+    doc_md=__doc__,
+) as dag:
+    SqsFlights(context={"output": "{{ params.output }}"}).task_group(
+        spark={
+            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            "py_files": str(HERE / "flights_pipeline.py"),
+            "conf": {
+                "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+                "spark.sql.shuffle.partitions": "2",
+                "spark.ui.enabled": "false",
+            },
+        },
+        ack={"mode": "poke", "poke_interval": 1.0},
+    )

@@ -1,0 +1,112 @@
+"""The flights that left New York City in 2013, as messages of an SQS queue.
+
+``python -m scripts.load_sqs --endpoint-url http://127.0.0.1:5000 --messages 1000`` sends the first
+1,000 to the queue ``flights``, and makes it if need be, with a redrive policy to ``flights-dead``;
+without ``--messages``, all of them.  Without ``--endpoint-url`` it is AWS's: 33,678 requests, about
+$0.02.  Credentials are boto3's own affair (``AWS_PROFILE``, …).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from scripts.load_flights import flights
+
+if TYPE_CHECKING:
+    from mypy_boto3_sqs import SQSClient
+
+__all__ = ["DEAD", "QUEUE", "load"]
+
+QUEUE = "flights"
+DEAD = "flights-dead"
+
+#: Messages in one request, and the bytes of all of them: the limits are SQS's.
+BATCH = 10
+#: Requests in flight.
+THREADS = 8
+#: Requests handed to the threads at a time.
+CHUNK = 1_000
+
+
+def load(client: SQSClient, messages: int | None = None, seed: int | None = None) -> int:
+    """Send flights, each confirmed by SQS; how many.
+
+    :raises RuntimeError: If SQS refuses messages.
+    """
+    url = make_queue(client)
+    count = 0
+    with ThreadPoolExecutor(THREADS) as pool:
+        requests = _requests(messages, seed)
+        while chunk := list(islice(requests, CHUNK)):
+            for sent in pool.map(lambda entries: _send(client, url, entries), chunk):
+                count += sent
+    return count
+
+
+def make_queue(client: SQSClient) -> str:
+    """The queue's URL; it and its dead-letter queue are made if need be."""
+    dead = client.create_queue(QueueName=DEAD)["QueueUrl"]
+    told = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
+    # Releases and lapses count as receives too: see docs/sqs.md.
+    policy = {"deadLetterTargetArn": told["Attributes"]["QueueArn"], "maxReceiveCount": 10}
+    url: str = client.create_queue(
+        QueueName=QUEUE, Attributes={"RedrivePolicy": json.dumps(policy)}
+    )["QueueUrl"]
+    return url
+
+
+def _requests(messages: int | None, seed: int | None) -> Iterator[Sequence[Mapping[str, str]]]:
+    found = flights(messages, seed)
+    while chunk := list(islice(found, BATCH)):
+        yield [
+            {"Id": str(number), "MessageBody": json.dumps(flight, separators=(",", ":"))}
+            for number, flight in enumerate(chunk)
+        ]
+
+
+def _send(client: SQSClient, url: str, entries: Sequence[Any]) -> int:
+    failed = client.send_message_batch(QueueUrl=url, Entries=entries).get("Failed") or []
+    if failed:
+        why = failed[0]
+        raise RuntimeError(
+            f"{len(failed)} messages were refused: {why['Code']}: {why.get('Message', '')}"
+        )
+    return len(entries)
+
+
+def main() -> int:
+    """Load what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoint-url", help="another endpoint than AWS's")
+    parser.add_argument("--region", default="us-east-1")
+    parser.add_argument("--messages", type=int)
+    parser.add_argument("--seed", type=int)
+    given = parser.parse_args()
+
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        client = boto3.session.Session().client(
+            "sqs",
+            region_name=given.region,
+            endpoint_url=given.endpoint_url,
+            config=Config(max_pool_connections=THREADS),
+        )
+        count = load(client, given.messages, given.seed)
+    except (BotoCoreError, ClientError, RuntimeError) as error:
+        print(f"Not all was sent: {error}", file=sys.stderr)
+        return 1
+    print(f"{count:,} flights are in the queue {QUEUE!r}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
