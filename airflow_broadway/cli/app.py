@@ -68,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``handler``."""
     parser = _Parser(
         prog="airflow-broadway",
-        description="Look at staged runs, run their batches again, serve the embedded queue.",
+        description="Look at staged runs, run their batches again, serve the embedded queue, check"
+        " a RabbitMQ.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_where(commands)
     _add_queue(commands)
+    _add_rabbitmq(commands)
     return parser
 
 
@@ -217,3 +219,33 @@ def _queue(given: argparse.Namespace) -> int:
     from airflow_broadway.cli.queues import queue
 
     return queue(given)
+
+
+def _add_rabbitmq(commands: Any) -> None:
+    text = "Look at a RabbitMQ."
+    rabbitmq = commands.add_parser("rabbitmq", help=text, description=text, allow_abbrev=False)
+    made = _command(
+        rabbitmq.add_subparsers(metavar="ACTION", required=True),
+        "check",
+        "Whether a policy or a setting of the broker loses or delays messages that a run holds:"
+        " log in, and look at every queue that a pipeline uses.",
+        _rabbitmq,
+    )
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--queue", metavar="NAME", help="the source queue")
+    which.add_argument("--pipeline", metavar="REF", help="pkg.module:Class, or a reference as JSON")
+    made.add_argument(
+        "--conn-id",
+        metavar="ID",
+        help="the Airflow connection; rabbitmq_default, or the pipeline's, by default",
+    )
+    made.add_argument(
+        "--dead-letter", metavar="NAME", help="the queue of dead letters, if it is your own"
+    )
+
+
+def _rabbitmq(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.rabbitmq import check
+
+    with logging_at(logging.WARNING):
+        return check(given)

@@ -25,7 +25,7 @@ from airflow_broadway.operators._batches import PythonBatches
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.tables import ParquetFile
 
-__all__ = ["replay"]
+__all__ = ["add_dag_folders", "read_reference", "replay"]
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _reference(run: StagedRun, given: str | None) -> tuple[dict[str, Any], RunIn
     if work is not None:
         info = RunInfo.from_json({**work.run, "try_number": 1})
     if given is not None:
-        return make_ref(_read_reference(given)), info
+        return make_ref(read_reference(given)), info
     if work is None:
         raise CommandError(
             f"run {run.run_id!r} had no Spark application, so its pipeline is not on record: give"
@@ -96,7 +96,11 @@ def _reference(run: StagedRun, given: str | None) -> tuple[dict[str, Any], RunIn
     return work.pipeline, info
 
 
-def _read_reference(text: str) -> Any:
+def read_reference(text: str) -> Any:
+    """What ``--pipeline`` names: ``pkg.module:Class``, or a reference as JSON.
+
+    :raises CommandError: If it is neither.
+    """
     if not text.lstrip().startswith("{"):
         return text
     try:

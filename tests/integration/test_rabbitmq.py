@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import struct
-import urllib.request
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,129 +17,24 @@ from airflow_broadway.core.custody import (
     QueueDepth,
     Settlement,
     SettleReport,
-    Source,
     Verdict,
 )
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import Connection, ProducerEnv
-from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
 from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
 from airflow_broadway.producers.rabbitmq.properties import MARK, decode
-from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.testing.contract import entry_of, ids, settlement_of
 from tests.rabbitmq_fixtures import wanted_server
-from tests.rabbitmq_server import RabbitServer
+from tests.rabbitmq_place import PASSWORD, Place, permitted
 
 pytestmark = pytest.mark.broker
 
 
-class Connections:
-    """One connection, whatever is asked for."""
-
-    def __init__(self, **given: Any) -> None:
-        self._given = given
-
-    def get(self, conn_id: str) -> Connection:
-        return Connection(conn_id=conn_id, conn_type="rabbitmq", **self._given)
-
-
-class Place:
-    """A queue of a test's own."""
-
-    def __init__(self, server: RabbitServer, folder: Path) -> None:
-        self.server = server
-        self.host, self.port = server.address
-        self.name = f"test-{uuid.uuid4().hex}"
-        self.queues = Queues(self.name)
-        self.folder = folder
-
-    @contextmanager
-    def channel(self) -> Iterator[Any]:
-        with pika.BlockingConnection(pika.URLParameters(self.server.url)) as connection:
-            yield connection.channel()
-
-    def declare(self, **arguments: Any) -> None:
-        with self.channel() as channel:
-            channel.queue_declare(self.name, durable=True, arguments=arguments)
-
-    def send(self, *bodies: bytes, properties: Any = None) -> None:
-        with self.channel() as channel:
-            channel.confirm_delivery()
-            for body in bodies:
-                channel.basic_publish("", self.name, body, properties)
-
-    def producer(self, **options: Any) -> RabbitMQProducer:
-        return RabbitMQProducer(
-            **{"queue": self.name, "uri": f"amqp://{self.host}:{self.port}", **options}
-        )
-
-    def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
-        given = {"host": self.host, "port": self.port, **connection}
-        return ProducerEnv(
-            generation=generation,
-            connections=Connections(**given),
-            staging=f"file://{self.folder}",
-        )
-
-    @contextmanager
-    def source(self, generation: str = "g1", **options: Any) -> Iterator[Source]:
-        source = self.producer(**options).source(self.env(generation))
-        try:
-            yield source
-        finally:
-            source.close()
-
-    def take(self, source: Source) -> list[Message]:
-        taken: list[Message] = []
-        while got := source.secure(source.receive(500, timeout=0.3)):
-            taken += got
-        return taken
-
-    def settle(
-        self,
-        generation: str,
-        verdicts: Mapping[int, Verdict] | None = None,
-        **options: Any,
-    ) -> tuple[list[Message], SettleReport]:
-        """Take everything, and settle it by its place."""
-        with self.source(generation, **options) as source:
-            messages = self.take(source)
-            lease = source.lease
-        chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
-        custodian = self.producer(**options).custodian(self.env("custodian"))
-        try:
-            return messages, custodian.settle(lease, settlement_of(messages, chosen))
-        finally:
-            custodian.close()
-
-    def get(self, queue: str) -> tuple[Any, bytes] | None:
-        with self.channel() as channel:
-            method, properties, body = channel.basic_get(queue, auto_ack=True)
-            return None if method is None else (properties, body)
-
-
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    # Nobody kills this broker: the first lease queue of a test may be used at once.
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
     return Place(wanted_server(), tmp_path)
-
-
-def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:
-    """Ask the management API."""
-    if server.given is not None:
-        pytest.skip("no management API of the tests' own")
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.management_port}/api/{path}",
-        method=method,
-        headers={
-            "Authorization": f"Basic {base64.b64encode(b'guest:guest').decode()}",
-            "Content-Type": "application/json",
-        },
-        data=None if body is None else json.dumps(body).encode(),
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -225,22 +115,20 @@ def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
 ) -> None:
     place.declare()
     place.send(b"1")
-    user = f"user-{uuid.uuid4().hex[:8]}"
-    manage(place.server, "PUT", f"users/{user}", {"password": "s3cret", "tags": ""})
-    allowed = {"configure": ".*", "write": ".*", "read": ".*", lacking: "^$"}
-    manage(place.server, "PUT", f"permissions/%2F/{user}", allowed)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
-    with pytest.raises(ProducerError, match=expected) as raised:  # noqa: PT012
-        source = producer.source(place.env(login=user, password="s3cret"))
+    with (  # noqa: PT012
+        permitted(place, **{lacking: "^$"}) as user,
+        pytest.raises(ProducerError, match=expected) as raised,
+    ):
+        source = producer.source(place.env(**user))
         try:
             source.receive(10, timeout=2.0)
         finally:
             source.close()
 
     assert "permissions in docs/rabbitmq.md" in str(raised.value)
-    assert "s3cret" not in str(raised.value)
-    manage(place.server, "DELETE", f"users/{user}")
+    assert PASSWORD not in str(raised.value)
     assert len(place.settle("g2")[0]) == 1
 
 
@@ -248,38 +136,34 @@ def test_the_least_permissions_suffice(place: Place) -> None:
     """Those of docs/rabbitmq.md: for receiving, every verdict, and a release."""
     place.declare()
     place.send(*[b"%d" % number for number in range(5)])
-    user = f"user-{uuid.uuid4().hex[:8]}"
-    manage(place.server, "PUT", f"users/{user}", {"password": "s3cret", "tags": ""})
-    allowed = {
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    least = {
         "configure": r"^broadway\.",
         "write": r"^(broadway\..*|amq\.default)$",
         "read": rf"^({place.name}|broadway\..*)$",
     }
-    manage(place.server, "PUT", f"permissions/%2F/{user}", allowed)
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-    env = place.env(login=user, password="s3cret")
 
-    source = producer.source(env)
-    messages = place.take(source)
-    verdicts = [
-        Verdict(Action.RETRY, 300.0, "later", "process"),
-        Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
-        Verdict(Action.RETRY, 0.0, "now", "process"),
-        RELEASE,
-    ]
-    chosen = dict(zip(ids(messages), verdicts, strict=False))
-    custodian = producer.custodian(env)
-    report = custodian.settle(source.lease, settlement_of(messages, chosen))
-    source.close()
-    again = producer.source(place.env("g2", login=user, password="s3cret"))
-    assert len(place.take(again)) == 2
-    custodian.settle(again.lease, Settlement(rest=RELEASE))
-    again.close()
-    custodian.close()
+    with permitted(place, **least) as user:
+        source = producer.source(place.env(**user))
+        messages = place.take(source)
+        verdicts = [
+            Verdict(Action.RETRY, 300.0, "later", "process"),
+            Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
+            Verdict(Action.RETRY, 0.0, "now", "process"),
+            RELEASE,
+        ]
+        chosen = dict(zip(ids(messages), verdicts, strict=False))
+        custodian = producer.custodian(place.env(**user))
+        report = custodian.settle(source.lease, settlement_of(messages, chosen))
+        source.close()
+        again = producer.source(place.env("g2", **user))
+        assert len(place.take(again)) == 2
+        custodian.settle(again.lease, Settlement(rest=RELEASE))
+        again.close()
+        custodian.close()
 
     assert report == SettleReport(acked=1, requeued=2, dead_lettered=1, released=1)
     assert len(place.settle("g3")[0]) == 2
-    manage(place.server, "DELETE", f"users/{user}")
 
 
 # -- messages ----------------------------------------------------------------------------------

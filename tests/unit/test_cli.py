@@ -180,10 +180,11 @@ def test_each_command_that_the_guide_shows_is_one(arguments: list[str]) -> None:
 
 
 def test_the_guide_shows_each_command() -> None:
-    commands = {tuple(each[: 2 if each[0] == "queue" else 1]) for each in shown()}
+    commands = {tuple(each[: 2 if each[0] in ("queue", "rabbitmq") else 1]) for each in shown()}
 
     queue = {("queue", action) for action in ("send", "depth", "dead", "requeue", "purge")}
-    assert commands == queue | {("replay",), ("runs",), ("show",), ("where",)}
+    others = {("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
+    assert commands == queue | others
 
 
 def test_the_queue_commands_start_without_airflow() -> None:

@@ -29,6 +29,8 @@ class Address:
     :param timeout: Seconds that connecting may take.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
+    :param management_url: The management API; ``None``: at its usual port of ``host``; empty: there
+        is none.
     """
 
     host: str = "localhost"
@@ -40,6 +42,7 @@ class Address:
     timeout: float = 30.0
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     name: str = "airflow-broadway"
+    management_url: str | None = field(default=None, repr=False)
 
     @property
     def shown(self) -> str:
@@ -60,13 +63,18 @@ class Address:
             socket_timeout=self.timeout,
             stack_timeout=self.timeout,
             connection_attempts=1,
-            ssl_options=None if self.tls is None else self._ssl(self.tls),
+            ssl_options=self._ssl(),
             client_properties={"connection_name": self.name},
         )
 
-    def _ssl(self, tls: Mapping[str, Any]) -> Any:
-        import pika
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """How the broker is to prove who it is; ``None`` without TLS.
 
+        :raises ConnectionMissing: If the files that ``tls`` names cannot be used.
+        """
+        tls = self.tls
+        if tls is None:
+            return None
         try:
             context = ssl.create_default_context(cafile=tls.get("ca") or None)
             if tls.get("cert"):
@@ -78,14 +86,22 @@ class Address:
         if tls.get("verify") is False:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        return pika.SSLOptions(context, tls.get("server_name") or self.host)
+        return context
+
+    def _ssl(self) -> Any:
+        context = self.ssl_context()
+        if context is None:
+            return None
+        import pika
+
+        return pika.SSLOptions(context, (self.tls or {}).get("server_name") or self.host)
 
 
 def address_of(connection: Connection, *, name: str) -> Address:
     """The broker that an Airflow connection names.
 
-    Its schema is the virtual host; the extras ``heartbeat``, ``timeout`` and ``tls`` say the
-    rest.
+    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``, ``tls`` and
+    ``management_url`` say the rest.
 
     :raises ConnectionMissing: If it is of another service, or lacks what is needed.
     """
@@ -104,6 +120,13 @@ def address_of(connection: Connection, *, name: str) -> Address:
         tls = None
     if tls is not None and not isinstance(tls, Mapping):
         raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
+    management = extra.get("management_url")
+    if management is False:
+        management = ""
+    if management is not None and not isinstance(management, str):
+        raise ConnectionMissing(
+            f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
+        )
     try:
         return Address(
             host=connection.host,
@@ -115,6 +138,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
             timeout=float(extra.get("timeout", 30.0)),
             tls=tls,
             name=name,
+            management_url=management,
         )
     except (TypeError, ValueError):
         raise ConnectionMissing(
@@ -147,12 +171,13 @@ def address_of_uri(uri: str, *, name: str) -> Address:
             password=unquote(parts.password or ""),
             schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
             extra={
-                **({"heartbeat": query["heartbeat"]} if "heartbeat" in query else {}),
-                **(
-                    {"timeout": query["connection_timeout"]}
-                    if "connection_timeout" in query
-                    else {}
-                ),
+                extra: query[name]
+                for extra, name in (
+                    ("heartbeat", "heartbeat"),
+                    ("timeout", "connection_timeout"),
+                    ("management_url", "management_url"),
+                )
+                if name in query
             },
         ),
         name=name,

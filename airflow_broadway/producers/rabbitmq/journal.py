@@ -34,12 +34,14 @@ class Due(NamedTuple):
     """A lease queue that may be looked at again.
 
     :param gone: Whether it was found gone before: only its journal is left.
+    :param sure: From when on it need not be asked for what shows in no count.
     """
 
     name: str
     folder: str
     queue: str
     gone: bool
+    sure: float
 
 
 class Journal:
@@ -61,12 +63,14 @@ class Journal:
         """Whether another process sees it."""
         return self._root is not None
 
-    def note_opened(self, generation: str, queue: str, due: float) -> None:
+    def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
 
-        :param due: From when on it may be deleted if it is empty; seconds since the epoch.
+        :param due: From when on it may be looked at; seconds since the epoch.
+        :param sure: From when on it may be deleted if it looks empty.
         """
-        self._write(f"due/{due:.0f}-{digest(generation)}.json", {"queue": queue})
+        value = {"queue": queue, "sure": sure}
+        self._write(f"due/{due:.0f}-{digest(generation)}.json", value)
         self._write(f"{digest(generation)}/opened.json", {"queue": queue})
 
     def opened(self, generation: str) -> str | None:
@@ -90,10 +94,6 @@ class Journal:
             {"report": report, "bundles": None if bundles is None else list(bundles)},
         )
 
-    def note_now(self, generation: str, actions: dict[str, str]) -> None:
-        """Note what callbacks settled at once: message id → action."""
-        self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
-
     def begun(self, generation: str) -> bool:
         """Whether a settlement has begun to publish failures again."""
         return self._read(f"{digest(generation)}/begun.json") is not None
@@ -101,6 +101,10 @@ class Journal:
     def note_begun(self, generation: str) -> None:
         """Note, before the first, that failures are published again."""
         self._write(f"{digest(generation)}/begun.json", {})
+
+    def note_now(self, generation: str, actions: dict[str, str]) -> None:
+        """Note what callbacks settled at once: message id → action."""
+        self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
 
     def now(self, generation: str) -> dict[str, str]:
         """All that callbacks settled at once."""
@@ -110,6 +114,18 @@ class Journal:
                 found.update(self._read(f"{digest(generation)}/{name}") or {})
         return found
 
+    def checked(self) -> dict[str, Any]:
+        """When the broker's policies were looked at last, and of what: ``{"at", "what"}``."""
+        return self._read("checked.json") or {}
+
+    def note_checked(self, at: float, what: str) -> None:
+        """Note that the broker's policies are harmless, or cannot be seen.
+
+        :param at: Seconds since the epoch.
+        :param what: What was looked at; another needs another look.
+        """
+        self._write("checked.json", {"at": at, "what": what})
+
     def due(self, now: float) -> list[Due]:
         """The lease queues that may be looked at again."""
         found = []
@@ -118,7 +134,8 @@ class Journal:
             if float(at) <= now:
                 value = self._read(f"due/{name}")
                 if value is not None:
-                    found.append(Due(name, folder, str(value["queue"]), bool(value.get("gone"))))
+                    gone, sure = bool(value.get("gone")), float(value.get("sure", at))
+                    found.append(Due(name, folder, str(value["queue"]), gone, sure))
         return found
 
     def put_off(self, due: Due, at: float, *, gone: bool) -> None:
@@ -126,7 +143,8 @@ class Journal:
 
         :param gone: Whether it is gone, so that only its journal is left.
         """
-        self._write(f"due/{at:.0f}-{due.folder}.json", {"queue": due.queue, "gone": gone})
+        value = {"queue": due.queue, "gone": gone, "sure": due.sure}
+        self._write(f"due/{at:.0f}-{due.folder}.json", value)
         self._remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:

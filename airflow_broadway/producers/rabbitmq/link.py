@@ -68,6 +68,17 @@ class Reply:
         return self._value
 
 
+def _quiet() -> None:
+    """Let pika keep to itself, unless somebody has set the level of its logger.
+
+    It reports every step at INFO, a queue that is not there yet as a warning, and a refusal as
+    several errors with stack traces; whatever of it matters comes to us, and is told in one line.
+    """
+    logger = logging.getLogger("pika")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
+
+
 class Link:
     """A connection and its thread.
 
@@ -87,6 +98,7 @@ class Link:
         self._raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
+        _quiet()
         self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
         self._thread.start()
         try:
@@ -99,6 +111,12 @@ class Link:
     def raw(self) -> Any:
         """Pika's connection; to be used in the thread."""
         return self._raw
+
+    @property
+    def version(self) -> str:
+        """The broker's, as it says; empty if it does not."""
+        told = (self._raw.server_properties or {}).get("version", "")
+        return told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
 
     def post(self, function: Callable[[], None]) -> None:
         """Have the thread call ``function`` soon; nothing happens if the link is lost."""

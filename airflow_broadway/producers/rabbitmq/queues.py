@@ -90,7 +90,10 @@ class Queues:
 
     def returns_arguments(self, *, quorum: bool = True) -> dict[str, Any]:
         """What the returns queue and the dead-letter queue are declared with."""
-        return {**_QUORUM, **_NO_LIMIT} if quorum else {"x-queue-type": "classic"}
+        if not quorum:
+            return {"x-queue-type": "classic"}
+        # Refusing, so that a bound set by a policy makes runs fail rather than lose what is here.
+        return {**_QUORUM, **_NO_LIMIT, "x-overflow": "reject-publish"}
 
     def delay_arguments(self, step: int, *, quorum: bool = True) -> dict[str, Any]:
         """What a step of the ladder is declared with."""

@@ -31,7 +31,7 @@ from airflow_broadway.producers.rabbitmq.metadata import Describer
 from airflow_broadway.producers.rabbitmq.properties import dump
 from airflow_broadway.producers.rabbitmq.returns import store_staged
 from airflow_broadway.producers.rabbitmq.sealing import Ready, Sealer
-from airflow_broadway.producers.rabbitmq.sweep import due_at, sweep
+from airflow_broadway.producers.rabbitmq.sweep import counting, due_at, sweep
 from airflow_broadway.producers.rabbitmq.topology import Topology, explained
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class RabbitSource:
         self._has_messages = False
         self._properties: dict[tuple[bytes, bytes, bool], str] = {}
         self._deadline = self._fresh_deadline()
-        sweep(self._connect(), self._topology, self._journal, self._clock.now().timestamp())
+        now = self._clock.now().timestamp()
+        sweep(self._connect(), self._topology, self._journal, now, counting(self._address))
         _open.add(self)
 
     # -- the lease -----------------------------------------------------------------------------
@@ -353,12 +354,14 @@ class RabbitSource:
         assert self._link is not None
         if intake.backlog:
             self._topology.refuse_stream(self._link, intake.backlog[0].properties)
+        generation, now = self._env.generation, self._clock.now().timestamp()
+        self._topology.check(self._link, self._journal, generation, now)
         name = self._topology.open_lease(self._link, self._env.generation)
         self._deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
         # that never answers again, and nobody must wait for that one.
-        due = due_at(self._deadline.timestamp(), self._producer.lease)
-        self._journal.note_opened(self._env.generation, name, due)
+        due, sure = due_at(self._deadline.timestamp(), self._producer.lease)
+        self._journal.note_opened(self._env.generation, name, due, sure)
         self._sealer.target = name
         self._declared = True
 

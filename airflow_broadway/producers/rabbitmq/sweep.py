@@ -1,23 +1,29 @@
 """Deletes the lease queues of dead generations, and in time what was noted of them.
 
 A queue that looks empty may not be: bundles whose lease lapsed and that the returns queue has not
-taken yet show in no count.  So a lease queue is deleted only when it is empty, the returns queue is
-there, and an hour has passed since the last bundle in it can have lapsed.
+taken yet show in none of AMQP's counts.  So a lease queue is deleted only when the last bundle in
+it can have lapsed, it looks empty, the returns queue is there, and either the management API, which
+does count them, says 0, or an hour has passed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.rabbitmq.connection import Address
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.topology import Topology
 
-__all__ = ["due_at", "sweep"]
+__all__ = ["counting", "due_at", "sweep"]
 
 log = logging.getLogger(__name__)
 
+#: Seconds for the management API's counts to be those after the lapse; it takes them every five.
+_COUNTED = 60.0
 #: Seconds for the broker to move what lapsed: its dead-letter worker tries again every 3 minutes.
 _GRACE = 3600.0
 #: Seconds for which a journal outlives its queue: a bundle may lie in the returns queue until then.
@@ -26,21 +32,34 @@ _KEPT = 7 * 86400.0
 _AGAIN = 86400.0
 
 
-def due_at(deadline: float, seconds: float) -> float:
-    """From when on a lease queue holds nothing that can still lapse.
+def due_at(deadline: float, seconds: float) -> tuple[float, float]:
+    """From when on a lease queue holds nothing that can still lapse, and nothing that hides.
 
     A generation takes nothing after its deadline, and what it took until then lapses within
     ``seconds`` more.
     """
-    return deadline + seconds + _GRACE
+    due = deadline + seconds + _COUNTED
+    return due, due + _GRACE
 
 
-def sweep(link: Link, topology: Topology, journal: Journal, now: float) -> None:
-    """Look at all lease queues that are due.  Never in the way of a run: errors are logged."""
+def sweep(
+    link: Link,
+    topology: Topology,
+    journal: Journal,
+    now: float,
+    counted: Callable[[str], int | None],
+) -> None:
+    """Look at all lease queues that are due.  Never in the way of a run: errors are logged.
+
+    :param counted: How many messages a queue holds, those too that lapse; ``None`` if unknown.
+    """
     try:
         for due in journal.due(now):
             if due.gone:
                 journal.forget(due)
+                continue
+            if now < due.sure and counted(due.queue) != 0:
+                journal.put_off(due, due.sure, gone=False)
                 continue
             try:
                 gone = _look_at(link, topology, due.queue)
@@ -52,6 +71,25 @@ def sweep(link: Link, topology: Topology, journal: Journal, now: float) -> None:
             journal.put_off(due, now + (_KEPT if gone else _AGAIN), gone=gone)
     except (BroadwayError, OSError, ValueError) as error:
         log.warning("Lease queues of dead generations could not be looked after: %s", error)
+
+
+def counting(address: Address) -> Callable[[str], int | None]:
+    """Ask the management API how many messages a queue holds, until it does not answer."""
+    asked: list[Management | None] = []
+
+    def count(queue: str) -> int | None:
+        try:
+            if not asked:
+                asked.append(Management(address))
+            api = asked[0]
+            found = api.queue(queue) if api is not None else None
+        except Unseen:
+            asked[:] = [None]
+            return None
+        value = (found or {}).get("messages")
+        return value if isinstance(value, int) else None
+
+    return count
 
 
 def _look_at(link: Link, topology: Topology, queue: str) -> bool:

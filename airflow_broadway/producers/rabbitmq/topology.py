@@ -9,7 +9,9 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.checks import act_on, check_queues, refuse_version
 from airflow_broadway.producers.rabbitmq.getter import Getter
+from airflow_broadway.producers.rabbitmq.journal import Journal, digest
 from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
 from airflow_broadway.producers.rabbitmq.properties import encode
 from airflow_broadway.producers.rabbitmq.publisher import Publisher
@@ -26,6 +28,8 @@ __all__ = ["Topology", "explained"]
 _SETTLED = 2.0
 #: Seconds that a queue which may be dead may take to answer.
 _PATIENCE = 5.0
+#: Seconds for which a look at the broker's policies counts.
+_CHECKED = 600.0
 
 
 class Topology:
@@ -97,6 +101,26 @@ class Topology:
         )
 
     # -- our own -------------------------------------------------------------------------------
+
+    def check(self, link: Link, journal: Journal, generation: str, now: float) -> None:
+        """See that no policy makes our queues lose messages, as far as the broker tells.
+
+        Once in ten minutes for a queue, whatever came of it, unless that was an error: what an
+        ordinary run pays for it is the reading of one small file.
+
+        :param now: Seconds since the epoch.
+        :raises ProducerError: If messages would be lost.
+        """
+        producer, address = self._producer, link.address
+        refuse_version(link.version, producer, address.shown)
+        where = f"{address.shown} {address.virtual_host} {address.login} {address.management_url}"
+        what = digest(f"{where} {producer.lease} {producer.queue_type} {self.dead}")
+        last = journal.checked()
+        if last.get("what") == what and 0 <= now - float(last.get("at", 0)) < _CHECKED:
+            return
+        lease = self.queues.lease(generation)
+        act_on(check_queues(producer, address, version=link.version, lease=lease))
+        journal.note_checked(now, what)
 
     def open_lease(self, link: Link, generation: str) -> str:
         """A lease queue of the generation's own, reachable; its name.

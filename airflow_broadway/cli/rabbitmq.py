@@ -1,0 +1,111 @@
+"""``airflow-broadway rabbitmq``: whether a pipeline's messages are safe at its broker."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from airflow_broadway.cli.output import CommandError, say, say_json, table
+from airflow_broadway.cli.replay import add_dag_folders, read_reference
+from airflow_broadway.core.broadway import Broadway, make_ref
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.run import RunInfo
+from airflow_broadway.operators._common import AirflowConnections
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.checks import (
+    ERROR,
+    NOTE,
+    Finding,
+    check_queues,
+    refuse_version,
+    roles_of,
+)
+from airflow_broadway.producers.rabbitmq.connection import Address
+from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.topology import Topology
+
+__all__ = ["check"]
+
+
+def check(given: argparse.Namespace) -> int:
+    """Look at a producer's queues and policies; 1 if there is an error or a warning."""
+    producer = _producer(given)
+    address = producer.address(ProducerEnv(connections=AirflowConnections()))
+    version, depths, findings = _look(producer, address)
+    grave = sum(each.level != NOTE for each in findings)
+    if given.json:
+        say_json(
+            {
+                "broker": address.shown,
+                "version": version,
+                "virtual_host": address.virtual_host,
+                "queues": [
+                    {"queue": name, "for": role, "messages": depth} for name, role, depth in depths
+                ],
+                "findings": [each._asdict() for each in findings],
+            }
+        )
+        return int(grave > 0)
+    say(f"RabbitMQ {version} at {address.shown}, virtual host {address.virtual_host!r}.", "")
+    say(*table(("queue", "for", "messages"), depths), "")
+    order = sorted(findings, key=lambda each: (each.level != ERROR, each.level == NOTE))
+    say(*(f"{each.level}: {each.shown}" for each in order))
+    if not grave:
+        say("No policy harms this run's messages." if not findings else "No harm was found.")
+    return int(grave > 0)
+
+
+_Depths = list[tuple[str, str, int | None]]
+
+
+def _look(producer: RabbitMQProducer, address: Address) -> tuple[str, _Depths, list[Finding]]:
+    """The broker's version, the depth of each queue (``None``: not there yet), and the findings.
+
+    :raises CommandError: If the source queue is not there.
+    """
+    topology = Topology(producer)
+    link = Link(address)
+    try:
+        version = link.version
+        findings = []
+        try:
+            refuse_version(version, producer, address.shown)
+        except ProducerError as error:
+            findings.append(Finding(ERROR, "", str(error)))
+        # Lease queues have names of their own; any stands for all.
+        depths = [
+            (role.queue, role.name, topology.depth(link, role.queue))
+            for role in roles_of(producer)
+            if role.name != "lease"
+        ]
+    finally:
+        link.close()
+    if depths[0][2] is None and producer.declare is None:
+        raise CommandError(
+            f"RabbitMQ at {address.shown} has no queue {producer.queue!r} in the virtual host"
+            f" {address.virtual_host!r}: create it, or correct the name"
+        )
+    return version, depths, findings + check_queues(producer, address, version=version)
+
+
+def _producer(given: argparse.Namespace) -> RabbitMQProducer:
+    """The producer that the arguments name.
+
+    :raises CommandError: If they name none of RabbitMQ.
+    """
+    more: dict[str, Any] = {"conn_id": given.conn_id} if given.conn_id else {}
+    if given.queue is not None:
+        return RabbitMQProducer(queue=given.queue, dead_letter=given.dead_letter, **more)
+    add_dag_folders()
+    pipeline = Broadway.load(make_ref(read_reference(given.pipeline)), RunInfo())
+    producer = pipeline.producer
+    if not isinstance(producer, RabbitMQProducer):
+        raise CommandError(
+            f"the producer of {given.pipeline} is {type(producer).__name__}, not RabbitMQProducer"
+        )
+    if "{{" in producer.queue:
+        raise CommandError(
+            f"the queue of {given.pipeline} is the template {producer.queue!r}: give --queue"
+        )
+    return producer

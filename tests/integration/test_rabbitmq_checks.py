@@ -1,0 +1,283 @@
+"""What is found out about a real broker's policies, before a message is touched and on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
+from airflow_broadway.producers.rabbitmq.checks import check_queues
+from airflow_broadway.producers.rabbitmq.connection import Address
+from airflow_broadway.producers.rabbitmq.management import Management, Unseen
+from airflow_broadway.producers.rabbitmq.queues import lease_arguments
+from airflow_broadway.producers.rabbitmq.sweep import counting
+from airflow_broadway.producers.sqlite import SqliteProducer
+from tests.cli_runs import ran
+from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    # Nobody kills this broker: the first lease queue of a test may be used at once.
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    return Place(wanted_server(), tmp_path)
+
+
+@pytest.fixture
+def extra(place: Place) -> dict[str, Any]:
+    """The extras of a connection that finds the management API."""
+    return {"management_url": f"http://127.0.0.1:{place.server.management_port}"}
+
+
+@contextlib.contextmanager
+def policy(
+    place: Place, pattern: str, *, operator: bool = False, **definition: Any
+) -> Iterator[str]:
+    name = f"p-{uuid.uuid4().hex[:8]}"
+    path = f"{'operator-' if operator else ''}policies/%2F/{name}"
+    named = {key.replace("_", "-"): value for key, value in definition.items()}
+    manage(
+        place.server,
+        "PUT",
+        path,
+        {"pattern": pattern, "definition": named, "apply-to": "queues", "priority": 1},
+    )
+    try:
+        yield name
+    finally:
+        manage(place.server, "DELETE", path)
+
+
+def received(place: Place, generation: str, **connection: Any) -> list[Message]:
+    """All messages, as one run with a connection of its own receives and keeps them."""
+    source = RabbitMQProducer(queue=place.name, conn_id="rabbit").source(
+        place.env(generation, **connection)
+    )
+    try:
+        return place.take(source)
+    finally:
+        source.close()
+
+
+def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken(
+    place: Place, extra: dict[str, Any]
+) -> None:
+    place.declare()
+    place.send(b"1", b"2")
+    pattern = rf"^broadway\..*{place.name}"
+
+    with (
+        policy(place, pattern, operator=True, expires=3_600_000) as name,
+        pytest.raises(ProducerError, match=rf"operator policy '{name}' gives it expires") as raised,
+    ):
+        received(place, "g1", extra=extra)
+
+    # Nothing was declared, nothing taken; once the policy is gone, all is well.
+    assert r"let no such policy match ^broadway\." in str(raised.value)
+    with place.channel() as channel, pytest.raises(Exception, match="NOT_FOUND"):
+        channel.queue_declare(place.queues.returns, passive=True)
+    assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
+
+
+def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(
+    place: Place, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    place.declare()
+    place.send(b"1")
+
+    with policy(place, f"^{place.name}$", max_length=100):
+        assert len(received(place, "g1", extra=extra)) == 1
+
+    [told] = [text for text in caplog.messages if place.name in text and "max-length" in text]
+    assert "gives it max-length 100: the oldest message is dropped" in told
+
+
+def test_the_look_is_taken_once_in_a_while_and_not_by_an_empty_run(
+    place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def look(*given: Any, lease: str, **more: Any) -> list[Any]:
+        looks.append(lease)
+        return check_queues(*given, lease=lease, **more)
+
+    monkeypatch.setattr(topology, "check_queues", look)
+    place.declare()
+    assert received(place, "g0", extra=extra) == []
+    assert looks == []
+
+    for generation in ("g1", "g2"):
+        place.send(b"1")
+        assert len(received(place, generation, extra=extra)) == 1
+
+    assert looks == [place.queues.lease("g1")]
+
+
+def test_without_the_management_api_a_run_goes_on_and_says_so(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    place.declare()
+    place.send(b"1")
+
+    taken = received(place, "g1", extra={"management_url": "http://127.0.0.1:1"})
+
+    assert len(taken) == 1
+    [told] = [text for text in caplog.messages if "could not be checked" in text]
+    assert "the management API at http://127.0.0.1:1 cannot be reached" in told
+
+
+def test_a_user_without_the_tag_is_told_which_one_is_needed(
+    place: Place, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    place.declare()
+    place.send(b"1")
+
+    with permitted(place) as user:
+        assert len(received(place, "g1", extra=extra, **user)) == 1
+
+    assert f"refuses user {user['login']!r}, who needs the tag 'management'" in caplog.text
+    assert PASSWORD not in caplog.text
+
+
+def test_the_tag_management_suffices_for_all_but_the_feature_flags(
+    place: Place, extra: dict[str, Any]
+) -> None:
+    place.declare()
+
+    with permitted(place, tags="management") as user:
+        address = RabbitMQProducer(queue=place.name, conn_id="c").address(
+            place.env(extra=extra, **user)
+        )
+        found = check_queues(RabbitMQProducer(queue=place.name), address, version="3.10.8")
+
+    assert [(each.level, each.queue) for each in found] == [("note", "")]
+    assert "only an administrator" in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("", "is false"),
+        ("ftp://host", "must be http"),
+        ("http://me:s3cret@host", "must be http"),
+        ("http://[", "must be http"),
+    ],
+)
+def test_a_management_address_that_is_none_is_said_without_showing_it(url: str, told: str) -> None:
+    with pytest.raises(Unseen, match=told) as raised:
+        Management(Address(management_url=url))
+
+    assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
+
+
+def test_what_answers_there_may_be_something_else(place: Place) -> None:
+    wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
+
+    with pytest.raises(Unseen, match="cannot be reached"):
+        wrong.policies(operator=False)
+
+
+@pytest.mark.slow
+def test_the_management_api_counts_what_lapsed_and_nobody_has_taken(
+    place: Place, extra: dict[str, Any]
+) -> None:
+    """What the sweep goes by: AMQP's own count says 0 while the bundles are still there."""
+    arguments = lease_arguments(place.queues, 0.5)
+    name = place.queues.lease("g1")
+    with place.channel() as channel:
+        channel.queue_declare(name, durable=True, arguments=arguments)
+        channel.confirm_delivery()
+        for _ in range(3):
+            channel.basic_publish("", name, b"bundle", mandatory=True)
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    counted = counting(producer.address(place.env(extra=extra)))
+
+    end = time.monotonic() + 20
+    while not counted(name) and time.monotonic() < end:
+        time.sleep(0.2)
+
+    with place.channel() as channel:
+        assert channel.queue_declare(name, passive=True).method.message_count == 0
+    assert counted(name) == 3
+    assert counted("no-such-queue") is None
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connection(place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    value = {"conn_type": "rabbitmq", "host": place.host, "port": place.port, "extra": extra}
+    value |= {"login": "guest", "password": "guest"}
+    monkeypatch.setenv("AIRFLOW_CONN_RABBIT_CHECKED", json.dumps(value))
+    return "rabbit_checked"
+
+
+def test_the_command_lists_queues_and_findings(
+    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.declare()
+    place.send(b"1", b"2")
+    command = ("rabbitmq", "check", "--queue", place.name, "--conn-id", connection)
+
+    fine = ran(capsys, *command)
+    with policy(place, rf"^broadway\.returns\.{place.name}", message_ttl=1000):
+        harmful = ran(capsys, *command)
+        told = ran(capsys, *command, "--json")
+
+    assert (fine.code, fine.err) == (0, "")
+    assert "No policy harms this run's messages." in fine.out
+    assert harmful.code == told.code == 1
+    assert f"error: the queue '{place.queues.returns}'" in harmful.out
+    found = json.loads(told.out)
+    assert found["queues"][0] == {"queue": place.name, "for": "source", "messages": 2}
+    assert [each["level"] for each in found["findings"]] == ["error"]
+
+
+class Checked(Broadway):
+    producer = RabbitMQProducer(queue="{{ var.value.queue }}", on_failure="retry")
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+class Embedded(Checked):
+    producer = SqliteProducer(queue="orders", path="/nowhere/queue.db")  # type: ignore[assignment]
+
+
+def test_the_command_reads_a_pipeline_and_says_which_it_cannot_check(
+    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = "tests.integration.test_rabbitmq_checks:Checked"
+    reference = {
+        "class": pipeline,
+        "options": {"producer": {"queue": place.name, "conn_id": connection}},
+    }
+    place.declare()
+
+    assert ran(capsys, "rabbitmq", "check", "--pipeline", json.dumps(reference)).code == 0
+    embedded = ran(
+        capsys, "rabbitmq", "check", "--pipeline", pipeline.replace("Checked", "Embedded")
+    )
+    templated = ran(capsys, "rabbitmq", "check", "--pipeline", pipeline)
+    missing = ran(capsys, "rabbitmq", "check", "--queue", "no-such-queue", "--conn-id", connection)
+
+    assert (embedded.code, templated.code, missing.code) == (2, 2, 2)
+    assert "is SqliteProducer, not RabbitMQProducer" in embedded.err
+    assert "is the template '{{ var.value.queue }}': give --queue" in templated.err
+    assert "has no queue 'no-such-queue'" in missing.err

@@ -1,0 +1,147 @@
+"""A queue of a test's own at the tests' RabbitMQ, and what tests do with it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody import SettleReport, Source, Verdict
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.queues import Queues
+from airflow_broadway.testing.contract import settlement_of
+from tests.rabbitmq_server import RabbitServer
+
+__all__ = ["PASSWORD", "Connections", "Place", "manage", "permitted"]
+
+#: That of every user that tests make: it must be in no text.
+PASSWORD = "s3cret"
+
+
+class Connections:
+    """One connection, whatever is asked for."""
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(conn_id=conn_id, conn_type="rabbitmq", **self._given)
+
+
+class Place:
+    """A queue of a test's own."""
+
+    def __init__(self, server: RabbitServer, folder: Path) -> None:
+        self.server = server
+        self.host, self.port = server.address
+        self.name = f"test-{uuid.uuid4().hex}"
+        self.queues = Queues(self.name)
+        self.folder = folder
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        with pika.BlockingConnection(pika.URLParameters(self.server.url)) as connection:
+            yield connection.channel()
+
+    def declare(self, **arguments: Any) -> None:
+        with self.channel() as channel:
+            channel.queue_declare(self.name, durable=True, arguments=arguments)
+
+    def send(self, *bodies: bytes, properties: Any = None) -> None:
+        with self.channel() as channel:
+            channel.confirm_delivery()
+            for body in bodies:
+                channel.basic_publish("", self.name, body, properties)
+
+    def producer(self, **options: Any) -> RabbitMQProducer:
+        return RabbitMQProducer(
+            **{"queue": self.name, "uri": f"amqp://{self.host}:{self.port}", **options}
+        )
+
+    def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
+        given = {"host": self.host, "port": self.port, **connection}
+        return ProducerEnv(
+            generation=generation,
+            connections=Connections(**given),
+            staging=f"file://{self.folder}",
+        )
+
+    @contextmanager
+    def source(self, generation: str = "g1", **options: Any) -> Iterator[Source]:
+        source = self.producer(**options).source(self.env(generation))
+        try:
+            yield source
+        finally:
+            source.close()
+
+    def take(self, source: Source) -> list[Message]:
+        taken: list[Message] = []
+        while got := source.secure(source.receive(500, timeout=0.3)):
+            taken += got
+        return taken
+
+    def settle(
+        self,
+        generation: str,
+        verdicts: Mapping[int, Verdict] | None = None,
+        **options: Any,
+    ) -> tuple[list[Message], SettleReport]:
+        """Take everything, and settle it by its place."""
+        with self.source(generation, **options) as source:
+            messages = self.take(source)
+            lease = source.lease
+        chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
+        custodian = self.producer(**options).custodian(self.env("custodian"))
+        try:
+            return messages, custodian.settle(lease, settlement_of(messages, chosen))
+        finally:
+            custodian.close()
+
+    def get(self, queue: str) -> tuple[Any, bytes] | None:
+        with self.channel() as channel:
+            method, properties, body = channel.basic_get(queue, auto_ack=True)
+            return None if method is None else (properties, body)
+
+
+def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:
+    """Ask the management API."""
+    if server.given is not None:
+        pytest.skip("no management API of the tests' own")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.management_port}/api/{path}",
+        method=method,
+        headers={
+            "Authorization": f"Basic {base64.b64encode(b'guest:guest').decode()}",
+            "Content-Type": "application/json",
+        },
+        data=None if body is None else json.dumps(body).encode(),
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+@contextmanager
+def permitted(place: Place, *, tags: str = "", **allowed: str) -> Iterator[dict[str, str]]:
+    """A user with these permissions alone, as the fields of a connection.
+
+    :param allowed: ``configure``, ``write`` and ``read``; everything where none is given.
+    """
+    user = f"user-{uuid.uuid4().hex[:8]}"
+    manage(place.server, "PUT", f"users/{user}", {"password": PASSWORD, "tags": tags})
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    manage(place.server, "PUT", f"permissions/%2F/{user}", {**everything, **allowed})
+    try:
+        yield {"login": user, "password": PASSWORD}
+    finally:
+        manage(place.server, "DELETE", f"users/{user}")
