@@ -48,12 +48,14 @@ class SqsServer:
     :param folder: For its log.
     :param no_auth: Requests that need no permission, after which each is checked against the IAM
         policies of whoever signs it; ``None`` never checks.
+    :param command: The module that serves, and its arguments before the port.
     """
 
     folder: Path
     port: int = field(default_factory=free_port)
     given: str | None = None
     no_auth: int | None = None
+    command: tuple[str, ...] = ("tests.sqs_moto",)
     process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -118,7 +120,7 @@ class SqsServer:
             env["INITIAL_NO_AUTH_ACTION_COUNT"] = str(self.no_auth)
         with (self.folder / "moto.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.sqs_moto", str(self.port)],
+                [sys.executable, "-m", *self.command, str(self.port)],
                 env=env,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

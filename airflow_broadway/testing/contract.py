@@ -17,7 +17,7 @@ import json
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -53,6 +53,13 @@ class CustodyContract(ABC):
     tells_lapse: ClassVar[bool] = True
     #: Whether a message given back keeps its attempt.
     keeps_attempt: ClassVar[bool] = True
+    #: Bodies that the broker can carry, odd ones among them.
+    odd_bodies: ClassVar[Sequence[bytes]] = (
+        b"",
+        b"\x00\xff not UTF-8",
+        "zażółć".encode(),
+        b"x" * 100_000,
+    )
 
     @pytest.fixture
     @abstractmethod
@@ -126,7 +133,7 @@ class CustodyContract(ABC):
             assert self.copied(lease) == lease
 
     def test_a_message_arrives_as_it_was_sent(self, harness: Harness) -> None:
-        sent = [b"", b"\x00\xff not UTF-8", "zażółć".encode(), b"x" * 100_000]
+        sent = list(self.odd_bodies)
         harness.send(sent)
 
         _, messages = self.hold(harness, "g1")

@@ -66,8 +66,8 @@ class Polls:
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
-        #: Receives that have come back empty since the last that did not.
-        self.empties = 0
+        #: Receives in flight that were made before the queue was found quiet.
+        self._early = 0
 
     def want(self, demand: int) -> None:
         """Let ``demand`` messages be in flight or waiting, all told."""
@@ -116,6 +116,12 @@ class Polls:
             return self._flying > 0
 
     @property
+    def quiet(self) -> bool:
+        """Whether the queue was found empty, by every receive made until then."""
+        with self._changed:
+            return self._quiet and not self._early
+
+    @property
     def pause(self) -> float:
         """Seconds until the next receive may be made."""
         with self._changed:
@@ -153,6 +159,8 @@ class Polls:
                     return
                 self._credit -= asked
                 self._asked += asked
+                early = not self._quiet
+                self._early += early
             at = self._clock.now().timestamp()
             found: Sequence[Mapping[str, Any]] = ()
             error: Exception | None = None
@@ -162,18 +170,18 @@ class Polls:
                 error = raised
             with self._changed:
                 self._asked -= asked
+                self._early -= early
                 if error is not None:
                     self._error = self._error or error
                 elif found:
                     self._credit += asked - len(found)
                     self._waiting += len(found)
                     self._answers.append(Answer(at, found))
-                    self._quiet, self._quiet_until, self.empties = False, 0.0, 0
+                    self._quiet, self._quiet_until = False, 0.0
                 else:
                     self._credit += asked
                     self._quiet = True
                     self._quiet_until = self._clock.monotonic() + self._interval
-                    self.empties += 1
                 if error is not None or not found or once:
                     self._end()
                     return

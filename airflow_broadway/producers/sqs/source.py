@@ -122,8 +122,8 @@ class SqsSource:
             if not self._full:
                 polls.want(demand - len(self._ready))
             left = (end if gathering is None else gathering) - clock.monotonic()
-            # The queue is called quiet only after a receive that found nothing.
-            patient = gathering is None and not polls.empties and not self._full
+            # The queue is called quiet only after receives that found nothing.
+            patient = gathering is None and not polls.quiet and not self._full
             answer = self._answer(math.inf if patient else left)
             if answer is not None:
                 self._ready += [(answer.at, raw) for raw in answer.messages]

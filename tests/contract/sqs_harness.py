@@ -1,0 +1,172 @@
+"""SQS, as the custody contract wants it: moto's server, whose clock can be moved.
+
+Server, tests and the other processes of a test share one clock, a few bytes of a file: the real
+one, moved on by whatever any of them was asked to wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from functools import cache
+from pathlib import Path
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.testing.harness import Harness
+from tests.sqs_server import KEY, REGION, SqsServer
+
+__all__ = ["SharedClock", "SqsHarness", "moved_server"]
+
+
+class SharedClock(SystemClock):
+    """The real clock, moved on by what anybody who shares it was asked to wait."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if not os.path.exists(path):
+            Path(path).write_bytes(struct.pack("d", 0.0))
+        with open(path, "r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), 8)
+
+    @property
+    def skipped(self) -> float:
+        [seconds] = struct.unpack("d", self._shared[:8])
+        return float(seconds)
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self.skipped)
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._shared[:8] = struct.pack("d", self.skipped + seconds)
+
+
+@cache
+def moved_server() -> tuple[SqsServer, str]:
+    """A server on a clock of its own, and the clock's file; it ends with this process."""
+    import atexit
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="broadway-sqs-clock-"))
+    path = str(folder / "clock")
+    SharedClock(path)
+    server = SqsServer(folder, command=("tests.contract.sqs_harness", path))
+    server.run()
+
+    def end() -> None:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return server, path
+
+
+class _Known:
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(
+            conn_id=conn_id,
+            conn_type="aws",
+            login=KEY["aws_access_key_id"],
+            password=KEY["aws_secret_access_key"],
+            extra={"region_name": REGION, "endpoint_url": self._url},
+        )
+
+
+class SqsHarness(Harness):
+    def __init__(
+        self, url: str, clock: str, queue: str, dead: str, staging: str, lease: float = 60.0
+    ) -> None:
+        self.lease = lease
+        self._url = url
+        self._queue = queue
+        self._dead = dead
+        self._staging = staging
+        self._clock = SharedClock(clock)
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def producer(self) -> Producer:
+        return SqsProducer(
+            queue_url=self._queue,
+            dead_letter=self._dead,
+            lease=self.lease,
+            wait_time_seconds=0,
+            receive_concurrency=4,
+        )
+
+    def env(self, generation: str) -> ProducerEnv:
+        return dataclasses.replace(
+            super().env(generation), staging=self._staging, connections=_Known(self._url)
+        )
+
+    def send(self, bodies: Sequence[bytes]) -> None:
+        import boto3
+
+        client = boto3.session.Session().client(
+            "sqs", region_name=REGION, endpoint_url=self._url, **KEY
+        )
+        fifo = self._queue.endswith(".fifo")
+        for start in range(0, len(bodies), 10):
+            entries = [
+                {
+                    "Id": str(place),
+                    "MessageBody": body.decode(),
+                    # A group of its own for each: no message waits for another.
+                    **(
+                        {"MessageGroupId": f"g{place}", "MessageDeduplicationId": f"d{place}"}
+                        if fifo
+                        else {}
+                    ),
+                }
+                for place, body in enumerate(bodies[start : start + 10], start)
+            ]
+            answer = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
+            assert not answer.get("Failed")
+
+    def program(self) -> tuple[str, list[str]]:
+        arguments = [self._url, self._clock.path, self._queue, self._dead, self._staging]
+        return "tests.contract.sqs_harness:SqsHarness", [
+            *arguments,
+            self.lease,  # type: ignore[list-item]
+        ]
+
+
+class _Moved:
+    """The module ``time``, as the server is to see it."""
+
+    monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
+
+    def __init__(self, clock: SharedClock) -> None:
+        self._clock = clock
+
+    def time(self) -> float:
+        return time.time() + self._clock.skipped
+
+
+def main() -> None:
+    """Serve on the shared clock, until killed."""
+    from tests import sqs_moto
+
+    clock = SharedClock(sys.argv.pop(1))
+    setattr(sqs_moto, "time", _Moved(clock))  # noqa: B010 - a module of its own, replaced
+    sqs_moto.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.testing.harness import Harness
+from tests.contract.sqs_harness import SqsHarness, moved_server
+from tests.rabbitmq_fixtures import in_ci
+
+pytestmark = pytest.mark.broker
+
+
+def harness_of(folder: Path, suffix: str = "") -> SqsHarness:
+    if importlib.util.find_spec("moto") is None and not in_ci():
+        pytest.skip("no SQS here: moto's server is not installed")
+    server, clock = moved_server()
+    name = uuid.uuid4().hex
+    attributes = {"FifoQueue": "true"} if suffix else {}
+    queue = server.queue(f"{name}{suffix}", **attributes)
+    dead = server.queue(f"{name}-dead{suffix}", **attributes)
+    return SqsHarness(server.url, clock, queue, dead, f"file://{folder}")
+
+
+class SqsContract(CustodyContract):
+    #: What SQS carries: text of at least one character, without control characters.
+    odd_bodies: ClassVar[Sequence[bytes]] = ("zażółć".encode(), "😀\t\r\n".encode(), b"x" * 100_000)
+    #: Receives run beside each other, and a standard queue promises no order.
+    keeps_order: ClassVar[bool] = False
+
+
+class TestSqs(SqsContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqsHarness:
+        return harness_of(tmp_path)
+
+    # Thousands of messages, ten to a request of moto's.
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", range(5))
+    def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
+        super().test_killed_while_settling_nothing_is_lost(harness, seed)
+
+    @pytest.mark.slow
+    def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
+        super().test_two_processes_at_once_never_get_the_same_message(harness)
+
+
+@pytest.mark.slow
+class TestSqsFifo(SqsContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqsHarness:
+        return harness_of(tmp_path, ".fifo")
