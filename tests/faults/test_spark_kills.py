@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from airflow_broadway.operators._shipping import Shipment, ship
@@ -78,11 +79,12 @@ class Submitted:
             )
 
     def driver(self) -> int:
-        """The Python that runs the job: the JVM's only child."""
-        out = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False
-        ).stdout.split()
-        return int(out[0])
+        """The Python that runs the job: the oldest of the JVM's children.
+
+        Hadoop starts others, such as ``chmod``, and process ids begin anew at their limit.
+        """
+        children = psutil.Process(self.process.pid).children()
+        return min(children, key=psutil.Process.create_time).pid
 
     def wait(self, seconds: float = 120) -> int:
         return self.process.wait(seconds)
@@ -90,6 +92,7 @@ class Submitted:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
+            self.process.wait()
 
 
 def wait_until(condition: Any, seconds: float = 60) -> None:
