@@ -35,7 +35,9 @@ IMPLEMENTED = {
     "prepare_messages",
     "processor",
     "producer",
+    "rabbitmq",
     "rate_limiting",
+    "sqs",
     "telemetry",
     "testing_helpers",
 }

@@ -19,6 +19,7 @@ from airflow_broadway.core.rate_limiter import RateLimiter
 from airflow_broadway.testing import DummyProducer, PipelineDriver, test_batch, test_message
 from tests.conformance.observed import Case
 from tests.conformance.units_rabbitmq import RABBITMQ
+from tests.conformance.units_sqs import SQS
 
 
 class Minimal(Broadway):
@@ -277,4 +278,5 @@ UNITS: dict[str, Callable[[Case], None]] = {
     "intro-001": topology,
     "msg-001": message_guards,
     **RABBITMQ,
+    **SQS,
 }

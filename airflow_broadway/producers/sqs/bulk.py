@@ -49,7 +49,7 @@ class Refusal(NamedTuple):
     @property
     def gone(self) -> bool:
         """Whether the receipt holds the message no longer."""
-        return self.code in GONE
+        return self.code in GONE and "Total VisibilityTimeout" not in self.text
 
 
 class Bulk:

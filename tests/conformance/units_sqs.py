@@ -1,0 +1,154 @@
+"""The unit cases of the area ``sqs``, on a client that keeps its requests.
+
+Broadway deletes in the stage's own process.  Here a stage's verdicts go through a run's settler to
+the custodian, and the delete requests are those that come out there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.acknowledger import RunAcknowledger
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.settler import Settler
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs.receiving import asked
+from tests.conformance.observed import Case
+from tests.fake_sqs import URL, FakeSqs, client_error, installed
+
+
+def _data_of(given: Any) -> Any:
+    return given["data"] if isinstance(given, dict) else given
+
+
+def _settled(fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[Any]) -> list[Any]:
+    """Settle one stage's result; the data of each delete request's messages."""
+    producer = SqsProducer(queue_url=URL, conn_id=None, receive_concurrency=1, **options)
+    fake.put([str(_data_of(each)) for each in (*good, *bad)])
+    env = ProducerEnv()
+    with installed(fake):
+        source = producer.source(env)
+        taken: list[Message] = []
+        while portion := source.secure(source.receive(100, timeout=0)):
+            taken += portion
+        by_data = {message.data.decode(): message for message in taken}
+        receipts = {message.metadata["receipt_handle"]: message for message in taken}
+        settler = Settler(lambda: producer.custodian(env), lambda: source.lease, threaded=False)
+        acknowledger = RunAcknowledger(producer, settler)
+        settler.hold(taken)
+
+        def made(each: Any) -> Message:
+            found = by_data[str(_data_of(each))]
+            found = found.with_acknowledger(AckRef(acknowledger, "ref", found.acknowledger.data))
+            own = each["configure_ack"] if isinstance(each, dict) else {}
+            return found.configure_ack(**own)
+
+        failed = [made(each).failed("") for each in bad]
+        acknowledger.ack("ref", [made(each) for each in good], failed)
+        settler.tick(force=True)
+        source.close()
+    assert fake.log is not None
+    return [
+        [int(receipts[entry["ReceiptHandle"]].data) for entry in arguments["Entries"]]
+        for action, arguments in fake.log
+        if action == "DeleteMessage"
+    ]
+
+
+def deletes(case: Case) -> None:
+    given = case["given"]
+    options = {name: given[name] for name in ("on_success", "on_failure") if name in given}
+    found = _settled(FakeSqs(), options, given["successful"], given.get("failed", []))
+    assert found == case["expect"]["delete_requests"]
+
+
+def requests(case: Case) -> None:
+    # A receive also asks for the lease, and for the receive count; this is what the options say.
+    given = dict(case["given"])
+    demands = given.pop("demands")
+    producer = SqsProducer(queue_url=URL, **given)
+    assert [asked(producer, demand) for demand in demands] == case["expect"]["receive_requests"]
+
+
+def metadata(case: Case) -> None:
+    given, expect = case["given"]["message"], case["expect"]
+    names = {
+        "message_id": "MessageId",
+        "receipt_handle": "ReceiptHandle",
+        "md5_of_body": "MD5OfBody",
+        "body": "Body",
+    }
+    raw = {theirs: given[ours] for ours, theirs in names.items()}
+    fake = FakeSqs()
+    answers = [{"Messages": [raw]}]
+    fake.answer = lambda action, _: (
+        (answers.pop() if answers else {"Messages": []}) if action == "ReceiveMessage" else None
+    )
+    with installed(fake):
+        source = SqsProducer(queue_url=URL, receive_concurrency=1).source(ProducerEnv())
+        [message] = source.receive(10, timeout=0)
+        source.close()
+    assert message.data.decode() == expect["data"]
+    assert sorted(message.metadata) == sorted(expect["metadata_keys"])
+    for name in ("message_id", "receipt_handle", "md5_of_body"):
+        assert message.metadata[name] == given[name]
+    assert not message.metadata["attributes"]
+    assert not message.metadata["message_attributes"]
+    assert ("body" not in message.metadata) == expect["body_not_in_metadata"]
+
+
+def bounds(case: Case) -> None:
+    assert case["expect"]["each_raises"]
+    for name, value in case["given"]["invalid"]:
+        options: dict[str, Any] = {"queue_url": URL, name: value}
+        with pytest.raises(BroadwayError, match=name):
+            SqsProducer(**options)
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def failing_delete(case: Case) -> None:
+    # Broadway's stage logs what the acknowledger raises.  Here the custodian does, and reports.
+    given, expect = case["given"], case["expect"]
+    fake = FakeSqs()
+    numbers = iter(range(1, 1000))
+
+    def answer(action: str, _: dict[str, Any]) -> Any:
+        if action == "DeleteMessage" and next(numbers) == given["delete_fails_on"]:
+            return client_error("AccessDenied", status=403)
+        return None
+
+    fake.answer = answer
+    log, errors = logging.getLogger("airflow_broadway"), _Errors()
+    log.addHandler(errors)
+    try:
+        attempted = _settled(fake, {}, list(range(given["successful"])), [])
+    finally:
+        log.removeHandler(errors)
+    assert len(attempted) == expect["delete_requests_attempted"]
+    assert bool(errors.records) == expect["error_logged"]
+
+
+SQS: dict[str, Callable[[Case], None]] = {
+    "sqs-002": deletes,
+    "sqs-003": deletes,
+    "sqs-004": deletes,
+    "sqs-005": requests,
+    "sqs-008": metadata,
+    "sqs-009": deletes,
+    "sqs-010": bounds,
+    "sqs-011": failing_delete,
+}
