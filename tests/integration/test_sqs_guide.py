@@ -1,0 +1,297 @@
+"""What ``docs/sqs.md`` says of permissions, requests and FIFO queues, held against what is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore import handlers
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.custody import ACK, Settlement
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.operators._process import Process
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.store import Store
+from airflow_broadway.testing import ManualClock
+from tests.sqs_fixtures import wanted_sqs
+from tests.sqs_server import KEY, REGION, SqsServer
+
+pytestmark = pytest.mark.broker
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "sqs.md").read_text("utf-8")
+MESSAGES = 100
+#: What is asked once, however many messages there are.
+ONCE = {"GetQueueUrl", "GetQueueAttributes"}
+
+#: What ``Some`` makes of a message.
+FAILING: dict[str, str] = {}
+HANDLED: list[str] = []
+
+
+@pytest.fixture
+def server() -> SqsServer:
+    FAILING.clear()
+    HANDLED.clear()
+    return wanted_sqs()
+
+
+class Some(Broadway):
+    """Fails what it is told to fail, in the way it is told."""
+
+    producer = SqsProducer(queue_name="orders", receive_interval=0.2, on_failure="retry")
+    processors = Processors(concurrency=2)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        text = message.data.decode()
+        HANDLED.append(text)
+        action = FAILING.get(text)
+        if action is None or message.redelivered:
+            return message
+        return message.configure_ack(on_failure=action).failed("told to")
+
+
+class Held(Some):
+    """The same with a batcher, so that messages are held until they are settled from elsewhere."""
+
+    batchers = {"default": Batcher(engine="python")}
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+class Known:
+    """Knows the way to the server."""
+
+    def __init__(self, server: SqsServer) -> None:
+        self._server = server
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(
+            conn_id=conn_id,
+            conn_type="aws",
+            login=KEY["aws_access_key_id"],
+            password=KEY["aws_secret_access_key"],
+            extra={"region_name": REGION, "endpoint_url": self._server.url},
+        )
+
+
+@contextmanager
+def recorded() -> Iterator[Counter[str]]:
+    """The requests of every client that is made inside."""
+    sent: Counter[str] = Counter()
+
+    def see(event_name: str, **_: Any) -> None:
+        sent[event_name.rpartition(".")[2]] += 1
+
+    entry = ("before-send.sqs", see)
+    handlers.BUILTIN_HANDLERS.append(entry)
+    try:
+        yield sent
+    finally:
+        handlers.BUILTIN_HANDLERS.remove(entry)
+
+
+def orders(server: SqsServer, count: int = MESSAGES) -> str:
+    """A queue of its own with so many messages and a redrive policy; its name."""
+    name = f"orders-{uuid.uuid4().hex[:12]}"
+    dead = server.queue(f"{name}-dead")
+    client = server.client()
+    told = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
+    policy = {"deadLetterTargetArn": told["Attributes"]["QueueArn"], "maxReceiveCount": 10}
+    url = server.queue(name, RedrivePolicy=json.dumps(policy))
+    for start in range(0, count, 10):
+        client.send_message_batch(
+            QueueUrl=url,
+            Entries=[{"Id": str(n), "MessageBody": str(n)} for n in range(start, start + 10)],
+        )
+    return name
+
+
+class Run:
+    """A run of its own, in stages."""
+
+    def __init__(
+        self, server: SqsServer, folder: Path, kind: type[Broadway], **options: Any
+    ) -> None:
+        store = Store.open(f"file://{folder}/{uuid.uuid4().hex}")
+        self.clock = ManualClock()
+        self.pipeline = kind(producer={"queue_name": orders(server), **options})
+        self.run = StagedRun(store, pipeline=self.pipeline.name, dag_id="d", run_id="r")
+        self.env = ProducerEnv(
+            pipeline=self.pipeline.name,
+            generation=uuid.uuid4().hex,
+            owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0}
+            | {"try_number": 1},
+            clock=self.clock,
+            staging=f"{store.uri}/{self.pipeline.name}",
+            connections=Known(server),
+        )
+
+    def process(self) -> Mapping[str, Any]:
+        budget = Budget(max_messages=MESSAGES)
+        return Process(self.run, self.pipeline, env=self.env, budget=budget).run()
+
+    def settle(self, *, renew: bool = False) -> None:
+        [record] = self.run.generations()
+        lease = self.run.lease(record)
+        custodian = self.pipeline.producer.custodian(self.env)
+        if renew:
+            self.clock.advance(0.5 * lease.seconds)
+            assert custodian.renew(lease) is not None
+        report = custodian.settle(lease, Settlement(rest=ACK, expected=MESSAGES))
+        custodian.close()
+        assert report.acked == MESSAGES
+
+
+def per_message(sent: Counter[str]) -> float:
+    return sum(count for name, count in sent.items() if name not in ONCE) / MESSAGES
+
+
+def table() -> list[float]:
+    """The figures of the guide, from top to bottom."""
+    [part] = re.findall(r"START requests -->(.*?)<!-- END requests", GUIDE, re.DOTALL)
+    return [float(value) for value in re.findall(r"\| (\d\.\d+) \|", part)]
+
+
+def test_a_message_costs_the_requests_that_the_guide_says(
+    server: SqsServer, tmp_path: Path
+) -> None:
+    measured = []
+    with recorded() as sent:
+        run = Run(server, tmp_path, Held)
+        sent.clear()
+        run.process()
+        run.settle()
+    measured.append(per_message(sent))
+    for action in ("retry", "dead_letter"):
+        FAILING.update({str(number): action for number in range(0, MESSAGES, 10)})
+        run = Run(server, tmp_path, Some)
+        with recorded() as sent:
+            run.process()
+        measured.append(per_message(sent))
+    FAILING.clear()
+    run = Run(server, tmp_path, Held)
+    with recorded() as sent:
+        run.process()
+        run.settle(renew=True)
+    measured.append(per_message(sent))
+    run = Run(server, tmp_path, Held, max_number_of_messages=1)
+    with recorded() as sent:
+        run.process()
+        run.settle()
+    measured.append(per_message(sent))
+
+    assert [round(value, 2) for value in measured] == table()
+
+
+def test_the_least_policy_of_the_guide_allows_what_tasks_ask_and_nothing_else(
+    server: SqsServer, tmp_path: Path
+) -> None:
+    [block] = re.findall(r"```json\n(\{\n  \"Version\".*?)```", GUIDE, re.DOTALL)
+    allowed = {
+        action.removeprefix("sqs:")
+        for statement in json.loads(block)["Statement"]
+        for action in statement["Action"]
+    }
+
+    FAILING.update({"1": "retry", "2": "dead_letter", "3": "release"})
+    run = Run(server, tmp_path, Some)
+    with recorded() as sent:
+        run.process()
+
+    # The permission for a batch request is that for its single form.
+    assert {name.removesuffix("Batch") for name in sent} == allowed
+
+
+def test_by_the_guide_a_process_task_with_batchers_only_receives_and_gives_back(
+    server: SqsServer, tmp_path: Path
+) -> None:
+    [row] = re.findall(r"^\| `process` \|(.*?)\|", GUIDE, re.MULTILINE)
+
+    run = Run(server, tmp_path, Held)
+    with recorded() as received:
+        run.process()
+    with recorded() as settled:
+        run.settle(renew=True)
+
+    assert {name.removesuffix("Batch") for name in received} < set(re.findall(r"`(\w+)`", row))
+    assert set(settled) == {"GetQueueUrl", "DeleteMessageBatch", "ChangeMessageVisibilityBatch"}
+
+
+# -- FIFO ------------------------------------------------------------------------------------------
+
+
+def ledger(server: SqsServer, **options: Any) -> tuple[Broadway, str]:
+    """A pipeline on a FIFO queue with entries of two accounts; and the queue's URL."""
+    name = f"ledger-{uuid.uuid4().hex[:12]}"
+    dead = f"{name}-dead.fifo"
+    server.queue(dead, FifoQueue="true")
+    url = server.queue(f"{name}.fifo", FifoQueue="true")
+    client = server.client()
+    for entry in ("a1", "b1", "a2", "b2", "a3"):
+        client.send_message(
+            QueueUrl=url,
+            MessageBody=entry,
+            MessageGroupId=entry[0],
+            MessageDeduplicationId=entry,
+        )
+    retry = RetryPolicy(backoff=1.0, jitter=0.0)
+    pipeline = Some(
+        producer={"queue_name": f"{name}.fifo", "retry": retry, "dead_letter": dead, **options}
+    )
+    return pipeline, url
+
+
+def of(account: str) -> list[str]:
+    return [entry for entry in HANDLED if entry.startswith(account)]
+
+
+def test_a_failed_entry_that_is_retried_holds_back_those_after_it(server: SqsServer) -> None:
+    FAILING["a1"] = "retry"
+    pipeline, url = ledger(server)
+
+    first = pipeline.run_local(connections=Known(server), max_messages=5)
+    second = pipeline.run_local(connections=Known(server), max_messages=3, wait_seconds=20.0)
+
+    assert (first.settled.acked, first.settled.requeued, first.settled.released) == (2, 1, 2)
+    assert second.settled.acked == 3
+    # Handled again, all of them, and in order.
+    assert of("a") == ["a1", "a2", "a3", "a1", "a2", "a3"]
+    assert of("b") == ["b1", "b2"]
+    assert server.depth(url) == (0, 0, 0)
+
+
+def test_a_failed_entry_that_is_set_aside_holds_nothing_back(server: SqsServer) -> None:
+    FAILING["a1"] = "dead_letter"
+    pipeline, url = ledger(server)
+
+    report = pipeline.run_local(connections=Known(server), max_messages=5)
+
+    assert (report.settled.acked, report.settled.dead_lettered) == (4, 1)
+    assert of("a") == ["a1", "a2", "a3"]
+    assert server.depth(url) == (0, 0, 0)
+
+
+def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
+    pipeline, url = ledger(server)
+    env = ProducerEnv(connections=Known(server))
+    other = pipeline.producer.source(env)
+    [entry] = other.secure(other.receive(1, timeout=5.0))
+    assert entry.data == b"a1"
+
+    report = pipeline.run_local(connections=Known(server))
+
+    assert report.settled.acked == 2
+    assert HANDLED == ["b1", "b2"]
+    assert server.depth(url) == (2, 1, 0)
+    other.close()
