@@ -12,8 +12,13 @@ from pathlib import Path
 from tests.faults.broker import Broker
 from tests.faults.brokers_rabbitmq import RabbitMQ
 from tests.faults.brokers_sqlite import Sqlite
+from tests.faults.brokers_sqs import Sqs
 
 __all__ = ["BROKERS"]
 
 #: By name: makes the broker's queue, with its files in a folder.
-BROKERS: Mapping[str, Callable[[Path], Broker]] = {"sqlite": Sqlite, "rabbitmq": RabbitMQ}
+BROKERS: Mapping[str, Callable[[Path], Broker]] = {
+    "sqlite": Sqlite,
+    "rabbitmq": RabbitMQ,
+    "sqs": Sqs,
+}

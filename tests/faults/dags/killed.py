@@ -5,9 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 from airflow.sdk import DAG, Param
-from killed_pipeline import Killed, KilledRabbitMQ  # type: ignore[import-not-found]
+from killed_pipeline import (  # type: ignore[import-not-found]
+    Killed,
+    KilledRabbitMQ,
+    KilledSqs,
+)
 
-PIPELINES = {"sqlite": Killed, "rabbitmq": KilledRabbitMQ}
+PIPELINES = {"sqlite": Killed, "rabbitmq": KilledRabbitMQ, "sqs": KilledSqs}
 
 for broker, pipeline in PIPELINES.items():
     with DAG(

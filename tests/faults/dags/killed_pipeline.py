@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers.sqs import SqsProducer
 
 #: Recorded failures after which a message is a dead letter.
 MAX_ATTEMPTS = 3
@@ -161,6 +162,21 @@ class KilledRabbitMQ(Killed):
         conn_id="killed_rabbitmq",
         concurrency=2,
         lease=600.0,
+        on_failure="retry",
+        retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
+    )
+
+
+class KilledSqs(Killed):
+    """The same from SQS; what nobody wrote down a receipt of comes back by itself in a minute."""
+
+    producer = SqsProducer(
+        queue_name="killed",
+        conn_id="killed_sqs",
+        concurrency=2,
+        receive_concurrency=4,
+        wait_time_seconds=1,
+        lease=60.0,
         on_failure="retry",
         retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
     )
