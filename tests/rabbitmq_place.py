@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
+import threading
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pika
 import pytest
@@ -22,7 +24,7 @@ from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["PASSWORD", "Connections", "Place", "manage", "permitted"]
+__all__ = ["PASSWORD", "Breaker", "Connections", "Place", "manage", "permitted"]
 
 #: That of every user that tests make: it must be in no text.
 PASSWORD = "s3cret"
@@ -145,3 +147,57 @@ def permitted(place: Place, *, tags: str = "", **allowed: str) -> Iterator[dict[
         yield {"login": user, "password": PASSWORD}
     finally:
         manage(place.server, "DELETE", f"users/{user}")
+
+
+class Breaker:
+    """Between a client and its broker: once armed, breaks a connection at what its client says."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._awaited: bytes | None = None
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        #: Connections that were broken.
+        self.broken = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # or accept would go on waiting
+        self._server.close()
+
+    def arm(self, at: bytes = b"") -> None:
+        """Break a connection when its client says ``at``, which does not reach the broker."""
+        self._awaited = at
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+                broker = socket.create_connection(self._target)
+            except OSError:
+                return
+            for source, target in ((client, broker), (broker, client)):
+                of_client = source is client
+                pump = threading.Thread(target=self._pump, args=(source, target, of_client))
+                pump.daemon = True
+                pump.start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, of_client: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if of_client and self._awaited is not None and self._awaited in data:
+                    self._awaited = None
+                    self.broken += 1
+                    break
+                target.sendall(data)
+        except OSError:
+            pass
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+        source.close()

@@ -2,24 +2,56 @@
 
 Broadway acknowledges on the channel that delivered, one message at a time.  Here a verdict is
 carried out later and elsewhere, so a case's calls are read as verdicts: ``ack`` is ``ACK``, a
-reject with requeue is a ``RETRY`` at once, and without a ``DEAD_LETTER``.
+reject with requeue is a ``RETRY`` at once, and without a ``DEAD_LETTER``.  What a broker that
+refuses, or a connection that breaks, does to them is tried at a real one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
 
+import pika
 import pytest
 
 from airflow_broadway.core.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody import Action, Delivery, Verdict
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.custody import Action, Delivery, SettleReport, Verdict
+from airflow_broadway.core.errors import OptionsError, ProducerUnavailable
 from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.core.settler import Tally
-from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
 from airflow_broadway.producers.rabbitmq.backoff import Backoff, bounds
+from airflow_broadway.testing.contract import settlement_of
 from tests.conformance.observed import Case
+from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_place import Breaker, Place
+
+
+@contextmanager
+def own_place() -> Iterator[Place]:
+    """A queue of the case's own at a real broker, which nobody kills."""
+    with tempfile.TemporaryDirectory() as folder, patch.object(topology, "_SETTLED", 0.0):
+        yield Place(wanted_server(), Path(folder))
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What loggers below ``name`` warn of."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
 
 
 def call_of(verdict: Verdict) -> list[Any]:
@@ -47,13 +79,17 @@ def actions(case: Case) -> None:
 
 
 def defaults(case: Case) -> None:
-    # Broadway warns when on_failure is not given; here the default is no more than that.
-    producer = RabbitMQProducer(**case["given"]["options"])
     expect = case["expect"]
-    assert (producer.on_success, producer.on_failure) == (
-        expect["on_success"],
-        expect["on_failure"],
-    )
+    given = RabbitMQProducer(**case["given"]["options"], uri="amqp://127.0.0.1:1")
+    assert (given.on_success, given.on_failure) == (expect["on_success"], expect["on_failure"])
+    # As Broadway's: when the producer starts, which it then cannot, as nobody answers.
+    with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
+        given.source(ProducerEnv())
+    assert [text for text in told if expect["warning"].lstrip(":") in text]
+    explicit = RabbitMQProducer(queue="test", uri="amqp://127.0.0.1:1", on_failure="retry")
+    with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
+        explicit.source(ProducerEnv())
+    assert told == []
 
 
 def settings(case: Case) -> None:
@@ -76,6 +112,101 @@ def settings(case: Case) -> None:
             made = made.failed("why")
         calls.append(call_of(producer.verdict(made, failed=failed, stage="process"))[0])
     assert calls == expect["calls"]
+
+
+def refused_by_the_broker(case: Case) -> None:
+    """Broadway acknowledges message by message, and each may be refused.
+
+    Here an acknowledgement is the deletion of a whole lease queue; what can be refused for one
+    message alone is what a verdict publishes.  So the successes are dead-lettered, through an
+    exchange that has no queue for those which the case says fail.  As in Broadway every one is
+    tried, and the error is loud: settle-failed in the report.  Unlike there the failed list is
+    settled all the same; in both, what was refused comes again.
+    """
+    given, expect = case["given"], case["expect"]
+    with own_place() as place:
+        exchange, sink = f"{place.name}-exchange", f"{place.name}-sink"
+        place.declare()
+        with place.channel() as channel:
+            channel.exchange_declare(exchange, "headers")
+            channel.queue_declare(sink)
+            channel.queue_bind(sink, exchange, "", {"x-match": "all", "taken": True})
+        for number in [*given["successful"], *given["failed"]]:
+            taken = {"taken": number not in given["ack_error_on"]}
+            place.send(b"%d" % number, properties=pika.BasicProperties(headers=taken))
+        options: dict[str, Any] = {
+            "on_success": "reject",
+            "on_failure": "reject_and_requeue",
+            "dead_letter": {"exchange": exchange},
+        }
+        producer = place.producer(**options)
+
+        def verdict(number: int, made: Message) -> Verdict:
+            failed = number in given["failed"]
+            return producer.verdict(
+                made.failed("why") if failed else made, failed=failed, stage="process"
+            )
+
+        with place.source("g1", **options) as source:
+            messages = place.take(source)
+            lease = source.lease
+        numbers = {made.message_id: int(made.data) for made in messages}
+        chosen = {made.message_id: verdict(numbers[made.message_id], made) for made in messages}
+        custodian = producer.custodian(place.env("custodian"))
+        report = custodian.settle(lease, settlement_of(messages, chosen))
+        custodian.close()
+
+        accepted = []
+        while (got := place.get(sink)) is not None:
+            accepted.append(int(got[1]))
+        with place.source("g2", **options) as source:
+            again = sorted(int(made.data) for made in place.take(source))
+    tried = [n for n in given["successful"] if n in accepted or n in again]
+    assert [["ack", number] for number in tried] == expect["calls"]
+    assert set(accepted).isdisjoint(again)
+    assert again == sorted([*given["ack_error_on"], *given["failed"]])
+    assert report.failed == len(given["ack_error_on"])
+    assert bool(report.errors) == expect["raises"]
+    assert report.requeued == len(given["failed"])
+
+
+def lost_channel(case: Case) -> None:
+    """The connection breaks between a delivery and its being secured."""
+    given, expect = case["given"], case["expect"]
+    numbers = [each for each in given["deliver"] if each != "break_conn"]
+    with own_place() as place, Breaker(place.server.address) as breaker:
+        place.declare()
+        options: dict[str, Any] = {
+            "uri": f"amqp://127.0.0.1:{breaker.port}",
+            "qos": Qos(prefetch_count=1),  # so that a consumer stands already when it breaks
+            "backoff_min": 0.01,
+        }
+        place.send(b"before")
+        with place.source("g1", **options) as source, logged("airflow_broadway") as told:
+            [first] = source.secure(source.receive(1, timeout=5.0))
+            # Answered after the acknowledgement of the first, which is not to be what breaks.
+            cast(Any, source)._intake.channel.call("basic_qos", prefetch_count=1)
+            breaker.arm()
+            place.send(*[b"%d" % number for number in numbers])
+            messages: list[Message] = []
+            while len(messages) < len(numbers):
+                got = source.secure(source.receive(1, timeout=5.0))
+                assert got, "a message is lost"
+                messages += got
+            lease = source.lease
+        custodian = place.producer().custodian(place.env("custodian"))
+        report = custodian.settle(lease, settlement_of([first, *messages], {}))
+        custodian.close()
+    assert breaker.broken == 1
+    assert [int(made.data) for made in messages] == numbers
+    # A delivery of the lost channel that was acknowledged would not have come again, marked.
+    acks = [] if messages[0].redelivered else numbers[:1]
+    assert acks == expect["acks"]
+    assert (
+        bool([text for text in told if text.startswith("the connection to RabbitMQ")])
+        == (expect["error_logged"])
+    )
+    assert report == SettleReport(acked=1 + len(numbers))
 
 
 def no_ack(case: Case) -> None:
@@ -107,7 +238,9 @@ RABBITMQ: dict[str, Callable[[Case], None]] = {
     "rmq-001": actions,
     "rmq-002": defaults,
     "rmq-003": settings,
+    "rmq-004": refused_by_the_broker,
     "rmq-005": no_ack,
     "rmq-007": exponential,
     "rmq-008": partial_bounds,
+    "rmq-012": lost_channel,
 }

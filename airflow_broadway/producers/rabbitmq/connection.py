@@ -184,8 +184,11 @@ def address_of_uri(uri: str, *, name: str) -> Address:
     )
 
 
-def translate(error: BaseException, address: Address) -> ProducerError:
-    """Our error for one of pika's, or of the socket's."""
+def translate(error: BaseException, address: Address, *, opened: bool = False) -> ProducerError:
+    """Our error for one of pika's, or of the socket's.
+
+    :param opened: Whether the connection had been opened before.
+    """
     if isinstance(error, ProducerError):
         return error
     from pika import exceptions
@@ -222,6 +225,8 @@ def translate(error: BaseException, address: Address) -> ProducerError:
     text = str(cause) or type(cause).__name__
     if isinstance(cause, socket.gaierror):
         text = f"the host's name is not known ({text})"
+    if opened:
+        return ProducerUnavailable(f"the connection to {where} is lost: {text}")
     return ProducerUnavailable(f"{where} cannot be reached: {text}")
 
 

@@ -65,12 +65,12 @@ class Intake:
         self._consumers = 0
         self._exact = False
         self._bound = 0
-        self._number = 0
         self._pending: list[Held] = []
         self._pending_bytes = 0
         self._pending_tag: int | None = None
         self._timer: Any = None
-        self._known: dict[str, int] = {}
+        # What another connection secured and could not acknowledge any more is a repetition too.
+        self._known = dict(sealer.again)
         self.lane = Lane(
             channel,
             multiple=True,
@@ -125,6 +125,10 @@ class Intake:
         if self._exact:
             # Before the acknowledgement: it would make room for deliveries nobody asked for.
             self._cancel()
+        if self._known:
+            for held in (each for load in loads if load for each in load):
+                if held.message_id in self._known:
+                    self._sealer.again[held.message_id] = self._known[held.message_id]
         self._ready.add(loads)
 
     def _cancelled(self, frame: Any) -> None:
@@ -162,7 +166,7 @@ class Intake:
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
         backlog, pending = self.backlog, self._pending
-        prefix, number = self._sealer.prefix, self._number
+        sealer, prefix = self._sealer, self._sealer.prefix
         size, limit, largest = self._pending_bytes, bundles.MAX_BYTES, self._max_bytes
         taken = 0
         for _ in range(room):
@@ -184,8 +188,9 @@ class Intake:
                 self._set_aside(delivered)
                 continue
             if mark is None:
-                number += 1
-                held = Held(f"{prefix}-{number:x}", 1, 0, redelivered, route, properties, body)
+                sealer.number += 1
+                name = f"{prefix}-{sealer.number:x}"
+                held = Held(name, 1, 0, redelivered, route, properties, body)
             else:
                 again = self._marked(mark, delivered)
                 if again is None:  # the same once more: done with when what came before is
@@ -196,7 +201,7 @@ class Intake:
             size += weight
             taken += 1
             self._pending_tag = tag
-        self._number, self._pending_bytes = number, size
+        self._pending_bytes = size
         if len(pending) >= bundles.MAX_MESSAGES:
             self._seal()
         elif self._pending_tag is not None and not pending and not self._sealer.waiting:
@@ -213,8 +218,8 @@ class Intake:
         if message_id in self._known:
             if self._known[message_id] == print_:
                 return None
-            self._number += 1
-            message_id = f"{message_id}~{self._sealer.prefix}-{self._number:x}"
+            self._sealer.number += 1
+            message_id = f"{message_id}~{self._sealer.prefix}-{self._sealer.number:x}"
         self._known[message_id] = print_
         return Held(
             message_id, mark.attempt, 0, True, delivered.route, delivered.properties, delivered.body
@@ -222,8 +227,8 @@ class Intake:
 
     def _set_aside(self, delivered: Delivered) -> None:
         self.oversized += 1
-        self._number += 1
-        key = f"{self._sealer.prefix}-{self._number:x}"
+        self._sealer.number += 1
+        key = f"{self._sealer.prefix}-{self._sealer.number:x}"
         reason = f"its body has {len(delivered.body)} bytes, more than max_message_bytes"
         exchange, routing_key = self._dead
         self.lane.publish(

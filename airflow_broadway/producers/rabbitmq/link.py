@@ -215,7 +215,7 @@ class Link:
             self.lost = (
                 ProducerUnavailable("the connection was closed")
                 if self._closing
-                else translate(error, self.address)
+                else translate(error, self.address, opened=self._opened.given)
             )
         assert self.lost is not None
         self._opened.fail(self.lost)
@@ -297,7 +297,7 @@ class Channel:
         elif code:
             self.lost = Refused(code, str(error.reply_text))
         else:
-            self.lost = translate(error, self.link.address)
+            self.lost = translate(error, self.link.address, opened=True)
         for reply in list(self._waiting):
             reply.fail(self.lost)
         for function in self._on_lost:

@@ -124,9 +124,10 @@ class RabbitMQProducer(Producer):
         doc="The broker's address without a password, for trials.  Instead of ``conn_id``.",
     )
     on_failure: str = option(
-        default="reject_and_requeue",
+        default=AUTO,
         rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc="What is done with a message that failed; the values of ``on_success``.",
+        doc="What is done with a message that failed; the values of ``on_success``.  Should be"
+        " given: the default is Broadway's, ``reject_and_requeue``, with its warning.",
     )
     lease: float = option(
         default=21600.0,
@@ -223,6 +224,7 @@ class RabbitMQProducer(Producer):
     )
 
     def _resolve(self) -> None:
+        self._default("on_failure", "reject_and_requeue")
         super()._resolve()
         self._default("conn_id", DEFAULT_CONNECTION if self.uri is None else None)
         if self.uri is not None and self.conn_id is not None:
@@ -275,6 +277,12 @@ class RabbitMQProducer(Producer):
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.rabbitmq.source import RabbitSource
 
+        if "on_failure" in getattr(self, "_auto", ()):
+            log.warning(
+                "RabbitMQProducer.on_failure should be specified: by default,"
+                " 'reject_and_requeue', a message that always fails comes again in every run; most"
+                " pipelines want 'retry'."
+            )
         return RabbitSource(self, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:

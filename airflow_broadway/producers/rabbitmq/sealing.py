@@ -79,6 +79,10 @@ class Sealer:
     #: The lease queue; known before the first bundle.
     target: str = ""
     count: int = 0
+    #: Messages that were given an id; goes on over connections, as ids are unique.
+    number: int = 0
+    #: Messages published before, and secured: their id → what tells a repetition.
+    again: dict[str, int] = field(default_factory=dict, repr=False)
     #: Bundles that are sealed and not yet published.
     waiting: int = 0
     prefix: str = ""

@@ -284,7 +284,8 @@ class RabbitSource:
     def _connect(self) -> Link:
         ready = self._ready
         link = Link(
-            self._address, on_lost=lambda: ready.fail(ProducerUnavailable("the connection is lost"))
+            self._address,
+            on_lost=lambda: ready.fail(ProducerUnavailable("the connection to RabbitMQ is lost")),
         )
         try:
             options = self._options = self._producer.merged(self._env.index)
@@ -320,6 +321,7 @@ class RabbitSource:
             raise explained(error, f"the queue {self._producer.queue!r}") from None
         if not isinstance(error, ProducerUnavailable):
             raise error
+        log.warning("%s: what is not secured yet is received again.", error)
         with ready.changed:
             # What was taken and not confirmed may be in the lease queue, and is the source's again.
             waiting = sum(map(len, ready.bundles))
