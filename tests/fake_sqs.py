@@ -39,10 +39,21 @@ def client_error(code: str, text: str = "", *, status: int = 400, action: str = 
 
 
 class _Held:
-    __slots__ = ("body", "count", "group", "key", "more", "receipt", "received", "visible")
+    __slots__ = (
+        "body",
+        "count",
+        "group",
+        "key",
+        "more",
+        "place",
+        "receipt",
+        "received",
+        "visible",
+    )
 
-    def __init__(self, key: str, body: str, group: str, more: dict[str, Any]) -> None:
-        self.key = key
+    def __init__(self, place: int, body: str, group: str, more: dict[str, Any]) -> None:
+        self.place = place
+        self.key = f"m{place}"
         self.body = body
         self.group = group
         self.more = more
@@ -90,7 +101,7 @@ class FakeSqs:
         """Put messages into a queue."""
         queue = self.queue(url)
         for body in bodies:
-            held = _Held(f"m{next(self._numbers)}", body, group, more)
+            held = _Held(next(self._numbers), body, group, more)
             queue.known[held.key] = held
             queue.ready.append(held)
 
@@ -115,12 +126,19 @@ class FakeSqs:
         with self._lock:
             queue, now = self.queue(arguments["QueueUrl"]), self._now()
             self._wake(queue)
-            busy = {held.group for _, _, held in queue.flying if held.group}
+            busy: set[str] = set()
+            if arguments["QueueUrl"].endswith(".fifo"):
+                busy = {
+                    held.group
+                    for until, _, held in queue.flying
+                    if held.visible == until and held.key in queue.known
+                }
+                queue.ready = deque(sorted(queue.ready, key=lambda held: held.place))
             found: list[dict[str, Any]] = []
             later: list[_Held] = []
             while queue.ready and len(found) < arguments["MaxNumberOfMessages"]:
                 held = queue.ready.popleft()
-                if held.group in busy:
+                if busy and held.group in busy:
                     later.append(held)
                     continue
                 held.receipt = f"r{next(self._numbers)}"
@@ -129,6 +147,7 @@ class FakeSqs:
                 self._hide(queue, held, now + arguments["VisibilityTimeout"])
                 found.append(self._shown(held))
             queue.ready.extendleft(reversed(later))
+            self._wake(queue)  # what was received with a visibility timeout of 0
             return {"Messages": found} if found else {}
 
     def delete_message_batch(self, **arguments: Any) -> dict[str, Any]:
@@ -154,6 +173,8 @@ class FakeSqs:
                 text = "Total VisibilityTimeout for the message is beyond the limit [43200 seconds]"
                 return _failed("InvalidParameterValue", text)
             self._hide(queue, held, now + entry["VisibilityTimeout"])
+            if not entry["VisibilityTimeout"]:
+                self._wake(queue)
             return None
 
         return self._batch("ChangeMessageVisibility", arguments, change)
@@ -219,7 +240,6 @@ class FakeSqs:
         held.visible = until
         queue.keys[held.receipt] = held.key
         heapq.heappush(queue.flying, (until, next(self._numbers), held))
-        self._wake(queue)
 
     def _wake(self, queue: _Queue) -> None:
         """Let messages be seen again whose time is over."""
@@ -227,6 +247,7 @@ class FakeSqs:
         while queue.flying and queue.flying[0][0] <= now:
             until, _, held = heapq.heappop(queue.flying)
             if held.visible == until and held.key in queue.known:
+                held.visible = 0.0
                 queue.ready.append(held)
 
     def _now(self) -> float:

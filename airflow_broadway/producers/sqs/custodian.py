@@ -94,7 +94,7 @@ class SqsCustodian:
     def _foretell(self, lease: Lease, last: float, now: float) -> None:
         """Say ahead of time when SQS will renew no more."""
         left = last - now
-        if left < 3 * lease.seconds and lease.generation not in self._told:
+        if left < max(2 * lease.seconds, 3600.0) and lease.generation not in self._told:
             self._told.add(lease.generation)
             log.warning(
                 "SQS holds a message for 12 hours from its receipt at most: what generation %s"

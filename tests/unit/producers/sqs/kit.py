@@ -1,0 +1,101 @@
+"""One run's halves over a client in memory, on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from airflow_broadway.core.custody import ACK, Custodian, Entry, Settlement, Verdict
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs.custodian import SqsCustodian
+from airflow_broadway.producers.sqs.source import SqsSource
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL, FakeSqs, installed
+
+__all__ = ["FIFO", "Halves", "halves", "settlement", "take"]
+
+FIFO = f"{URL}.fifo"
+
+
+class Halves:
+    """A source and a custodian of one generation."""
+
+    def __init__(self, fake: FakeSqs, clock: ManualClock, env: ProducerEnv, producer: SqsProducer):
+        self.fake = fake
+        self.clock = clock
+        self.env = env
+        self.producer = producer
+        self.source: SqsSource = producer.source(env)  # type: ignore[assignment]
+        self.custodian: SqsCustodian = producer.custodian(env)  # type: ignore[assignment]
+
+    def take(self, demand: int = 100_000) -> list[Message]:
+        return take(self.source, demand)
+
+    def other(self) -> Custodian:
+        """A custodian as another process opens it: it knows what is written down."""
+        return self.producer.custodian(self.env)
+
+    def close(self) -> None:
+        self.source.close()
+        self.custodian.close()
+
+
+def take(source: Any, demand: int = 100_000) -> list[Message]:
+    """Receive and secure until the queue is quiet."""
+    taken: list[Message] = []
+    while len(taken) < demand:
+        portion = source.secure(source.receive(min(1000, demand - len(taken)), timeout=0))
+        if not portion:
+            break
+        taken += portion
+    return taken
+
+
+@contextmanager
+def halves(
+    staging: str | None = None, *, fake: FakeSqs | None = None, **options: Any
+) -> Iterator[Halves]:
+    """The halves of a fresh generation; requests one at a time unless told otherwise."""
+    clock = ManualClock()
+    if fake is None:
+        fake = FakeSqs(clock)
+    else:
+        clock = fake.clock  # type: ignore[assignment]
+    given = {"queue_url": URL, "receive_concurrency": 1, "lease": 600.0, **options}
+    env = ProducerEnv(
+        generation=uuid.uuid4().hex,
+        owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": -1},
+        clock=clock,
+        staging=staging,
+    )
+    with installed(fake):
+        made = Halves(fake, clock, env, SqsProducer(**given))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def settlement(
+    messages: Sequence[Message], verdicts: dict[str, Verdict] | None = None, rest: Verdict = ACK
+) -> Settlement:
+    """The settlement of a manifest that names ``messages``; ``verdicts`` by body."""
+    given = verdicts or {}
+
+    def entries() -> Iterator[Entry]:
+        for message in messages:
+            verdict = given.get(message.data.decode())
+            if verdict is not None:
+                yield entry_of(message, verdict)
+
+    return Settlement(
+        rest=rest,
+        entries=entries,
+        everything=lambda: (entry_of(message, rest) for message in messages),
+        expected=len(messages),
+    )

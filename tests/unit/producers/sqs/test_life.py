@@ -1,0 +1,109 @@
+"""Twelve hours in the life of 100,000 messages, on a clock that is moved by hand.
+
+The client keeps SQS's rules: the twelve hours from each receipt, ten entries to a request, the
+newest receipt only.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody import ACK, RELEASE, Action, Entry, Settlement, Verdict
+from tests.unit.producers.sqs.kit import halves
+
+COUNT = 100_000
+HOUR = 3600.0
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> str:
+    return f"file://{tmp_path}"
+
+
+def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(
+    staging: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
+    with halves(staging, lease=4 * HOUR) as run:
+        fake, clock = run.fake, run.clock
+        fake.log = None
+        fake.put([str(number) for number in range(COUNT)])
+        began = clock.now()
+
+        ids = [message.message_id for message in run.take()]
+        assert len(set(ids)) == COUNT
+        assert fake.requests["ReceiveMessage"] <= COUNT / 10 + 100
+        lease = run.source.lease
+        run.source.close()
+
+        # Looked at every quarter of an hour, as a sensor does, by a process that never received.
+        custodian = run.other()
+        while clock.now() < began + timedelta(hours=11.5):
+            clock.advance(HOUR / 4)
+            renewed = custodian.renew(lease)
+            assert renewed is not None
+            assert renewed.deadline > clock.now()
+            assert renewed.deadline <= began + timedelta(hours=12)
+            lease = renewed
+        # Half a lease or more between two renewals of a message.
+        assert fake.entries["ChangeMessageVisibility"] <= 8 * COUNT
+        assert fake.waiting() == []
+        [warning] = [each for each in caplog.messages if "12 hours" in each]
+        assert "lapses at" in warning
+
+        retried, released = set(ids[:1000]), set(ids[1000:3000])
+        later = Verdict(Action.RETRY, 2 * HOUR, "later", "batch")
+        settlement = Settlement(
+            rest=ACK,
+            entries=lambda: (
+                Entry(each, "", later if each in retried else RELEASE)
+                for each in (*retried, *released)
+            ),
+            everything=lambda: (Entry(each, "", ACK) for each in ids),
+            expected=COUNT,
+        )
+        report = custodian.settle(lease, settlement)
+
+        assert (report.acked, report.requeued, report.released) == (COUNT - 3000, 1000, 2000)
+        assert report.total == COUNT
+        [cut] = report.errors
+        assert "the delay of 1000 messages was cut" in cut
+        assert fake.requests["DeleteMessage"] == (COUNT - 3000) / 10
+        assert fake.left() == 3000
+        assert len(fake.waiting()) == 2000
+        clock.advance(HOUR / 2)
+        assert len(fake.waiting()) == 3000
+        custodian.close()
+
+
+def test_after_twelve_hours_all_has_lapsed_and_comes_back(staging: str) -> None:
+    with halves(staging, lease=4 * HOUR) as run:
+        run.fake.put([str(number) for number in range(50)])
+        ids = [message.message_id for message in run.take()]
+        lease = run.source.lease
+        custodian = run.other()
+        for _ in range(47):
+            run.clock.advance(HOUR / 4)
+            held = custodian.renew(lease)
+            assert held is not None
+            lease = held
+        run.clock.advance(HOUR / 4)
+
+        assert custodian.renew(lease) is None
+        report = custodian.settle(
+            lease,
+            Settlement(
+                rest=ACK,
+                everything=lambda: (Entry(each, "", ACK) for each in ids),
+                expected=50,
+            ),
+        )
+
+        assert report.lapsed == 50
+        assert report.errors == ("the lease had reached SQS's limit of 12 hours from receipt",)
+        assert len(run.fake.waiting()) == 50
+        assert run.fake.requests["DeleteMessage"] == 0
