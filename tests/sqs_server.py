@@ -46,23 +46,20 @@ class SqsServer:
     """One server, and what tests ask it without our package.
 
     :param folder: For its log.
-    :param no_auth: Requests that need no permission, after which each is checked against the IAM
-        policies of whoever signs it; ``None`` never checks.
     :param command: The module that serves, and its arguments before the port.
     """
 
     folder: Path
     port: int = field(default_factory=free_port)
     given: str | None = None
-    no_auth: int | None = None
     command: tuple[str, ...] = ("tests.sqs_moto",)
     process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def start(cls, folder: Path, *, no_auth: int | None = None) -> SqsServer:
+    def start(cls, folder: Path) -> SqsServer:
         """Start one, or take the one that the environment names."""
-        given = given_url() if no_auth is None else None
-        server = cls(folder, given=given, no_auth=no_auth)
+        given = given_url()
+        server = cls(folder, given=given)
         if given is None:
             server.run()
         return server
@@ -115,13 +112,9 @@ class SqsServer:
     def run(self, *, wait: float = 60.0) -> None:
         """Start the server and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        env = dict(os.environ)
-        if self.no_auth is not None:
-            env["INITIAL_NO_AUTH_ACTION_COUNT"] = str(self.no_auth)
         with (self.folder / "moto.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *self.command, str(self.port)],
-                env=env,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
