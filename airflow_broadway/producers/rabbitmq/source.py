@@ -175,7 +175,12 @@ class RabbitSource:
                     return []
                 end = self._clock.monotonic() + _AGAIN
             if ready.error is None and intake.backlog and not self._declared:
-                self._open_lease(intake)
+                try:
+                    self._open_lease(intake)
+                except ProducerUnavailable:
+                    if self._link.lost is None:
+                        raise
+                    # The broker died meanwhile, which the next turn mends.
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         if messages:

@@ -26,6 +26,8 @@ __all__ = ["Topology", "explained"]
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
 #: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
 _SETTLED = 2.0
+#: Lease queues that are declared until one answers.
+_TRIES = 3
 #: Seconds that a queue which may be dead may take to answer.
 _PATIENCE = 5.0
 #: Seconds for which a look at the broker's policies counts.
@@ -123,19 +125,32 @@ class Topology:
         journal.note_checked(now, what)
 
     def open_lease(self, link: Link, generation: str) -> str:
-        """A lease queue of the generation's own, reachable; its name.
+        """A lease queue of the generation's own, reachable and empty; its name.
 
+        :raises ProducerUnavailable: If the broker dies meanwhile.
         :raises ProducerError: If the broker refuses.
         """
         self.ensure_returns(link)
         self.ensure_dead(link, self._producer.dead_letter is None)
-        name = self._claim_spare(link)
-        declared = time.monotonic()
-        if name is None:
-            name = self.queues.lease(generation)
+        spare = self._claim_spare(link)
+        if spare is not None:
+            self._bind_lease(link, spare)
+            return spare
+        for number in range(_TRIES):
+            name = self.queues.lease(f"{generation}.{number}" if number else generation)
             self._declare_lease(link, name)
-        else:
-            declared -= _SETTLED
+            self._bind_lease(link, name)
+            time.sleep(_SETTLED)
+            # A broker that died meanwhile may have left one without a leader, which never answers
+            # again: that holds nothing yet, and nothing is to depend on it.
+            if self._answers(link, name):
+                return name
+        raise ProducerUnavailable(
+            f"RabbitMQ declares lease queues that do not answer, the last of them {name!r}: look at"
+            " its log"
+        )
+
+    def _bind_lease(self, link: Link, name: str) -> None:
         channel = link.channel()
         try:
             channel.call(
@@ -145,8 +160,6 @@ class Topology:
         except Refused as error:
             raise explained(error, f"the lease queue {name!r}") from None
         channel.close()
-        time.sleep(max(0.0, declared + _SETTLED - time.monotonic()))
-        return name
 
     def leave_spare(self, link: Link) -> None:
         """Declare a lease queue for the next run, unless one waits already."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from airflow_broadway.core.custody import Action, SettleReport, Verdict
+from airflow_broadway.core.custody import Action, Lease, SettleReport, Verdict
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.message import Message
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
@@ -44,6 +45,28 @@ def the_broker_is_killed_in_transfer(place: Place, name: str) -> Found:
 @case(mortal=True)
 def the_broker_is_killed_in_transfer_from_a_quorum_queue(place: Place, name: str) -> Found:
     return _at_work(place, name, "quorum")
+
+
+@case(mortal=True)
+def the_broker_is_killed_while_the_lease_queue_is_young(place: Place, name: str) -> Found:
+    # RabbitMQ 3.10 may leave a quorum queue of that age without a leader, for ever.
+    place.producer = place.producer_of(lease=60.0, reconnect_timeout=60.0)
+    place.fill(1_000)
+    held: list[tuple[Lease, list[Message]]] = []
+    thread = threading.Thread(target=lambda: held.append(place.hold("g1")))
+    thread.start()
+    while not place.lease_queues():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    _restart(place)
+    thread.join()
+
+    [(lease, messages)] = held
+    assert place.settle_all(lease, messages).acked == len(messages) == 1_000
+    assert place.rest() == []
+    found = place.found(name, 1_000)
+    found.killed["broker"] = 1
+    return found
 
 
 @case(mortal=True)

@@ -62,11 +62,12 @@ class Place:
         self._taken: dict[tuple[int, int], list[bool]] = defaultdict(list)
         self._done: set[int] = set()
 
-    def producer_of(self, *, lease: float = 30.0, **options: Any) -> RabbitMQProducer:
+    def producer_of(
+        self, *, lease: float = 30.0, reconnect_timeout: float = 5.0, **options: Any
+    ) -> RabbitMQProducer:
         """A producer of the queue; ``lease`` in seconds."""
-        return RabbitMQProducer(
-            queue=self.queue, uri=uri_of(self.server), lease=lease, reconnect_timeout=5.0, **options
-        )
+        options |= {"lease": lease, "reconnect_timeout": reconnect_timeout}
+        return RabbitMQProducer(queue=self.queue, uri=uri_of(self.server), **options)
 
     # -- queues --------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Place:
 
     def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
         """Set a policy for one queue, or remove it."""
-        url = f"http://127.0.0.1:{self.server.management_port}/api/policies/%2F/{queue[-40:]}"
+        url = f"http://{self.server.address[0]}:{self.server.management_port}/api/policies/%2F/{queue[-40:]}"
         body = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues"}
         request = urllib.request.Request(
             url,
@@ -138,6 +139,11 @@ class Place:
         opened = Journal(f"file://{self.folder}", self.queue).opened(generation)
         assert opened is not None
         return opened
+
+    def lease_queues(self) -> list[str]:
+        """All lease queues of the queue, empty ones too."""
+        lease = f"broadway.lease.{self.queue}"
+        return [name for name in queue_names(self.server) if name.startswith(lease)]
 
     def take(self, source: Source, most: int = 100_000) -> list[Message]:
         """Receive until the queue is quiet, or so many."""
@@ -220,13 +226,8 @@ class Place:
 
     def look_for_rest(self, found: Found) -> None:
         """Add what queues hold that must be empty, and how often which dead letter is there."""
-        leases = [
-            name
-            for name in queue_names(self.server)
-            if name.startswith(f"broadway.lease.{self.queue}")
-        ]
         delays = [self.queues.delay(step) for step in LADDER]
-        for name in (self.queue, self.queues.returns, *delays, *leases):
+        for name in (self.queue, self.queues.returns, *delays, *self.lease_queues()):
             if left := self.count(name):
                 found.mistakes.append(f"{left} messages are left in {name}")
         copies: dict[int, list[bool]] = defaultdict(list)
