@@ -13,7 +13,7 @@ import pytest
 
 from tests.rabbitmq_server import RabbitServer, find_server, given_url
 
-__all__ = ["in_ci", "session_server", "wanted_server"]
+__all__ = ["in_ci", "session_server", "skip_without_own_server", "wanted_server"]
 
 
 def in_ci() -> bool:
@@ -40,3 +40,11 @@ def wanted_server() -> RabbitServer:
     if given_url() is None and find_server() is None and not in_ci():
         pytest.skip("no RabbitMQ here; see docker/compose.yaml")
     return session_server()
+
+
+def skip_without_own_server() -> None:
+    """Skip a test that wants a server that it may kill; in CI there must be one."""
+    if find_server() is None or given_url() is not None:
+        if in_ci() and given_url() is None:
+            pytest.fail("RabbitMQ is not installed")
+        pytest.skip("no RabbitMQ of the tests' own to kill")

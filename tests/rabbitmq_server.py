@@ -71,9 +71,10 @@ class RabbitServer:
     def start(cls, folder: Path) -> RabbitServer:
         """Start one, or take the one that the environment names."""
         given = given_url()
-        server = cls(folder, given=given)
-        if given is None:
-            server.run()
+        if given is not None:
+            return cls(folder, given=given, management_port=15672)
+        server = cls(folder)
+        server.run()
         return server
 
     def __enter__(self) -> Self:
@@ -113,6 +114,7 @@ class RabbitServer:
             "RABBITMQ_MNESIA_BASE": str(f / "data"),
             "RABBITMQ_LOG_BASE": str(f / "log"),
             "RABBITMQ_CONFIG_FILE": str(f / "rabbitmq.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(f / "advanced.config"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(f / "enabled_plugins"),
             "RABBITMQ_PID_FILE": str(f / "pid"),
             "RABBITMQ_CONF_ENV_FILE": str(f / "none"),
@@ -135,6 +137,10 @@ class RabbitServer:
             f"management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {self.management_port}\n"
             "loopback_users.guest = true\ndisk_free_limit.absolute = 100MB\n"
             "vm_memory_high_watermark.absolute = 3GB\n"
+        )
+        # A dead letter that its queue did not take is tried again after 5 seconds, not 3 minutes.
+        (self.folder / "advanced.config").write_text(
+            "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
         )
         (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
         with (self.folder / "console.log").open("ab") as log:

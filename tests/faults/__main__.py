@@ -1,4 +1,4 @@
-"""``make faults``: kill tasks at random instants, and count every message; build/faults.json."""
+"""``make faults``: kill tasks, brokers and networks, and count every message; build/faults.json."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from scripts.airflow_env import ROOT, home_of
 from tests.faults.brokers import BROKERS
@@ -15,47 +20,82 @@ from tests.faults.runs import Case, run_case
 
 BUILD = ROOT / "build"
 
+#: Kills of a broker's runs, where not given: of the embedded queue fewer, for it is one file.
+KILLS = {"sqlite": 30}
+MANY_KILLS = 60
+#: Messages of the runs in which nobody is killed.
+NORMAL = 2_000
+
 
 def main() -> int:
     """Run the cases; returns 1 if a message was lost, or repeated without a mark."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills", type=int, help="of tasks; 60, and 30 for sqlite; 0: none")
     parser.add_argument("--seed", type=int, default=20_130)
+    parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
-    found = []
+    found: list[Found] = []
     for broker in given.broker or BROKERS:
         folder = BUILD / "faults" / broker
         shutil.rmtree(folder, ignore_errors=True)
-        case = Case(
-            broker=broker,
-            messages=given.messages,
-            kills=given.kills,
-            seed=given.seed,
-            folder=folder,
-            home=home_of(ROOT, "airflow-faults"),
-            tell=lambda line: print(line, flush=True),
-        )
-        print(f"{case.name}: {case.messages} messages, {case.kills} kills", flush=True)
-        started = time.monotonic()
-        found.append(run_case(case))
-        _tell(found[-1], time.monotonic() - started)
-        _write(found)
+        for name, messages, run in _cases_of(broker, folder, given):
+            if given.case not in name:
+                continue
+            print(f"{name}: {messages} messages" if messages else name, flush=True)
+            started = time.monotonic()
+            found.append(_tried(name, messages, run))
+            _tell(found[-1], time.monotonic() - started)
+            _write(found)
     return int(not all(each.good for each in found))
+
+
+def _cases_of(
+    broker: str, folder: Path, given: argparse.Namespace
+) -> Iterator[tuple[str, int, Callable[[], Found]]]:
+    """Each case's name, messages (0: it says itself), and what runs it."""
+    kills = KILLS.get(broker, MANY_KILLS) if given.kills is None else given.kills
+    case = Case(
+        broker=broker,
+        messages=given.messages,
+        kills=kills,
+        seed=given.seed,
+        folder=folder / "runs",
+        home=home_of(ROOT, "airflow-faults"),
+        tell=lambda line: print(line, flush=True),
+    )
+    normal = replace(case, kills=0, messages=NORMAL, folder=folder / "normal")
+    yield normal.name, normal.messages, lambda: run_case(normal)
+    if kills:
+        yield case.name, case.messages, lambda: run_case(case)
+    if broker == "rabbitmq":
+        from tests.faults.rabbitmq_all import rabbitmq_cases
+
+        yield from rabbitmq_cases(folder, given.case)
+
+
+def _tried(name: str, messages: int, run: Callable[[], Found]) -> Found:
+    """A case; what it raises is a mistake, and the others are run all the same."""
+    try:
+        return run()
+    except (Exception, pytest.fail.Exception) as error:
+        told = " ".join(str(error).split())
+        return Found(name, messages, mistakes=[f"{type(error).__name__}: {told[:500]}"])
 
 
 def _tell(found: Found, seconds: float) -> None:
     told = found.to_json()
+    killed = f"; {told['kills']} kills ({dict(found.killed)})" if found.killed else ""
     print(
         f"{told['name']}: {told['lost']} lost, {told['duplicates']} handled again, of these"
-        f" {told['unmarked']} unmarked; {told['kills']} kills ({dict(found.killed)}) in"
-        f" {seconds:.0f} s"
+        f" {told['unmarked']} unmarked{killed}, in {seconds:.0f} s",
+        flush=True,
     )
     if found.lost:
         print(f"  lost: {found.lost[:20]}")
     for mistake in found.mistakes:
-        print(f"  {mistake}")
+        print(f"  {mistake}", flush=True)
 
 
 def _write(found: list[Found]) -> None:

@@ -83,7 +83,7 @@ class _channel(closing[pika.adapters.blocking_connection.BlockingChannel]):  # n
 def queue_names(server: RabbitServer) -> list[str]:
     """All queues there are, by the management API."""
     request = urllib.request.Request(
-        f"http://127.0.0.1:{server.management_port}/api/queues?columns=name&disable_stats=true",
+        f"http://{server.address[0]}:{server.management_port}/api/queues?columns=name&disable_stats=true",
         headers={"Authorization": "Basic " + b64encode(b"guest:guest").decode()},
     )
     with urllib.request.urlopen(request, timeout=20) as reply:

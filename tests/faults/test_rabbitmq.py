@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.rabbitmq_cases import CASES, Place, RabbitCase
-from tests.rabbitmq_fixtures import in_ci, wanted_server
-from tests.rabbitmq_server import RabbitServer, find_server, given_url
+from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
+from tests.rabbitmq_server import RabbitServer
 
 pytestmark = [pytest.mark.faults, pytest.mark.broker]
 
@@ -17,10 +17,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.broker]
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     """A server that a test may kill."""
-    if find_server() is None or given_url() is not None:
-        if in_ci() and given_url() is None:
-            pytest.fail("RabbitMQ is not installed")
-        pytest.skip("no RabbitMQ of the tests' own to kill")
+    skip_without_own_server()
     with RabbitServer.start(tmp_path_factory.mktemp("mortal")) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""``make faults`` in small: each kind of task killed once at least, under a real scheduler."""
+"""``make faults`` in small: tasks killed under a real scheduler, at the two kinds of broker."""
 
 from __future__ import annotations
 
@@ -7,27 +7,45 @@ from pathlib import Path
 import pytest
 
 from scripts.airflow_env import ROOT, home_of
+from tests.faults.found import Found
 from tests.faults.killing import KINDS
 from tests.faults.runs import Case, run_case
+from tests.rabbitmq_fixtures import skip_without_own_server
 
 pytestmark = [pytest.mark.faults, pytest.mark.airflow, pytest.mark.spark]
 
 
-@pytest.mark.timeout(900)
-def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(tmp_path: Path) -> None:
+def _run(folder: Path, broker: str, *, messages: int, kills: int, seed: int) -> Found:
     found = run_case(
         Case(
-            broker="sqlite",
-            messages=1_500,
-            kills=6,
-            seed=7,
-            folder=tmp_path / "sqlite",
+            broker=broker,
+            messages=messages,
+            kills=kills,
+            seed=seed,
+            folder=folder / broker,
             home=home_of(ROOT, "airflow-test-faults"),
         )
     )
-
     assert found.mistakes == []
     assert found.lost == []
     assert found.unmarked == 0
-    assert found.killed.total() == 6
+    assert found.killed.total() == kills
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(tmp_path: Path) -> None:
+    found = _run(tmp_path, "sqlite", messages=1_500, kills=6, seed=7)
+
     assert set(found.killed) == set(KINDS)
+
+
+@pytest.mark.broker
+@pytest.mark.timeout(900)
+def test_at_rabbitmq_too_where_receiving_and_settling_die(tmp_path: Path) -> None:
+    skip_without_own_server()
+
+    found = _run(tmp_path, "rabbitmq", messages=200, kills=2, seed=55)
+
+    # By its seed: who receives, and who settles.
+    assert set(found.killed) == {"process", "ack"}

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from airflow.sdk import DAG, Param
-from clicked_pipeline import Clicked, ClickedSpark  # type: ignore[import-not-found]
+from clicked_pipeline import (  # type: ignore[import-not-found]
+    Clicked,
+    ClickedSpark,
+    RabbitClicked,
+    RabbitClickedLapse,
+    RabbitClickedSpark,
+)
 
 SPARK = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.ui.enabled": "false",
 }
 
-for dag_id, pipeline, given in (
-    ("clicked", Clicked, {}),
-    ("clicked_deferred", Clicked, {"ack": {"deferrable": True}}),
-    ("clicked_spark", ClickedSpark, {"spark": {"conf": SPARK}}),
-    ("clicked_no_spark", ClickedSpark, {"spark": {"conn_id": "nowhere"}}),
-):
+SHAPES: tuple[tuple[str, bool, dict[str, Any]], ...] = (
+    ("clicked", False, {}),
+    ("clicked_deferred", False, {"ack": {"deferrable": True}}),
+    ("clicked_spark", True, {"spark": {"conf": SPARK}}),
+    ("clicked_no_spark", True, {"spark": {"conn_id": "nowhere"}}),
+)
+KINDS = (
+    *((name, ClickedSpark if spark else Clicked, given) for name, spark, given in SHAPES),
+    *(
+        (f"rabbitmq_{name}", RabbitClickedSpark if spark else RabbitClicked, given)
+        for name, spark, given in SHAPES
+    ),
+    (
+        "rabbitmq_clicked_lapse",
+        RabbitClickedLapse,
+        {"spark": {"conf": SPARK}, "ack": {"poke_interval": 4.0}, "process": {"max_seconds": 30.0}},
+    ),
+)
+
+for dag_id, pipeline, given in KINDS:
     with DAG(
         dag_id,
         schedule=None,

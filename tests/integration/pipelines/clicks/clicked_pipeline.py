@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 
 #: Messages in a batch.
@@ -16,7 +17,7 @@ SIZE = 10
 
 
 class Clicked(Broadway):
-    producer = SqliteProducer(queue="replaced", conn_id="clicked_queue")
+    producer: Any = SqliteProducer(queue="replaced", conn_id="clicked_queue")
     batchers = {"default": Batcher(engine="python", batch_size=SIZE, batch_timeout=None)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -51,3 +52,17 @@ class ClickedSpark(Clicked):
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         numbers = sorted(row[0] for row in messages.select("data.n").collect())
         self._handled(numbers, batch_info, Path(context["folder"]))
+
+
+class RabbitClicked(Clicked):
+    producer: Any = RabbitMQProducer(queue="replaced", conn_id="clicked_rabbitmq", lease=900.0)
+
+
+class RabbitClickedSpark(ClickedSpark):
+    producer: Any = RabbitClicked.producer
+
+
+class RabbitClickedLapse(ClickedSpark):
+    """Its lease ends while a batch waits."""
+
+    producer: Any = RabbitMQProducer(queue="replaced", conn_id="clicked_rabbitmq", lease=75.0)

@@ -1,0 +1,135 @@
+"""The queues that runs are clicked at, and what each can tell about its messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pika
+
+from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.faults.brokers_rabbitmq import counted, queue_names
+from tests.rabbitmq_fixtures import wanted_server
+
+__all__ = ["SERVERS", "ClickQueue", "Server"]
+
+
+class ClickQueue(Protocol):
+    """A queue of one test's own."""
+
+    def depth(self) -> tuple[int, int, int]:
+        """Messages that are ready, leased, and dead."""
+        ...
+
+
+class Server(Protocol):
+    """What holds the queues of all tests."""
+
+    #: Before the ids of its DAGs.
+    prefix: str
+
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables for Airflow: the connection."""
+        ...
+
+    def queue(self, name: str, count: int) -> ClickQueue:
+        """A new queue with the numbers below ``count`` in it."""
+        ...
+
+
+class _Sqlite:
+    """The embedded queue."""
+
+    prefix = ""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "queue.db"
+
+    def variables(self) -> Mapping[str, str]:
+        connection = {"conn_type": "broadway_sqlite", "host": str(self._path)}
+        return {"AIRFLOW_CONN_CLICKED_QUEUE": json.dumps(connection)}
+
+    def queue(self, name: str, count: int) -> ClickQueue:
+        queue = SqliteQueue(self._path, name)
+        queue.send([b"%d" % number for number in range(count)])
+        return _SqliteQueue(queue)
+
+
+class _SqliteQueue:
+    def __init__(self, queue: SqliteQueue) -> None:
+        self._queue = queue
+
+    def depth(self) -> tuple[int, int, int]:
+        found = self._queue.depth()
+        leased = found.leased or len(self._queue.leases())  # a lease without messages too
+        return found.ready, leased, found.dead
+
+
+class _Rabbit:
+    """The RabbitMQ of this process's tests."""
+
+    prefix = "rabbitmq_"
+
+    def __init__(self, folder: Path) -> None:
+        self.server = wanted_server()
+
+    def variables(self) -> Mapping[str, str]:
+        host, port = self.server.address
+        connection = {
+            "conn_type": "rabbitmq",
+            "host": host,
+            "port": port,
+            "login": "guest",
+            "password": "guest",
+        }
+        return {"AIRFLOW_CONN_CLICKED_RABBITMQ": json.dumps(connection)}
+
+    def queue(self, name: str, count: int) -> ClickQueue:
+        queue = _RabbitQueue(self, name)
+        queue.fill(count)
+        return queue
+
+
+class _RabbitQueue:
+    def __init__(self, rabbit: _Rabbit, name: str) -> None:
+        self._server = rabbit.server
+        self._queues = Queues(name)
+
+    def fill(self, count: int) -> None:
+        with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
+            channel = connection.channel()
+            channel.queue_declare(self._queues.source, durable=True)
+            channel.confirm_delivery()
+            for number in range(count):
+                properties = pika.BasicProperties(delivery_mode=2)
+                channel.basic_publish("", self._queues.source, b"%d" % number, properties)
+
+    def depth(self) -> tuple[int, int, int]:
+        queues = self._queues
+        lease = f"broadway.lease.{queues.source}."
+        leases = [name for name in queue_names(self._server) if name.startswith(lease)]
+        delays = [queues.delay(step) for step in LADDER]
+        ready = counted(self._server, [queues.source, *delays]) + self._bundled(queues.returns)
+        return ready, sum(map(self._bundled, leases)), counted(self._server, [queues.dead])
+
+    def _bundled(self, queue: str) -> int:
+        """Messages in the bundles of a queue, which stay where they are."""
+        left = counted(self._server, [queue])
+        found = 0
+        if left:
+            with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
+                channel: Any = connection.channel()
+                for _ in range(left):
+                    method, _, body = channel.basic_get(queue)
+                    if method is None:
+                        break
+                    found += bundles.read_header(body)[0].count
+        return found
+
+
+#: By the broker's name.
+SERVERS: Mapping[str, Callable[[Path], Server]] = {"sqlite": _Sqlite, "rabbitmq": _Rabbit}

@@ -1,0 +1,414 @@
+"""What people do to a run in the UI, each in a real scheduler, and what becomes of the messages.
+
+DESIGN's table "the user does", row by row, as functions on :class:`Clicks`: the tests run them on
+every broker, and so does ``make faults`` on those that are not embedded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.faults.found import Found
+from tests.integration.click_queues import SERVERS, Server
+
+__all__ = ["CLICKS", "COUNT", "Click", "Clicks", "World", "world_of"]
+
+BATCH = "broadway.batch.default"
+PROCESS = "broadway.process"
+SPARK = "broadway.handle_batches"
+ACK = "broadway.ack"
+
+#: Messages in each test's queue: two batches.
+COUNT = 20
+
+
+class World:
+    """An Airflow, a broker, and a folder for everything else."""
+
+    def __init__(self, broker: str, folder: Path, airflow: LocalAirflow, server: Server) -> None:
+        self.broker = broker
+        self.folder = folder
+        self.airflow = airflow
+        self.server = server
+
+
+@contextmanager
+def world_of(broker: str, folder: Path) -> Iterator[World]:
+    """An Airflow of its own, whose runs are clicked at."""
+    server = SERVERS[broker](folder)
+    env = airflow_env(
+        home=folder / "home",
+        dags=ROOT / "tests" / "integration" / "pipelines" / "clicks",
+        port=free_port(),
+        settings={
+            "broadway.staging": f"file://{folder / 'staging'}",
+            # So that a sensor may come back after four seconds: see its ``poke_interval``.
+            "workers.min_heartbeat_interval": "1",
+        },
+    )
+    env |= server.variables()
+    with LocalAirflow(env, folder / "logs") as airflow:
+        airflow.wait_for_dag(f"{server.prefix}clicked")
+        yield World(broker, folder, airflow, server)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Click:
+    """One thing that a user does.
+
+    :param run: Does it, and checks what comes of it.
+    :param spark: Whether it needs Spark.
+    :param brokers: On which it makes sense.
+    """
+
+    name: str
+    run: Callable[[Clicks], None]
+    spark: bool
+    brokers: tuple[str, ...]
+
+
+#: All rows of the table.
+CLICKS: list[Click] = []
+
+
+def click(
+    *, spark: bool = False, brokers: tuple[str, ...] = ("sqlite", "rabbitmq")
+) -> Callable[[Callable[[Clicks], None]], Callable[[Clicks], None]]:
+    """Declare a click; its name is the function's."""
+
+    def declare(function: Callable[[Clicks], None]) -> Callable[[Clicks], None]:
+        CLICKS.append(Click(name=function.__name__, run=function, spark=spark, brokers=brokers))
+        return function
+
+    return declare
+
+
+class Clicks:
+    """The runs of one test, on a queue of its own with 20 messages: two batches."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.airflow = world.airflow
+        self.world = world
+        self.name = name
+        self.folder = world.folder / name
+        self.folder.mkdir()
+        self.queue = world.server.queue(name, COUNT)
+        self.dag_id = ""
+        self.run_id = ""
+
+    def start(self, *signs: str, dag_id: str = "clicked") -> str:
+        """Start a run; ``signs`` are ``wait`` and ``die``."""
+        for sign in signs:
+            (self.folder / sign).touch()
+        self.dag_id = self.world.server.prefix + dag_id
+        params = {"folder": str(self.folder), "queue": self.name}
+        self.run_id = self.airflow.trigger(self.dag_id, params)
+        return self.run_id
+
+    def take_down(self, sign: str) -> None:
+        (self.folder / sign).unlink()
+
+    def wait(self, task_id: str, *states: str | None, map_index: int = -1) -> None:
+        self.airflow.wait_for_task(
+            self.dag_id, self.run_id, task_id, states, map_index=map_index, timeout=150
+        )
+
+    def end(self) -> str:
+        return self.airflow.wait_for_run(self.dag_id, self.run_id, timeout=150)
+
+    def clear(self, *task_ids: str, downstream: bool = False) -> None:
+        self.airflow.clear(self.dag_id, self.run_id, task_ids, downstream=downstream)
+
+    def mark(self, task_id: str, state: str) -> None:
+        """Mark a task at rest: what a scheduler is just about to start may not stay marked."""
+        self.wait(task_id, "failed", "up_for_reschedule")
+        self.airflow.set_state(self.dag_id, self.run_id, task_id, state)
+
+    # -- evidence ------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of ``handle_batch``."""
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def firsts(self) -> list[int]:
+        """The first number of each call's batch."""
+        return [call["numbers"][0] for call in self.calls]
+
+    def report(self) -> dict[str, Any]:
+        for path in (self.world.folder / "staging").rglob("report.json"):
+            told: dict[str, Any] = json.loads(path.read_text())
+            if (told["dag_id"], told["run_id"]) == (self.dag_id, self.run_id):
+                return told
+        raise AssertionError("no report")
+
+    def totals(self) -> dict[str, int]:
+        return {name: count for name, count in self.report()["totals"].items() if count}
+
+    def depth(self) -> tuple[int, int, int]:
+        """Ready, leased, dead."""
+        return self.queue.depth()
+
+    def found(self, case: str) -> Found:
+        """What became of the messages, if the run's end is as it should be."""
+        found = Found(f"rabbitmq.click.{case}", COUNT)
+        seen: Counter[int] = Counter()
+        ids: dict[int, set[str]] = {}
+        for call in self.calls:
+            for number in call["numbers"]:
+                before = ids.setdefault(number, set())
+                again = call["batch_id"] in before or call["redelivered"] == len(call["numbers"])
+                found.duplicates += seen[number] > 0
+                found.unmarked += seen[number] > 0 and not again
+                seen[number] += 1
+                before.add(call["batch_id"])
+        ready, leased, dead = self.depth()
+        # What was never handled must be there to be handled yet.
+        unhandled = [number for number in range(COUNT) if not seen[number]]
+        found.lost = unhandled[ready:]
+        if leased or dead:
+            found.mistakes.append(f"{leased} messages are leased, and {dead} dead")
+        return found
+
+    def log(self, task_id: str, try_number: int = 1) -> str:
+        """All that a try has logged, errors with their traces, as JSON lines."""
+        folder = self.world.folder / "home" / "logs" / f"dag_id={self.dag_id}"
+        name = f"run_id={self.run_id}/task_id={task_id}/attempt={try_number}.log"
+        return (folder / name).read_text()
+
+    def staged(self) -> Path:
+        """The run's folder in staging."""
+        for folder in (self.world.folder / "staging").rglob("generations"):
+            records = (json.loads(path.read_text()) for path in folder.iterdir())
+            if any(record["run_id"] == self.run_id for record in records):
+                return folder.parent
+        raise AssertionError("nothing is staged")
+
+    def held(self) -> None:
+        """Wait until the sensor holds a run whose batcher, or Spark task, has failed."""
+        task_id = BATCH if self.dag_id.endswith("clicked") else SPARK
+        self.wait(task_id, "failed")
+        eventually((self.staged() / "hold.json").exists)
+        assert self.depth() == (0, 20, 0)
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    limit = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.2)
+
+
+@click()
+def clear_process_gives_back_and_receives_anew(clicks: Clicks) -> None:
+    # Given a run whose first batch has an outcome, and whose second has killed its task
+    clicks.start("die")
+    clicks.held()
+    assert clicks.firsts() == [0, 10]
+
+    # When its process task is cleared, with what follows
+    clicks.take_down("die")
+    clicks.clear(PROCESS, downstream=True)
+
+    # Then both batches are handled anew, marked, and the old outcome counts for nothing
+    assert clicks.end() == "success"
+    assert clicks.firsts() == [0, 10, 0, 10]
+    assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]
+    assert clicks.totals() == {"received": 40, "released": 20, "acked": 20, "accounted": 40}
+    assert clicks.depth() == (0, 0, 0)
+
+
+@click()
+def clear_a_batcher_rebuilds_the_same_batches(clicks: Clicks) -> None:
+    clicks.start("die")
+    clicks.held()
+
+    clicks.take_down("die")
+    clicks.clear(BATCH)
+
+    # Then only the batch without an outcome runs, under the id it had
+    assert clicks.end() == "success"
+    assert clicks.firsts() == [0, 10, 10]
+    assert clicks.calls[1]["batch_id"] == clicks.calls[2]["batch_id"]
+    assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
+    assert clicks.depth() == (0, 0, 0)
+
+
+@click(spark=True)
+def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
+    # Given a Spark application that died at its second batch
+    clicks.start("die", dag_id="clicked_spark")
+    clicks.held()
+
+    # When the task is cleared before anything is settled
+    clicks.take_down("die")
+    clicks.clear(SPARK)
+
+    # Then only the batch without an outcome runs
+    assert clicks.end() == "success"
+    assert clicks.firsts() == [0, 10, 10]
+    assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
+
+    # When it is cleared again, after settlement
+    clicks.clear(SPARK)
+
+    # Then no code of the user's runs, and the log says how it was settled and how to run it again
+    assert clicks.end() == "success"
+    assert len(clicks.calls) == 3
+    log = clicks.log(SPARK, 3)
+    assert f"airflow-broadway replay --dag-id {clicks.dag_id} --run-id {clicks.run_id}" in log
+    assert "acked 20" in log
+    assert clicks.depth() == (0, 0, 0)
+
+
+@click()
+def clear_ack_tells_the_same_and_changes_nothing(clicks: Clicks) -> None:
+    clicks.start()
+    assert clicks.end() == "success"
+    before = {**clicks.report(), "at": ""}
+
+    clicks.clear(ACK)
+
+    assert clicks.end() == "success"
+    assert {**clicks.report(), "at": ""} == before
+    assert clicks.firsts() == [0, 10]
+    assert clicks.depth() == (0, 0, 0)
+
+
+@click()
+def mark_a_batcher_success_releases_what_has_no_outcome(clicks: Clicks) -> None:
+    clicks.start("die")
+    clicks.held()
+
+    clicks.mark(BATCH, "success")
+
+    assert clicks.end() == "success"
+    assert clicks.totals() == {"received": 20, "acked": 10, "released": 10, "accounted": 20}
+    assert clicks.depth() == (10, 0, 0)
+
+
+@click()
+def mark_handle_batches_success_releases_what_has_no_outcome(clicks: Clicks) -> None:
+    # Given a Spark task that could not start, for its connection is missing
+    clicks.start(dag_id="clicked_no_spark")
+    clicks.held()
+    assert "the Spark connection 'nowhere' is not defined" in clicks.log(SPARK)
+
+    clicks.mark(SPARK, "success")
+
+    assert clicks.end() == "success"
+    assert clicks.totals() == {"received": 20, "released": 20, "accounted": 20}
+    assert clicks.depth() == (20, 0, 0)
+
+
+def swept(clicks: Clicks) -> None:
+    """The next run settles what has an outcome, releases the rest, and handles that."""
+    clicks.take_down("die")
+    clicks.start()
+    assert clicks.end() == "success"
+    assert clicks.firsts() == [0, 10, 10]
+    assert clicks.calls[2]["redelivered"] == 10
+    assert clicks.totals() == {"received": 10, "acked": 10, "accounted": 10}
+    assert clicks.depth() == (0, 0, 0)
+
+
+@click()
+def mark_ack_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+    clicks.start("die")
+    clicks.held()
+
+    clicks.mark(ACK, "success")
+
+    assert clicks.end() == "failed"
+    assert clicks.depth() == (0, 20, 0)
+    swept(clicks)
+
+
+@click()
+def mark_the_run_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+    clicks.start("die")
+    clicks.held()
+
+    clicks.airflow.set_run_state(clicks.dag_id, clicks.run_id, "failed")
+
+    assert clicks.end() == "failed"
+    eventually(lambda: clicks.depth()[1] == 20)
+    swept(clicks)
+
+
+@click()
+def delete_the_run_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+    clicks.start("die")
+    clicks.held()
+
+    # Airflow deletes no run that is not over.
+    clicks.airflow.set_run_state(clicks.dag_id, clicks.run_id, "failed")
+    clicks.airflow.delete_run(clicks.dag_id, clicks.run_id)
+
+    assert clicks.depth() == (0, 20, 0)
+    swept(clicks)
+
+
+@click()
+def pause_lets_running_work_settle_itself(clicks: Clicks) -> None:
+    # Given a batcher at work when the Dag is paused, so that nobody looks after the run
+    clicks.start("wait", dag_id="clicked_deferred")
+    eventually(lambda: clicks.firsts() == [0, 10])
+    clicks.airflow.pause(clicks.dag_id)
+    try:
+        # A look that has begun may end; the trigger may fire, but its task is not started.
+        clicks.wait(ACK, "deferred", "scheduled")
+        time.sleep(2.0)
+        clicks.wait(ACK, "deferred", "scheduled")
+        long_ago = datetime.now(UTC) - timedelta(minutes=2)
+        heartbeat = clicks.staged() / "heartbeat.json"
+        heartbeat.write_text(json.dumps({"at": long_ago.isoformat()}))
+
+        # When the work is done
+        clicks.take_down("wait")
+        clicks.wait(BATCH, "success")
+
+        # Then the batcher has settled it
+        assert "No ack sensor has looked after this run lately: settling here." in clicks.log(BATCH)
+        assert clicks.depth() == (0, 0, 0)
+    finally:
+        clicks.airflow.pause(clicks.dag_id, False)
+
+    # And the sensor, once it may, finds all in order
+    assert clicks.end() == "success"
+    assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
+    assert clicks.firsts() == [0, 10]
+
+
+@click(spark=True, brokers=("rabbitmq",))
+def let_the_lease_lapse_in_mid_spark(clicks: Clicks) -> None:
+    # Given a Spark application at work on its second batch when the lease ends
+    clicks.start("wait", dag_id="clicked_lapse")
+    eventually(lambda: clicks.firsts() == [0, 10], timeout=150.0)
+    eventually(lambda: clicks.depth() == (20, 0, 0), timeout=150.0)
+
+    # When it would record its outcome
+    clicks.take_down("wait")
+
+    # Then the run holds nothing any more, and fails; nothing of it is settled
+    assert clicks.end() == "failed"
+    assert clicks.totals() == {"received": 20, "lapsed": 20, "accounted": 20}
+    assert clicks.depth() == (20, 0, 0)
+
+    # And the next run handles all of it anew, marked
+    clicks.start(dag_id="clicked")
+    assert clicks.end() == "success"
+    assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]
+    assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
+    assert clicks.depth() == (0, 0, 0)
