@@ -303,8 +303,8 @@ class Process:
                 log.warning("Could not note that messages are given back: %s", error)
                 report = custodian.settle(lease, settlement)
             log.warning("Gave back %d messages of this execution.", report.released)
-            for error in report.errors:
-                log.error("%s", error)
+            for told in report.errors:
+                log.error("%s", told)
         except (BroadwayError, OSError) as error:
             # The lease lapses by itself; the first error is the one to show.
             log.error("Could not give messages back; their lease lapses by itself: %s", error)
