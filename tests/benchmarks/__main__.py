@@ -36,6 +36,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(
             **({"sizes": {}, "tries": 1} if quick else {})
         ),
+        "sqs": lambda: import_module("tests.benchmarks.sqs").bench_sqs(
+            **({"messages": 1_000, "tries": 1} if quick else {})
+        ),
         "stages": lambda: flights.bench_stages(sizes),
         "keys": flights.bench_keys,
         "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),

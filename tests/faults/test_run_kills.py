@@ -1,4 +1,4 @@
-"""``make faults`` in small: tasks killed under a real scheduler, at the two kinds of broker."""
+"""``make faults`` in small: tasks killed under a real scheduler, at each broker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.faults.found import Found
 from tests.faults.killing import KINDS
 from tests.faults.runs import Case, run_case
 from tests.rabbitmq_fixtures import skip_without_own_server
+from tests.sqs_fixtures import wanted_sqs
 
 pytestmark = [pytest.mark.faults, pytest.mark.airflow, pytest.mark.spark]
 
@@ -49,3 +50,14 @@ def test_at_rabbitmq_too_where_receiving_and_settling_die(tmp_path: Path) -> Non
 
     # By its seed: who receives, and who settles.
     assert set(found.killed) == {"process", "ack"}
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+@pytest.mark.timeout(1800)
+def test_at_sqs_too_whose_leases_are_its_own(tmp_path: Path) -> None:
+    wanted_sqs()
+
+    found = _run(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130)
+
+    assert set(found.killed) == set(KINDS)

@@ -1,0 +1,279 @@
+"""One try of the SQS figures, in a process of its own: prints what it took as JSON.
+
+``bare`` is boto3 alone: threads that receive ten and delete ten; ``ours`` a process stage, and the
+settlement of all that it received.  Both against an endpoint, or against a stub inside botocore,
+which answers before anything is sent: what is left is the client's own processor time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from typing import Any, NamedTuple
+
+from tests.sqs_server import KEY, REGION
+
+__all__ = ["Took"]
+
+PIPELINE = "tests.benchmarks.sqs_pipeline:Bench"
+BODY = "x" * 200
+#: The endpoint of the stub: nobody listens there, nor has to.
+NOWHERE = "http://127.0.0.1:9"
+
+
+class Took(NamedTuple):
+    """What some messages took.
+
+    :param cpu: Seconds of processor time of this process.
+    :param requests: Requests to SQS.
+    """
+
+    messages: int
+    seconds: float
+    cpu: float
+    requests: int
+
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return self.messages / self.seconds
+
+    def __add__(self, other: Took) -> Took:  # type: ignore[override]
+        """Of the same messages, one after the other."""
+        return Took(
+            self.messages,
+            self.seconds + other.seconds,
+            self.cpu + other.cpu,
+            self.requests + other.requests,
+        )
+
+
+class Requests:
+    """Counts requests; as a stub answers them too.
+
+    :param messages: How many messages the stub's queue has; ``None`` sends requests on.
+    """
+
+    def __init__(self, messages: int | None) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._stub = messages is not None
+        self._answers = list(_receives(messages or 0))
+
+    def install(self) -> None:
+        """See what every client of this process sends from now on."""
+        from botocore import handlers
+
+        handlers.BUILTIN_HANDLERS.append(("before-send.sqs", self))
+
+    def __call__(self, request: Any, event_name: str, **_: Any) -> Any:
+        with self._lock:
+            self.count += 1
+        return self._answer(request, event_name) if self._stub else None
+
+    def _answer(self, request: Any, event_name: str) -> Any:
+        from botocore.awsrequest import AWSResponse
+
+        action = event_name.rpartition(".")[2]
+        if action == "ReceiveMessage":
+            with self._lock:
+                answer = self._answers.pop() if self._answers else b"{}"
+        elif action == "DeleteMessageBatch":
+            answer = _DELETED[len(json.loads(request.body)["Entries"])]
+        elif action == "GetQueueUrl":
+            answer = json.dumps({"QueueUrl": f"{NOWHERE}/1/bench"}).encode()
+        else:
+            answer = b'{"Attributes": {}}'
+        return AWSResponse(request.url, 200, _HEADERS, _Raw(answer))
+
+
+class _Raw(BytesIO):
+    def stream(self, *_: Any, **__: Any) -> Iterator[bytes]:
+        yield self.getvalue()
+
+
+_HEADERS = {"content-type": "application/x-amz-json-1.0"}
+_DELETED = [
+    json.dumps({"Successful": [{"Id": str(n)} for n in range(count)], "Failed": []}).encode()
+    for count in range(11)
+]
+
+
+def _receives(messages: int) -> Iterator[bytes]:
+    """Answers of ten messages each, as long as SQS's own."""
+    for _ in range(0, messages, 10):
+        told = [
+            {
+                "MessageId": str(uuid.UUID(bytes=os.urandom(16))),
+                "ReceiptHandle": os.urandom(206).hex(),
+                "MD5OfBody": os.urandom(16).hex(),
+                "Body": BODY,
+                "Attributes": {"ApproximateReceiveCount": "1"},
+            }
+            for _ in range(10)
+        ]
+        yield json.dumps({"Messages": told}).encode()
+
+
+# -- boto3 alone -----------------------------------------------------------------------------------
+
+
+def bare(
+    requests: Requests, endpoint: str, queues: list[str], count: int, threads: int
+) -> dict[str, Took]:
+    """One queue is drained in a loop; another first received, then deleted."""
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.session.Session().client(
+        "sqs",
+        region_name=REGION,
+        endpoint_url=endpoint,
+        config=Config(max_pool_connections=threads),
+        **KEY,
+    )
+    receipts: list[list[str]] = []
+
+    def receive(url: str) -> list[str]:
+        found = client.receive_message(
+            QueueUrl=url,
+            MaxNumberOfMessages=10,
+            VisibilityTimeout=900,
+            MessageSystemAttributeNames=["ApproximateReceiveCount"],
+        )
+        return [message["ReceiptHandle"] for message in found.get("Messages", ())]
+
+    def delete(url: str, handles: list[str]) -> None:
+        answer = client.delete_message_batch(
+            QueueUrl=url,
+            Entries=[{"Id": str(n), "ReceiptHandle": each} for n, each in enumerate(handles)],
+        )
+        if answer.get("Failed"):
+            raise RuntimeError(f"not deleted: {answer['Failed']}")
+
+    def loop(_: int) -> None:
+        delete(queues[0], receive(queues[0]))
+
+    def gather(_: int) -> None:
+        receipts.append(receive(queues[1]))
+
+    def drop(handles: list[str]) -> None:
+        delete(queues[1], handles)
+
+    turns = range(count // 10)
+    with ThreadPoolExecutor(threads) as pool:
+
+        def run(work: Callable[[Any], None], given: Any) -> Callable[[], None]:
+            def work_all() -> None:
+                for _ in pool.map(work, given):
+                    pass
+
+            return work_all
+
+        took = {
+            "ceiling": _timed(requests, count, run(loop, turns)),
+            "ceiling.receive": _timed(requests, count, run(gather, turns)),
+            "ceiling.delete": _timed(requests, count, run(drop, receipts)),
+        }
+    if sum(map(len, receipts)) != count:
+        raise RuntimeError(f"received {sum(map(len, receipts))} of {count}")
+    return took
+
+
+# -- this package ----------------------------------------------------------------------------------
+
+
+def ours(
+    requests: Requests, endpoint: str, queues: list[str], count: int, threads: int, folder: str
+) -> dict[str, Took]:
+    """The stages of a run that use SQS."""
+    import boto3  # noqa: F401 - loaded before the clock starts, as all that is loaded lazily
+    import pyarrow.parquet  # noqa: F401
+
+    from airflow_broadway.core.broadway import Broadway
+    from airflow_broadway.core.custody import ACK, Settlement
+    from airflow_broadway.core.intake import Budget
+    from airflow_broadway.core.producer import Connection, ProducerEnv
+    from airflow_broadway.core.run import RunInfo
+    from airflow_broadway.operators._process import Process
+    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.store import Store
+
+    class Connections:
+        def get(self, conn_id: str) -> Connection:
+            return Connection(
+                conn_id=conn_id,
+                conn_type="aws",
+                login=KEY["aws_access_key_id"],
+                password=KEY["aws_secret_access_key"],
+                extra={"endpoint_url": endpoint, "region_name": REGION},
+            )
+
+    options = {
+        "queue_url": queues[0],
+        "queue_name": None,
+        "endpoint_url": endpoint,
+        "receive_concurrency": threads,
+    }
+    pipeline = Broadway.load({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
+    store = Store.open(f"file://{folder}/staging")
+    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
+    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        generation=uuid.uuid4().hex,
+        owner={**owner, "map_index": 0, "try_number": 1},
+        staging=f"{store.uri}/{pipeline.name}",
+        connections=Connections(),
+    )
+    # Reading botocore's models takes half a second, once in a process.
+    pipeline.producer.source(env).close()
+    requests.count = 0
+    results: dict[str, Any] = {}
+
+    def process() -> None:
+        budget = Budget(max_messages=count)
+        results.update(Process(run, pipeline, env=env, budget=budget).run())
+
+    def settle() -> None:
+        [record] = run.generations()
+        # As another process: nothing is left of what this one held in memory.
+        custodian = pipeline.producer.custodian(env)
+        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=count))
+        custodian.close()
+        if report.acked != count:
+            raise RuntimeError(f"settled {report}")
+
+    took = {"process": _timed(requests, count, process)}
+    if results["received"] != count:
+        raise RuntimeError(f"received {results['received']} of {count}")
+    return {**took, "settle": _timed(requests, count, settle)}
+
+
+def _timed(requests: Requests, count: int, work: Callable[[], None]) -> Took:
+    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
+    work()
+    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+    return Took(count, seconds, used, requests.count - sent)
+
+
+def main() -> None:
+    """Do what the command line names."""
+    given = json.loads(sys.argv[2])
+    stub = given["endpoint"] == NOWHERE
+    total = given["count"] * (2 if sys.argv[1] == "bare" else 1)
+    requests = Requests(total if stub else None)
+    requests.install()
+    work: Callable[..., dict[str, Took]] = bare if sys.argv[1] == "bare" else ours
+    print(json.dumps(work(requests, **given)))
+
+
+if __name__ == "__main__":
+    main()
