@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.core.producer import Connection
 
-__all__ = ["Address", "address_of", "address_of_uri", "translate"]
+__all__ = ["Address", "Blocked", "address_of", "address_of_uri", "translate"]
 
 #: Types of connections that may name a RabbitMQ.
 _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
@@ -27,6 +27,8 @@ class Address:
 
     :param heartbeat: Seconds after which a silent peer counts as dead.
     :param timeout: Seconds that connecting may take.
+    :param blocked_timeout: Seconds for which a broker may block a connection that publishes, before
+        it counts as lost.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
     :param management_url: The management API; ``None``: at its usual port of ``host``; empty: there
@@ -40,6 +42,7 @@ class Address:
     virtual_host: str = "/"
     heartbeat: int = 60
     timeout: float = 30.0
+    blocked_timeout: float = 300.0
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     name: str = "airflow-broadway"
     management_url: str | None = field(default=None, repr=False)
@@ -59,7 +62,7 @@ class Address:
             virtual_host=self.virtual_host,
             credentials=pika.PlainCredentials(self.login, self.password),
             heartbeat=self.heartbeat,
-            blocked_connection_timeout=self.timeout * 10,
+            blocked_connection_timeout=self.blocked_timeout,
             socket_timeout=self.timeout,
             stack_timeout=self.timeout,
             connection_attempts=1,
@@ -100,8 +103,8 @@ class Address:
 def address_of(connection: Connection, *, name: str) -> Address:
     """The broker that an Airflow connection names.
 
-    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``, ``tls`` and
-    ``management_url`` say the rest.
+    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``,
+    ``blocked_connection_timeout``, ``tls`` and ``management_url`` say the rest.
 
     :raises ConnectionMissing: If it is of another service, or lacks what is needed.
     """
@@ -136,13 +139,15 @@ def address_of(connection: Connection, *, name: str) -> Address:
             virtual_host=connection.schema or "/",
             heartbeat=int(extra.get("heartbeat", 60)),
             timeout=float(extra.get("timeout", 30.0)),
+            blocked_timeout=float(extra.get("blocked_connection_timeout", 300.0)),
             tls=tls,
             name=name,
             management_url=management,
         )
     except (TypeError, ValueError):
         raise ConnectionMissing(
-            f"{shown}: its extras 'heartbeat' and 'timeout' must be numbers of seconds"
+            f"{shown}: its extras 'heartbeat', 'timeout' and 'blocked_connection_timeout' must be"
+            " numbers of seconds"
         ) from None
 
 
@@ -175,6 +180,7 @@ def address_of_uri(uri: str, *, name: str) -> Address:
                 for extra, name in (
                     ("heartbeat", "heartbeat"),
                     ("timeout", "connection_timeout"),
+                    ("blocked_connection_timeout", "blocked_connection_timeout"),
                     ("management_url", "management_url"),
                 )
                 if name in query
@@ -182,6 +188,10 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         ),
         name=name,
     )
+
+
+class Blocked(ProducerUnavailable):
+    """The broker took nothing from the connection for too long, being short of memory or disk."""
 
 
 def translate(error: BaseException, address: Address, *, opened: bool = False) -> ProducerError:
@@ -215,6 +225,11 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
             )
         if isinstance(cause, ssl.SSLError):
             return ProducerError(f"{where}: TLS failed: {cause}")
+        if isinstance(cause, exceptions.ConnectionBlockedTimeout):
+            return Blocked(
+                f"{where} is short of memory or disk, and has taken nothing from this connection"
+                f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
+            )
     closed = next((c for c in causes if getattr(c, "reply_code", 0)), None)
     if closed is not None:
         code = closed.reply_code  # type: ignore[attr-defined]

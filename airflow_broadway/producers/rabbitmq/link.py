@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -82,19 +84,23 @@ def _quiet() -> None:
 class Link:
     """A connection and its thread.
 
-    :param on_lost: Called in the thread when the connection is lost, or closed.
+    :param on_lost: Called in the thread, with why, when the connection is lost or closed.
     :raises ConnectionMissing: If the address cannot be used.
     :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
     :raises ProducerError: If it refuses.
     """
 
-    def __init__(self, address: Address, *, on_lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
+    ) -> None:
         self.address = address
         self.lost: ProducerError | None = None
         self._on_lost = on_lost
         self._waiting: set[Reply] = set()
         self._opened = Reply()
         self._closing = False
+        self._blocked = False
+        self._changed_at = -math.inf
         self._raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
@@ -117,6 +123,14 @@ class Link:
         """The broker's, as it says; empty if it does not."""
         told = (self._raw.server_properties or {}).get("version", "")
         return told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the broker takes nothing from this connection, or did so until just now: then
+        what is awaited may still come.
+        """
+        since = time.monotonic() - self._changed_at
+        return self.lost is None and (self._blocked or since < self.address.timeout)
 
     def post(self, function: Callable[[], None]) -> None:
         """Have the thread call ``function`` soon; nothing happens if the link is lost."""
@@ -141,7 +155,12 @@ class Link:
             if self.lost is not None:
                 raise self.lost
             self.post(run)
-            return reply.wait(seconds)
+            while True:
+                try:
+                    return reply.wait(seconds)
+                except ProducerUnavailable:
+                    if reply.given or not self.blocked:
+                        raise
         finally:
             self._waiting.discard(reply)
 
@@ -190,18 +209,23 @@ class Link:
                 self._raw.ioloop.close()
 
     def _on_open(self) -> None:
-        self._raw.add_on_connection_blocked_callback(
-            lambda *_: log.warning(
-                "RabbitMQ is short of memory or disk and blocks this connection: waiting."
-            )
-        )
-        self._raw.add_on_connection_unblocked_callback(
-            lambda *_: log.warning("RabbitMQ unblocked this connection.")
-        )
+        self._raw.add_on_connection_blocked_callback(lambda *_: self._block(True))
+        self._raw.add_on_connection_unblocked_callback(lambda *_: self._block(False))
         if self._closing:
             self._raw.close()
         else:
             self._opened.give()
+
+    def _block(self, blocked: bool) -> None:
+        self._blocked, self._changed_at = blocked, time.monotonic()
+        if blocked:
+            log.warning(
+                "RabbitMQ is short of memory or disk and blocks this connection: waiting for"
+                " %.0f s at most.",
+                self.address.blocked_timeout,
+            )
+        else:
+            log.warning("RabbitMQ unblocked this connection.")
 
     def _close(self) -> None:
         if self._raw.is_open:
@@ -222,7 +246,7 @@ class Link:
         for reply in list(self._waiting):
             reply.fail(self.lost)
         if first:
-            self._on_lost()
+            self._on_lost(self.lost)
         if self._raw is not None:
             self._raw.ioloop.stop()
 

@@ -83,7 +83,11 @@ class Publisher:
         with self._changed:
             while not (done() or self._lost is not None):
                 before = self._posted + len(self._window)
-                if not self._changed.wait(ANSWER) and before == self._posted + len(self._window):
+                if (
+                    not self._changed.wait(ANSWER)
+                    and before == self._posted + len(self._window)
+                    and not self._link.blocked
+                ):
                     raise ProducerUnavailable(
                         f"RabbitMQ confirmed nothing that was published for {ANSWER:.0f} s"
                     )

@@ -23,6 +23,7 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.connection import Blocked
 from airflow_broadway.producers.rabbitmq.drain import Returns
 from airflow_broadway.producers.rabbitmq.intake import Intake
 from airflow_broadway.producers.rabbitmq.journal import Journal
@@ -56,10 +57,6 @@ _MARGIN = 0.02
 def is_open_here(generation: str) -> bool:
     """Whether this process holds the generation's source open."""
     return any(source.lease.generation == generation for source in list(_open))
-
-
-def _unconfirmed() -> ProducerUnavailable:
-    return ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
 
 class RabbitSource:
@@ -161,9 +158,7 @@ class RabbitSource:
                 while not (quiet or self._stirred(intake)):
                     left = end - self._clock.monotonic()
                     if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
-                        left += self._address.timeout
-                        if left <= 0:
-                            raise _unconfirmed()
+                        left = self._patience(self._link, end)
                     quiet = left <= 0
                     if not quiet:
                         ready.changed.wait(left)
@@ -193,13 +188,10 @@ class RabbitSource:
         with ready.changed:
             ready.credit = 0
         link.post(intake.flush)
-        end = self._clock.monotonic() + self._address.timeout
+        end = self._clock.monotonic()
         with ready.changed:
             while not ready.bundles and ready.outstanding and ready.error is None:
-                left = end - self._clock.monotonic()
-                if left <= 0:
-                    raise _unconfirmed()
-                ready.changed.wait(left)
+                ready.changed.wait(self._patience(link, end))
             held = ready.take(100_000)
             if not held and ready.outstanding and ready.error is not None:
                 # Never secured, so still the source's; nobody was given it.
@@ -219,6 +211,18 @@ class RabbitSource:
         except BroadwayError as error:  # the next run then waits for a queue of its own
             log.warning("No lease queue could be declared for the next run: %s", error)
         link.close()
+
+    def _patience(self, link: Link, end: float) -> float:
+        """Seconds to wait for confirms that were due at ``end``.
+
+        :raises ProducerUnavailable: If they take too long, and nothing explains it.
+        """
+        left = end + self._address.timeout - self._clock.monotonic()
+        if left > 0:
+            return left
+        if link.blocked:  # for how long it may be is the link's to say
+            return 1.0
+        raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
     def _more(self, intake: Intake) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -288,10 +292,7 @@ class RabbitSource:
 
     def _connect(self) -> Link:
         ready = self._ready
-        link = Link(
-            self._address,
-            on_lost=lambda: ready.fail(ProducerUnavailable("the connection to RabbitMQ is lost")),
-        )
+        link = Link(self._address, on_lost=ready.fail)
         try:
             options = self._options = self._producer.merged(self._env.index)
             channel = link.channel()
@@ -324,7 +325,7 @@ class RabbitSource:
             self._fenced = error
         if isinstance(error, Refused):
             raise explained(error, f"the queue {self._producer.queue!r}") from None
-        if not isinstance(error, ProducerUnavailable):
+        if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
         log.warning("%s: what is not secured yet is received again.", error)
         with ready.changed:

@@ -1,0 +1,225 @@
+"""A RabbitMQ that listens with TLS, and one that is short of memory: servers of the tests' own."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
+from airflow_broadway.producers.rabbitmq.checks import check_queues
+from airflow_broadway.producers.rabbitmq.connection import Blocked
+from airflow_broadway.testing.contract import settlement_of
+from tests.rabbitmq_fixtures import skip_without_own_server
+from tests.rabbitmq_place import Place
+from tests.rabbitmq_server import RabbitServer, find_server, free_port
+from tests.tls import Authority
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+
+@dataclass
+class SecuredServer(RabbitServer):
+    """One that listens with TLS too, its management API with nothing else."""
+
+    tls_port: int = field(default_factory=free_port)
+
+    @property
+    def env(self) -> dict[str, str]:
+        more = {"RABBITMQ_CONFIG_FILES": str(self.folder / "more")}
+        return {**super().env, **more}
+
+    def secure(self, authority: Authority) -> None:
+        """Write the settings; before the server starts."""
+        certificate, key = authority.sign("server", "127.0.0.1", "broker.test")
+        files = {"cacertfile": authority.certificate, "certfile": certificate, "keyfile": key}
+        lines = [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}"]
+        lines += [f"ssl_options.{name} = {file}" for name, file in files.items()]
+        (self.folder / "more").mkdir(parents=True)
+        (self.folder / "more" / "10-tls.conf").write_text("\n".join(lines) + "\n")
+
+    def control(self, *command: str) -> None:
+        """Run ``rabbitmqctl``."""
+        script = find_server()
+        assert script is not None
+        subprocess.run(
+            [script.with_name("rabbitmqctl"), "-n", self.env["RABBITMQ_NODENAME"], *command],
+            env=self.env,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
+
+
+@pytest.fixture(scope="module")
+def server(
+    authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SecuredServer]:
+    skip_without_own_server()
+    made = SecuredServer(tmp_path_factory.mktemp("secured"))
+    made.secure(authority)
+    made.run()
+    with made:
+        yield made
+
+
+@pytest.fixture
+def place(server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    made = Place(server, tmp_path)
+    made.declare()
+    return made
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+def secured(place: Place, **tls: Any) -> dict[str, Any]:
+    """A connection with TLS."""
+    assert isinstance(place.server, SecuredServer)
+    return {"port": place.server.tls_port, "extra": {"tls": tls, "management_url": False}}
+
+
+def test_a_connection_that_trusts_the_servers_authority_receives_and_settles(
+    place: Place, authority: Authority
+) -> None:
+    place.send(b"1", b"2")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+    env = place.env(**secured(place, ca=str(authority.certificate)))
+
+    source = producer.source(env)
+    messages = place.take(source)
+    custodian = producer.custodian(env)
+    report = custodian.settle(source.lease, settlement_of(messages))
+    custodian.close()
+    source.close()
+
+    assert [message.data for message in messages] == [b"1", b"2"]
+    assert report == SettleReport(acked=2)
+
+
+def test_a_server_of_an_unknown_authority_is_refused_in_one_sentence(
+    place: Place, tmp_path: Path
+) -> None:
+    other = Authority.make(tmp_path, "other")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    for tls in ({"ca": str(other.certificate)}, {}):
+        with pytest.raises(
+            ProducerError, match=r"TLS failed: .*CERTIFICATE_VERIFY_FAILED"
+        ) as raised:
+            producer.source(place.env(**secured(place, **tls)))
+        assert "\n" not in str(raised.value)
+        assert not isinstance(raised.value, ProducerUnavailable)  # trying again would not help
+
+
+def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is_not(
+    place: Place, authority: Authority
+) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    trusted = {"ca": str(authority.certificate)}
+
+    with pytest.raises(ProducerError, match=r"TLS failed: .*ostname mismatch"):
+        producer.source(place.env(**secured(place, **trusted, server_name="elsewhere.test")))
+    producer.source(place.env(**secured(place, **trusted, server_name="broker.test"))).close()
+    producer.source(place.env(**secured(place, verify=False))).close()
+
+
+def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sentence(
+    place: Place, authority: Authority
+) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    with_tls = secured(place, ca=str(authority.certificate))
+    began = time.monotonic()
+
+    with pytest.raises(ProducerError, match=r"TLS failed|cannot be reached"):
+        producer.source(place.env(**{**with_tls, "port": place.port}))
+    with pytest.raises(ProducerError, match="cannot be reached"):
+        producer.source(place.env(port=with_tls["port"], extra={"timeout": 5}))
+
+    assert time.monotonic() - began < 20
+
+
+def test_the_management_api_is_held_to_the_same_authority(
+    place: Place, authority: Authority, tmp_path: Path
+) -> None:
+    # The AMQP port speaks TLS too: enough to see whom the look would trust.
+    other = Authority.make(tmp_path, "other")
+    assert isinstance(place.server, SecuredServer)
+    url = f"https://127.0.0.1:{place.server.tls_port}"
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    def told(ca: Path) -> str:
+        extra = {"tls": {"ca": str(ca)}, "management_url": url}
+        [note] = check_queues(producer, producer.address(place.env(extra=extra)), version="3.13.0")
+        return note.text
+
+    assert "CERTIFICATE_VERIFY_FAILED" in told(other.certificate)
+    assert "CERTIFICATE_VERIFY_FAILED" not in told(authority.certificate)
+
+
+# -- short of memory -------------------------------------------------------------------------------
+
+
+def test_a_blocked_connection_waits_and_loses_nothing(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a run that has begun, as the broker runs short of memory
+    place.send(*[b"%d" % number for number in range(20)])
+    assert isinstance(place.server, SecuredServer)
+    control = place.server.control
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+    source = producer.source(place.env(extra={"timeout": 5}))
+    taken = [*source.secure(source.receive(5, timeout=2.0))]
+    control("set_vm_memory_high_watermark", "absolute", "1MB")
+
+    # When it goes on, and the broker has room again only after a confirm's time has passed
+    mended = threading.Timer(8.0, control, ("set_vm_memory_high_watermark", "absolute", "3GB"))
+    mended.start()
+    began = time.monotonic()
+    try:
+        taken += place.take(source)
+    finally:
+        mended.join()
+        source.close()
+
+    # Then it has waited, said so once, has all messages, and settles
+    assert time.monotonic() - began > 7
+    custodian = place.producer().custodian(place.env("custodian"))
+    report = custodian.settle(source.lease, settlement_of(taken))
+    custodian.close()
+    assert sorted(int(message.data) for message in taken) == list(range(20))
+    assert report == SettleReport(acked=20)
+    blocked = [text for text in caplog.messages if "blocks this connection" in text]
+    assert len(blocked) == 1
+
+
+def test_a_connection_that_stays_blocked_is_an_error_that_says_why(place: Place) -> None:
+    place.send(b"1", b"2")
+    assert isinstance(place.server, SecuredServer)
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+    env = place.env(extra={"blocked_connection_timeout": 3})
+    source = producer.source(env)
+
+    place.server.control("set_vm_memory_high_watermark", "absolute", "1MB")
+    try:
+        with pytest.raises(Blocked, match=r"short of memory or disk.* for 3 s: make room there"):
+            source.receive(10, timeout=5.0)
+    finally:
+        source.close()
+        place.server.control("set_vm_memory_high_watermark", "absolute", "3GB")
+
+    assert [message.data for message in place.settle("g2")[0]] == [b"1", b"2"]
