@@ -148,13 +148,18 @@ class Polls:
             self._pool = ThreadPoolExecutor(self._concurrency, "broadway-sqs-receive")
         self._flying += count
         for _ in range(count):
-            self._pool.submit(self._work)
+            self._pool.submit(self._work, scout=self._quiet)
 
-    def _work(self, *, once: bool = False) -> None:
+    def _work(self, *, scout: bool = False, once: bool = False) -> None:
+        """Ask until nothing is found or wanted.
+
+        :param scout: Whether it asks for all, because the queue is quiet.
+        """
         while True:
             with self._changed:
                 asked = min(self._most, self._credit)
-                if asked <= 0 or self._closed or self._error is not None:
+                in_vain = self._quiet and not scout and not once  # found while this one started
+                if asked <= 0 or in_vain or self._closed or self._error is not None:
                     self._end()
                     return
                 self._credit -= asked

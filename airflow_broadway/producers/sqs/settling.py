@@ -95,6 +95,8 @@ class Settling:
         self._bulk = bulk
         self._book = book
         self._clock = clock
+        #: Whether a settlement before this one was killed on its way.
+        self._resumed = book.begun
         self._errors: list[str] = []
         self._lapsed = 0
         self._failed = 0
@@ -217,7 +219,7 @@ class Settling:
         self, action: Action, entry: Entry, refusal: Refusal, done: dict[str, Action]
     ) -> None:
         if refusal.gone:
-            if self._book.begun and action in (Action.RETRY, Action.RELEASE):
+            if self._resumed and action in (Action.RETRY, Action.RELEASE):
                 # An earlier settlement, killed since, gave it back: it is in flight no more.
                 done[entry.message_id] = action
                 return

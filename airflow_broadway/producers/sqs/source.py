@@ -130,9 +130,12 @@ class SqsSource:
                 gathering = gathering or clock.monotonic() + self._gather
             elif self._trouble is not None:
                 clock.sleep(_AGAIN)
-            elif left <= 0 or (self._ready and not polls.flying):
+            elif polls.flying:
+                if not patient:  # waited for as long as is left
+                    break
+            elif left <= 0 or self._ready:
                 break
-            elif not polls.flying:
+            else:
                 clock.sleep(min(left, left if self._full else max(polls.pause, _TICK)))
         return self._messages(demand)
 

@@ -83,6 +83,20 @@ def test_an_invalid_receipt_is_never_sent_twice() -> None:
         assert "delivered again" in report.errors[0]
 
 
+def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+        for message in messages[1:]:
+            run.fake.queue().known[message.message_id].receipt = "another's"
+        verdicts = {"b": RETRY, "c": RELEASE}
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+
+        assert (report.acked, report.lapsed) == (1, 2)
+        assert (report.requeued, report.released) == (0, 0)
+
+
 def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said() -> None:
     with halves() as run:
         run.fake.put(["a", "b"])

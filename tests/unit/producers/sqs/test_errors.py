@@ -1,0 +1,205 @@
+"""What AWS refuses, as one sentence each; through botocore, on its own stub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import (
+    ConnectionMissing,
+    OptionsError,
+    ProducerError,
+    ProducerUnavailable,
+)
+from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs.client import Queue, boto_client
+from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+class Known:
+    def __init__(self, **connection: Any) -> None:
+        self._connection = connection
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(conn_id=conn_id, **{"conn_type": "aws", **self._connection})
+
+
+def env(**connection: Any) -> ProducerEnv:
+    given = {"login": "AKIAEXAMPLE", "password": SECRET, **connection}
+    return ProducerEnv(connections=Known(**given), clock=ManualClock())
+
+
+def queue(**options: Any) -> Queue:
+    producer = SqsProducer(queue_url=URL, conn_id="aws", **options)
+    return Queue(boto_client(producer, env()), URL)
+
+
+CALLS: dict[str, tuple[str, Callable[[Queue], object]]] = {
+    "ReceiveMessage": ("receive_message", lambda q: q.receive({"MaxNumberOfMessages": 1})),
+    "DeleteMessage": (
+        "delete_message_batch",
+        lambda q: q.delete([{"Id": "0", "ReceiptHandle": "r"}]),
+    ),
+    "ChangeMessageVisibility": (
+        "change_message_visibility_batch",
+        lambda q: q.change([{"Id": "0", "ReceiptHandle": "r", "VisibilityTimeout": 1}]),
+    ),
+    "SendMessage": ("send_message_batch", lambda q: q.send([{"Id": "0", "MessageBody": "b"}])),
+    "GetQueueAttributes": ("get_queue_attributes", lambda q: q.attributes("RedrivePolicy")),
+    "GetQueueUrl": ("get_queue_url", lambda q: q.other("orders")),
+}
+
+
+@pytest.mark.parametrize("action", CALLS)
+def test_each_denied_action_names_itself_and_what_to_allow(action: str) -> None:
+    from botocore.stub import Stubber
+
+    method, call = CALLS[action]
+    made = queue()
+    with Stubber(made.client) as stub:
+        stub.add_client_error(
+            method,
+            "AccessDenied",
+            f"User: arn:aws:iam::1:user/x key {SECRET}",
+            http_status_code=403,
+        )
+        with pytest.raises(Denied, match=f"allow sqs:{action} on this queue") as raised:
+            call(made)
+    assert SECRET not in str(raised.value)
+    assert "orders" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind", "says"),
+    [
+        ("AWS.SimpleQueueService.NonExistentQueue", "", ProducerError, "no SQS queue 'orders' in"),
+        ("QueueDoesNotExist", "", ProducerError, "region 'eu-west-1'"),
+        ("ExpiredToken", "The security token is expired", Expired, "credentials have expired"),
+        ("InvalidClientTokenId", "", ProducerError, "does not accept the credentials"),
+        ("SignatureDoesNotMatch", f"canonical {SECRET}", ProducerError, "access key, secret key"),
+        (
+            "SignatureDoesNotMatch",
+            "Signature expired: 20260101T000000Z is now earlier than 20260101T001500Z",
+            ProducerError,
+            "this machine's clock differs",
+        ),
+        ("RequestTimeTooSkewed", "", ProducerError, "set the clock"),
+        ("OverLimit", "", InFlightLimit, "as many messages in flight as it may have"),
+        ("RequestThrottled", "", ProducerUnavailable, "throttles ReceiveMessage"),
+        ("ServiceUnavailable", "", ProducerUnavailable, "could not do ReceiveMessage"),
+        ("InvalidSecurity", "use HTTPS", ProducerError, "InvalidSecurity"),
+    ],
+)
+def test_what_aws_refuses_is_one_sentence(
+    code: str, text: str, kind: type[Exception], says: str
+) -> None:
+    from botocore.stub import Stubber
+
+    made = queue()
+    with Stubber(made.client) as stub:
+        stub.add_client_error("receive_message", code, text)
+        with pytest.raises(kind, match=says) as raised:
+            made.receive({"MaxNumberOfMessages": 1})
+    assert SECRET not in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_endpoint_that_does_not_answer_may_be_tried_again() -> None:
+    made = Queue(
+        boto_client(
+            SqsProducer(queue_url=URL, conn_id="aws", endpoint_url="http://127.0.0.1:9"),
+            env(extra={"config_kwargs": {"retries": {"max_attempts": 1}}}),
+        ),
+        URL,
+    )
+    with pytest.raises(ProducerUnavailable, match=r"cannot be reached .* http://127\.0\.0\.1:9"):
+        made.receive({"MaxNumberOfMessages": 1})
+
+
+def test_no_credentials_anywhere_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    made = Queue(boto_client(SqsProducer(queue_url=URL, conn_id=None), ProducerEnv()), URL)
+    with pytest.raises(ConnectionMissing, match="needs AWS credentials, and there are none"):
+        made.receive({"MaxNumberOfMessages": 1})
+
+
+def test_no_region_anywhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    producer = SqsProducer(queue_name="orders", conn_id="aws")
+    with pytest.raises(ConnectionMissing, match="no AWS region for 'orders'"):
+        producer.source(env())
+
+
+def test_the_region_of_the_queues_url_is_used_and_another_is_refused() -> None:
+    assert boto_client(SqsProducer(queue_url=URL, conn_id="aws"), env()).meta.region_name == (
+        "eu-west-1"
+    )
+    with pytest.raises(OptionsError, match="region of queue_url"):
+        SqsProducer(queue_url=URL, region_name="us-east-1")
+
+
+def test_a_connection_of_another_type_is_refused() -> None:
+    with pytest.raises(ConnectionMissing, match="needs one of type 'aws'"):
+        boto_client(SqsProducer(queue_url=URL, conn_id="x"), env(conn_type="rabbitmq"))
+
+
+def test_the_connection_says_endpoint_region_and_token() -> None:
+    service = {"sqs": {"endpoint_url": "https://sqs.example.org"}}
+    given = env(
+        extra={
+            "region_name": "eu-north-1",
+            "endpoint_url": "https://everything.example.org",
+            "aws_session_token": "token",
+            "service_config": service,
+        }
+    )
+    client: Any = boto_client(SqsProducer(queue_name="orders", conn_id="aws"), given)
+
+    assert client.meta.region_name == "eu-north-1"
+    assert client.meta.endpoint_url == "https://sqs.example.org"
+    credentials = client._request_signer._credentials
+    assert (credentials.access_key, credentials.token) == ("AKIAEXAMPLE", "token")
+
+
+def test_a_role_is_taken_by_the_amazon_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
+    from boto3.session import Session
+
+    taken: list[tuple[str | None, str | None]] = []
+
+    def create_session(factory: BaseSessionFactory) -> Session:
+        taken.append((factory.role_arn, factory.region_name))
+        return Session(aws_access_key_id="AKIAROLE", aws_secret_access_key=SECRET)
+
+    monkeypatch.setattr(BaseSessionFactory, "create_session", create_session)
+    arn = "arn:aws:iam::123456789012:role/reader"
+    client: Any = boto_client(
+        SqsProducer(queue_url=URL, conn_id="aws"), env(extra={"role_arn": arn})
+    )
+
+    assert taken == [(arn, "eu-west-1")]
+    assert client._request_signer._credentials.access_key == "AKIAROLE"
+
+
+def test_a_missing_default_connection_leaves_the_search_to_boto3(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAENV")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    client: Any = boto_client(SqsProducer(queue_url=URL), ProducerEnv())
+    assert client._request_signer._credentials.access_key == "AKIAENV"
+    with pytest.raises(ConnectionMissing, match="'other' is not defined"):
+        boto_client(SqsProducer(queue_url=URL, conn_id="other"), ProducerEnv())

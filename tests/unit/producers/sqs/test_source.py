@@ -1,0 +1,392 @@
+"""Receiving: requests, polls in flight, budgets, the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs.errors import Expired
+from airflow_broadway.producers.sqs.producer import group_of
+from airflow_broadway.producers.sqs.receiving import request_of
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL, FakeSqs, client_error, installed
+from tests.unit.producers.sqs.kit import FIFO, halves, take
+
+
+def asked(fake: FakeSqs) -> list[int]:
+    """How many messages each receive asked for."""
+    assert fake.log is not None
+    return [each["MaxNumberOfMessages"] for action, each in fake.log if action == "ReceiveMessage"]
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+def test_a_receive_asks_for_the_lease_and_what_custody_needs() -> None:
+    request = request_of(SqsProducer(queue_url=URL, lease=90.5), 3)
+
+    assert request == {
+        "MaxNumberOfMessages": 3,
+        "VisibilityTimeout": 91,
+        "MessageSystemAttributeNames": ["ApproximateReceiveCount"],
+    }
+
+
+def test_a_fifo_receive_names_its_attempt_and_the_group() -> None:
+    producer = SqsProducer(queue_name="orders.fifo", wait_time_seconds=20, attribute_names="all")
+
+    first, second = request_of(producer, 10), request_of(producer, 10)
+
+    assert first["ReceiveRequestAttemptId"] != second["ReceiveRequestAttemptId"]
+    assert first["WaitTimeSeconds"] == 20
+    assert first["MessageSystemAttributeNames"] == ["All"]
+    assert (
+        "MessageGroupId"
+        in request_of(SqsProducer(queue_name="o.fifo"), 1)["MessageSystemAttributeNames"]
+    )
+
+
+def test_metadata_has_what_was_asked_for_and_nothing_more() -> None:
+    attributes = {
+        "kind": {"DataType": "String", "StringValue": "order"},
+        "trace.id": {"DataType": "Binary", "BinaryValue": b"\x00\x01"},
+        "other": {"DataType": "Number", "StringValue": "7"},
+    }
+    with halves(
+        attribute_names=["approximate_receive_count"],
+        message_attribute_names=["kind", "trace.*"],
+        dead_letter="orders-dead",  # for which all of them are asked for
+    ) as run:
+        run.fake.put(["a"], MessageAttributes=attributes)
+        [message] = run.take()
+
+    assert message.metadata["attributes"] == {"approximate_receive_count": 1}
+    assert message.metadata["message_attributes"] == {
+        "kind": {"data_type": "String", "string_value": "order"},
+        "trace.id": {"data_type": "Binary", "binary_value": "AAE="},
+    }
+    kept = json.loads(message.acknowledger.data.properties)
+    assert sorted(kept["attributes"]) == ["kind", "other", "trace.id"]
+
+
+def test_the_demand_is_cut_into_full_receives() -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(100)])
+
+        messages = run.source.secure(run.source.receive(25, timeout=0))
+
+        assert len(messages) == 25
+        assert asked(run.fake) == [10, 10, 5]
+
+
+def test_the_lease_stays_small_however_many_messages_it_holds() -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(2000)])
+        assert len(run.take()) == 2000
+        assert len(json.dumps(run.source.lease.to_json())) < 600
+
+
+# --------------------------------------------------------------------------- several in flight
+
+
+def test_receives_are_made_beside_each_other() -> None:
+    with halves(receive_concurrency=4) as run:
+        run.fake.put([str(number) for number in range(40)])
+        together = threading.Barrier(4)
+
+        def answer(action: str, _: dict[str, Any]) -> None:
+            if action == "ReceiveMessage" and run.fake.waiting():
+                together.wait(timeout=30)
+
+        run.fake.answer = answer
+
+        assert len(run.source.receive(40, timeout=0)) == 40
+
+
+def test_never_more_than_the_demand_is_received() -> None:
+    with halves(receive_concurrency=4) as run:
+        run.fake.put([str(number) for number in range(100)])
+
+        messages = list(run.source.receive(37, timeout=0))
+        while len(messages) < 37:
+            messages += run.source.receive(37 - len(messages), timeout=0)
+
+        assert len(messages) == 37
+        assert len(run.fake.waiting()) == 63
+
+
+def test_a_poll_in_progress_completes_and_gives_back_what_it_found() -> None:
+    with halves(receive_concurrency=2, wait_time_seconds=20) as run:
+        asked_for, go_on = threading.Event(), threading.Event()
+
+        def answer(action: str, _: dict[str, Any]) -> Any:
+            if action != "ReceiveMessage":
+                return None
+            if len(asked(run.fake)) == 1:
+                return {}  # the first finds nothing: the queue is quiet
+            asked_for.set()
+            assert go_on.wait(timeout=30)
+            return None
+
+        run.fake.answer = answer
+        assert list(run.source.receive(10, timeout=0)) == []
+        run.clock.advance(5.0)
+        assert list(run.source.receive(10, timeout=0.01)) == []  # one poll is still out
+        assert asked_for.wait(timeout=30)
+        run.fake.put(["late"])
+        closing = threading.Thread(target=run.source.close)
+        closing.start()
+        time.sleep(0.05)
+        assert closing.is_alive()
+        go_on.set()
+        closing.join(timeout=30)
+
+        assert run.fake.waiting() == ["late"]
+        [late] = run.fake.queue().known.values()
+        assert late.count == 1
+
+
+# -------------------------------------------------------------------------------------- budgets
+
+
+def test_an_empty_receive_is_followed_by_the_next_after_the_interval() -> None:
+    with halves(receive_interval=5.0) as run:
+        began = run.clock.monotonic()
+
+        assert list(run.source.receive(10, timeout=21.0)) == []
+
+        assert run.clock.monotonic() - began == pytest.approx(21.0, abs=0.1)
+        assert run.fake.requests["ReceiveMessage"] == 5  # at 0, 5, 10, 15 and 20 s
+
+
+def test_while_the_queue_is_quiet_one_asks_for_all() -> None:
+    with halves(receive_concurrency=8, receive_interval=5.0) as run:
+        assert list(run.source.receive(1000, timeout=0)) == []
+        first = run.fake.requests["ReceiveMessage"]
+        assert first <= 8
+        while run.source._polls.flying:  # threads that had not begun
+            time.sleep(0.001)
+        run.clock.advance(5.0)
+
+        assert list(run.source.receive(1000, timeout=0)) == []
+
+        for _ in range(100):  # it is in its own thread
+            if run.fake.requests["ReceiveMessage"] > first:
+                break
+            time.sleep(0.01)
+        assert run.fake.requests["ReceiveMessage"] == first + 1
+
+
+def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(100)])
+        run.fake.answer = lambda action, _: (
+            client_error("OverLimit") if len(asked(run.fake)) > 2 else None
+        )
+
+        assert len(run.take()) == 20
+
+        assert len(asked(run.fake)) == 3
+        assert "as many messages in flight as it may have" in caplog.text
+
+
+def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out() -> None:
+    with halves(receive_concurrency=2) as run:
+        run.fake.put([str(number) for number in range(20)])
+        assert len(run.source.receive(20, timeout=0)) == 20
+        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in received(run.fake)]
+        run.clock.advance(200.0)
+
+        [message] = run.source.receive(1, timeout=0)
+
+        assert message.data == b"more"
+        assert run.fake.entries["ChangeMessageVisibility"] == 1
+        until = run.source._book._spans[-1][0]
+        assert until == run.clock.now().timestamp() + 600
+
+
+def received(fake: FakeSqs) -> list[dict[str, Any]]:
+    fake.put(["more"])
+    answer = fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
+    messages: list[dict[str, Any]] = answer["Messages"]
+    return messages
+
+
+# ---------------------------------------------------------------------------------- what fails
+
+
+def test_a_short_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        run.fake.answer = lambda action, _: (
+            client_error("ServiceUnavailable", status=503) if len(asked(run.fake)) < 3 else None
+        )
+        run.fake.requests.clear()
+
+        assert [message.data for message in run.take()] == [b"a"]
+
+        assert "could not do ReceiveMessage" in caplog.text
+
+
+def test_a_long_outage_ends_the_run_with_an_error() -> None:
+    with halves() as run:
+        run.fake.answer = lambda *_: client_error("ServiceUnavailable", status=503)
+        with pytest.raises(ProducerUnavailable, match="just now"):
+            run.take()
+        assert 60.0 <= run.clock.monotonic() < 70.0
+
+
+def test_expired_credentials_end_the_run_at_once() -> None:
+    with halves() as run:
+        run.fake.answer = lambda *_: client_error("ExpiredToken")
+        with pytest.raises(Expired):
+            run.take()
+        assert len(asked(run.fake)) == 1
+
+
+def test_a_redrive_policy_of_few_receives_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeSqs(ManualClock())
+    policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "3"}
+    fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
+
+    with halves(fake=fake):
+        pass
+
+    assert "a dead letter after 3 receives" in caplog.text
+    assert "set maxReceiveCount to 5 or more" in caplog.text
+
+
+def test_attributes_that_may_not_be_read_are_done_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    fake = FakeSqs(ManualClock())
+    fake.put(["a"])
+    fake.answer = lambda action, _: (
+        client_error("AccessDenied") if action == "GetQueueAttributes" else None
+    )
+
+    with halves(fake=fake) as run:
+        assert len(run.take()) == 1
+        assert run.producer.depth(run.env) is None
+
+    assert "GetQueueAttributes is not allowed on 'orders'" in caplog.text
+
+
+def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received() -> None:
+    fake = FakeSqs(ManualClock())
+    with (
+        pytest.raises(ProducerError, match="give the producer dead_letter=…"),
+        halves(fake=fake, on_failure="retry"),
+    ):
+        pass
+    assert not fake.requests["ReceiveMessage"]
+
+
+def test_a_missing_queue_is_told_before_anything_is_received() -> None:
+    fake = FakeSqs(ManualClock())
+    fake.answer = lambda action, _: client_error("QueueDoesNotExist")
+    with pytest.raises(ProducerError, match="there is no SQS queue 'orders'"), halves(fake=fake):
+        pass
+
+
+def test_a_visibility_timeout_of_0_cannot_hold_anything() -> None:
+    producer = SqsProducer(queue_url=URL, visibility_timeout=0)
+    with installed(FakeSqs()), pytest.raises(ProducerError, match="hides a message from nobody"):
+        producer.source(ProducerEnv())
+
+
+# -------------------------------------------------------------------------------------- options
+
+
+def test_visibility_timeout_and_lease_are_one() -> None:
+    assert SqsProducer(queue_url=URL).lease == 900.0
+    assert SqsProducer(queue_url=URL, visibility_timeout=120).lease == 120
+    with pytest.raises(OptionsError, match="they are one"):
+        SqsProducer(queue_url=URL, visibility_timeout=120, lease=60.0)
+    with pytest.raises(OptionsError, match="at most 43200"):
+        SqsProducer(queue_url=URL, lease=50_000.0)
+
+
+def test_another_word_for_an_action_means_noop_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    producer = SqsProducer(queue_url=URL, on_failure="dead-letter")
+
+    assert producer.on_failure == "noop"
+    assert "did you mean 'dead_letter'?" in caplog.text
+
+
+class Orders(Broadway):
+    producer = SqsProducer(queue_url=FIFO)
+    processors = Processors(concurrency=2)
+    batchers = {"default": Batcher(engine="python")}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> None:
+    def own(message: Message) -> int:
+        return 0
+
+    assert Orders().processors.partition_by is group_of
+    assert Orders().batchers["default"].partition_by is group_of
+    assert Orders(partition_by=own).processors.partition_by is own
+    standard = Orders(producer={"queue_url": URL})
+    assert standard.processors.partition_by is None
+
+
+def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
+    with halves(queue_url=FIFO) as run:
+        for number in range(9):
+            run.fake.put([f"{number}"], url=FIFO, group=f"g{number % 3}")
+        messages = take(run.source)
+
+    assert len({group_of(message) for message in messages}) == 3
+    for group in range(3):
+        name = f"g{group}"
+        own = [m for m in messages if m.metadata["attributes"]["message_group_id"] == name]
+        assert [int(message.data) for message in own] == [group, group + 3, group + 6]
+
+
+def test_each_receive_is_told_as_a_span() -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    events = [f"sqs.receive_messages.{end}" for end in ("start", "stop", "exception")]
+    handler = telemetry.attach(
+        lambda event, _, metadata: seen.append((event, dict(metadata))), events=events
+    )
+    try:
+        with halves() as run:
+            run.fake.put(["a"])
+            run.source.receive(1, timeout=0)
+            run.fake.answer = lambda *_: client_error("AccessDenied")
+            with pytest.raises(ProducerError):
+                run.source.receive(7, timeout=0)
+    finally:
+        telemetry.detach(handler)
+
+    assert [event.rpartition(".")[2] for event, _ in seen] == [
+        "start",
+        "stop",
+        "start",
+        "exception",
+    ]
+    assert seen[0][1]["demand"] == 1
+    assert seen[0][1]["name"] == "pipeline"
+    assert len(seen[1][1]["messages"]) == 1
+    assert seen[2][1]["demand"] == 7
