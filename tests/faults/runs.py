@@ -97,6 +97,7 @@ class _Runs:
 
     def execute(self) -> Found:
         self._airflow.wait_for_dag(self._dag_id, timeout=120)
+        self._end_leftovers()
         plan = list(self._plan())
         while plan and self._broker.waiting():
             plan = self._run(plan)
@@ -115,6 +116,13 @@ class _Runs:
         if not self._case.kills and self._found.duplicates:
             self._found.mistakes.append("messages were handled twice although nobody was killed")
         return self._found
+
+    def _end_leftovers(self) -> None:
+        """End runs of a case that was itself interrupted: the first run here would wait for them."""
+        for state in ("running", "queued"):
+            found = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
+            for run in found["dag_runs"]:
+                self._airflow.set_run_state(self._dag_id, run["dag_run_id"], "failed")
 
     def _plan(self) -> Iterator[str]:
         """The kinds to kill, in turn, so that one run can see each of them die so often."""
