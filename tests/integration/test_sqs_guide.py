@@ -295,3 +295,18 @@ def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
     assert HANDLED == ["b1", "b2"]
     assert server.depth(url) == (2, 1, 0)
     other.close()
+
+
+def test_a_run_takes_of_a_group_what_one_receive_brings(server: SqsServer) -> None:
+    name = f"long-{uuid.uuid4().hex[:12]}.fifo"
+    url = server.queue(name, FifoQueue="true", ContentBasedDeduplication="true")
+    client = server.client()
+    for number in range(25):
+        client.send_message(QueueUrl=url, MessageBody=f"{number:02}", MessageGroupId="one")
+    pipeline = Some(producer={"queue_name": name, "on_failure": "noop"})
+
+    taken = [pipeline.run_local(connections=Known(server)).settled.acked for _ in range(3)]
+
+    assert taken == [10, 10, 5]
+    assert HANDLED == sorted(HANDLED)
+    assert server.depth(url) == (0, 0, 0)
