@@ -118,7 +118,7 @@ class _Runs:
         return self._found
 
     def _end_leftovers(self) -> None:
-        """End runs of a case that was itself interrupted: the first run here would wait for them."""
+        """End the runs of a case that was interrupted: the first run here would wait for them."""
         for state in ("running", "queued"):
             found = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
             for run in found["dag_runs"]:
