@@ -11,7 +11,7 @@ from airflow_broadway.core.message import Message
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
-from tests.faults.rabbitmq_cases.working import finish, found_by_workers, spawn
+from tests.faults.rabbitmq_cases.working import ends_well, finish, found_by_workers, spawn
 
 _AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
 _DEAD = Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
@@ -28,7 +28,7 @@ def _at_work(place: Place, name: str, kind: str) -> Found:
     for pause in (0.4, 1.5):
         time.sleep(pause)
         _restart(place)
-    assert worker.wait(timeout=200) == 0
+    ends_well(worker)
 
     finish(place, lease=60.0, most=800)
 

@@ -10,7 +10,7 @@ from typing import Self
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
-from tests.faults.rabbitmq_cases.working import finish, found_by_workers, spawn
+from tests.faults.rabbitmq_cases.working import ends_well, finish, found_by_workers, spawn
 
 __all__ = ["Proxy"]
 
@@ -90,7 +90,7 @@ def _broken(place: Place, name: str, harm: str) -> Found:
             if harm == "stall":
                 time.sleep(1.0)
                 proxy.go_on()
-        assert worker.wait(timeout=200) == 0
+        ends_well(worker)
 
     finish(place, lease=40.0, most=600)
 

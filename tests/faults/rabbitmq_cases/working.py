@@ -17,7 +17,7 @@ from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place, uri_of
 from tests.faults.rabbitmq_worker import verdict_on
 
-__all__ = ["finish", "found_by_workers", "kill_now_and_then", "spawn"]
+__all__ = ["ends_well", "finish", "found_by_workers", "kill_now_and_then", "spawn"]
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -49,6 +49,14 @@ def spawn(
     return process
 
 
+def ends_well(worker: subprocess.Popen[bytes]) -> None:
+    """Wait until a worker has found the queue empty; one that does not end is ended."""
+    try:
+        assert worker.wait(timeout=240) == 0
+    finally:
+        worker.kill()
+
+
 def kill_now_and_then(place: Place, *, lease: float, most: int, kills: int, seed: int) -> int:
     """Kill workers at random instants, then let one finish; how many died."""
     dice = random.Random(seed)
@@ -67,7 +75,7 @@ def kill_now_and_then(place: Place, *, lease: float, most: int, kills: int, seed
 
 def finish(place: Place, *, lease: float, most: int, name: str = "") -> None:
     """Run a worker until the queue stays empty, leases that must lapse included."""
-    assert spawn(place, lease=lease, most=most, name=name).wait(timeout=240) == 0
+    ends_well(spawn(place, lease=lease, most=most, name=name))
 
 
 def found_by_workers(place: Place, case: str, count: int) -> Found:
