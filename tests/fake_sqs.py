@@ -131,7 +131,7 @@ class FakeSqs:
                 busy = {
                     held.group
                     for until, _, held in queue.flying
-                    if held.visible == until and held.key in queue.known
+                    if held.group and held.visible == until and held.key in queue.known
                 }
                 queue.ready = deque(sorted(queue.ready, key=lambda held: held.place))
             found: list[dict[str, Any]] = []

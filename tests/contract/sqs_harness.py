@@ -16,12 +16,16 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
 from tests.sqs_server import KEY, REGION, SqsServer
+
+if TYPE_CHECKING:
+    from mypy_boto3_sqs import SQSClient
 
 __all__ = ["SharedClock", "SqsHarness", "moved_server"]
 
@@ -72,6 +76,15 @@ def moved_server() -> tuple[SqsServer, str]:
     return server, path
 
 
+@cache
+def _client(url: str) -> SQSClient:
+    import boto3
+
+    session = boto3.session.Session()
+    client: SQSClient = session.client("sqs", region_name=REGION, endpoint_url=url, **KEY)
+    return client
+
+
 class _Known:
     def __init__(self, url: str) -> None:
         self._url = url
@@ -116,14 +129,10 @@ class SqsHarness(Harness):
         )
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        import boto3
-
-        client = boto3.session.Session().client(
-            "sqs", region_name=REGION, endpoint_url=self._url, **KEY
-        )
+        client = _client(self._url)
         fifo = self._queue.endswith(".fifo")
         for start in range(0, len(bodies), 10):
-            entries = [
+            entries: list[Any] = [
                 {
                     "Id": str(place),
                     "MessageBody": body.decode(),

@@ -11,8 +11,9 @@ any callback sees a message: that is how SQS *secures*.  Below the pipeline's st
         begun.json              settling has begun
         done-*.json             what settling has carried out so far: id → action
         lost-*.json             ids whose receipt SQS refused
-        settled.json            settling is done: the report
-    sqs/<queue>/attempts/<day>/*.json    id → failures on record
+        settled.json            settling is done: the report; nothing else is left then
+    sqs/<queue>/ended/<day>/<generation>.json    which folders a later run may remove
+    sqs/<queue>/attempts/<day>/*.json            id → failures on record
 
 Losing these files loses no message: all come back when their visibility timeout is over.  Without a
 staging folder the book is in this process's memory alone.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from itertools import chain
 from typing import Any
 
@@ -33,9 +35,12 @@ from airflow_broadway.core.custody import Action, SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.notes import Notes, digest
 
-__all__ = ["COUNTED", "Book", "Shelf", "report_of"]
+__all__ = ["COUNTED", "KEPT_FAILURES", "KEPT_REPORTS", "Book", "Shelf", "day_of", "report_of"]
 
 _VERSION = 1
+#: Days for which the report of a settled generation is kept, and failures of messages: SQS keeps
+#: no message for longer than 14.
+KEPT_REPORTS, KEPT_FAILURES = 7, 16
 #: Books that a process keeps after their end, so that settling again reports the same.
 _KEPT = 256
 
@@ -46,6 +51,11 @@ COUNTED: dict[Action, str] = {
     Action.LEAVE: "left",
     Action.RELEASE: "released",
 }
+
+
+def day_of(now: datetime, *, before: int = 0) -> str:
+    """The day of an instant, or so many days before it: ``YYYY-MM-DD``, UTC."""
+    return (now.astimezone(UTC) - timedelta(days=before)).date().isoformat()
 
 
 def report_of(
@@ -192,10 +202,17 @@ class Book:
         self.done.update(actions)
         self._note("done", {each: action.value for each, action in actions.items()})
 
-    def end(self, report: SettleReport) -> None:
-        """Note that settling is done; nothing is held from now on."""
+    def end(self, report: SettleReport, day: str) -> None:
+        """Note that settling is done; nothing is held from now on.
+
+        :param day: Today, as ``YYYY-MM-DD``.
+        """
         if self._notes is not None:
             self._notes.write(f"{self._name}/settled.json", report.to_json())
+            self._notes.write(f"ended/{day}/{self._name}.json", {})
+            for name in self._notes.names(self._name):
+                if name != "settled.json":
+                    self._notes.remove(f"{self._name}/{name}")
         with self._lock:
             self.report = report
             self.receipts.clear()
@@ -284,8 +301,17 @@ class Shelf:
         """Whether other processes see its books."""
         return self._notes is not None
 
-    def open(self, generation: str) -> Book:
-        """A new book, for the source; this process finds it from now on."""
+    def open(self, generation: str, oldest: str) -> Book:
+        """A new book, for the source; this process finds it from now on.
+
+        :param oldest: What ended before this day is forgotten.
+        """
+        if self._notes is not None:
+            for day in self._notes.names("ended"):
+                if day < oldest:
+                    for name in self._notes.names(f"ended/{day}"):
+                        self._notes.remove(name.removesuffix(".json"))
+                    self._notes.remove(f"ended/{day}")
         book = Book(self._notes, digest(generation))
         with _here_lock:
             while len(_here) >= _KEPT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
@@ -164,7 +165,6 @@ def _client(
     endpoint: str | None,
     extra: Mapping[str, Any],
 ) -> SQSClient:
-    import boto3
     from botocore.config import Config
 
     own = dict(extra.get("config_kwargs") or {})
@@ -179,24 +179,11 @@ def _client(
             tcp_keepalive=True,
         )
     )
-    session: Any
     if connection is not None and _PROVIDERS & set(extra):
-        session = _provider_session(connection, region, config)
+        create: Any = _provider_session(connection, region, config).client
     else:
-        session = boto3.session.Session(
-            aws_access_key_id=(connection.login or extra.get("aws_access_key_id") or None)
-            if connection
-            else None,
-            aws_secret_access_key=(
-                connection.password or extra.get("aws_secret_access_key") or None
-            )
-            if connection
-            else None,
-            aws_session_token=extra.get("aws_session_token"),
-            profile_name=extra.get("profile_name"),
-            region_name=region,
-        )
-    client: SQSClient = session.client(
+        create = _plain_session(connection, extra).create_client
+    client: SQSClient = create(
         "sqs",
         endpoint_url=endpoint,
         region_name=region,
@@ -224,6 +211,33 @@ def _connection(producer: SqsProducer, env: ProducerEnv) -> Connection | None:
             " 'aws'"
         )
     return found
+
+
+def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:
+    """A session by what the connection says, else by what botocore finds."""
+    from botocore.session import Session
+
+    session = Session(profile=extra.get("profile_name"))
+    session.register_component("data_loader", _loader())
+    if connection is not None:
+        key = connection.login or extra.get("aws_access_key_id")
+        secret = connection.password or extra.get("aws_secret_access_key")
+        if bool(key) != bool(secret):
+            raise ConnectionMissing(
+                f"the connection {connection.conn_id!r} has an access key (login) or a secret key"
+                " (password), and needs both or neither"
+            )
+        if key:
+            session.set_credentials(key, secret, extra.get("aws_session_token"))
+    return session
+
+
+@cache
+def _loader() -> Any:
+    """Botocore's descriptions of AWS, read once a process: seven eighths of opening a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def _provider_session(connection: Connection, region: str | None, config: Any) -> Any:

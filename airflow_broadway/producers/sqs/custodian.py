@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from airflow_broadway.core.custody import Action, Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, report_of
+from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, day_of, report_of
 from airflow_broadway.producers.sqs.bulk import Bulk
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
@@ -115,7 +115,8 @@ class SqsCustodian:
         if book.report is not None:
             return book.report
         report = self._settle(lease, book, settlement) + _beyond(book, settlement)
-        book.end(report)
+        if book.receipts or settlement.expected != 0:
+            book.end(report, day_of(self._clock.now()))
         return report
 
     def _settle(self, lease: Lease, book: Book, settlement: Settlement) -> SettleReport:

@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.clock import Clock
@@ -26,7 +25,7 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.sqs import dead
-from airflow_broadway.producers.sqs.book import Book, Shelf, report_of
+from airflow_broadway.producers.sqs.book import Book, Shelf, day_of, report_of
 from airflow_broadway.producers.sqs.bulk import Bulk, Refusal
 from airflow_broadway.producers.sqs.client import Queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
@@ -147,9 +146,8 @@ class Settling:
         if action is Action.DEAD_LETTER:
             return self._dead_letter(entries)
         if action is Action.RETRY:
-            now = self._clock.now()
             failures = {entry.message_id: entry.attempt for entry in entries}
-            self._shelf.note_failures(failures, now.date().isoformat())
+            self._shelf.note_failures(failures, day_of(self._clock.now()))
         return self._change(entries)
 
     def _delete(self, entries: list[Entry]) -> dict[str, Refusal]:
@@ -281,8 +279,3 @@ def _waves(verdicts: dict[str, Entry], size: int) -> Iterator[list[tuple[str, En
             wave = []
     if wave:
         yield wave
-
-
-def oldest_day(now: datetime) -> str:
-    """The day before which no message can have been sent: SQS keeps one for 14 days at most."""
-    return (now.astimezone(UTC) - timedelta(days=16)).date().isoformat()

@@ -17,14 +17,18 @@ from airflow_broadway.core.errors import (
     ProducerUnavailable,
 )
 from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.producers.sqs.book import Shelf
+from airflow_broadway.producers.sqs.book import (
+    KEPT_FAILURES,
+    KEPT_REPORTS,
+    Shelf,
+    day_of,
+)
 from airflow_broadway.producers.sqs.bulk import Bulk
 from airflow_broadway.producers.sqs.client import open_queue
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
 from airflow_broadway.producers.sqs.looking import check
 from airflow_broadway.producers.sqs.polling import Answer, Polls
 from airflow_broadway.producers.sqs.receiving import Reader, properties_of, request_of
-from airflow_broadway.producers.sqs.settling import oldest_day
 
 if TYPE_CHECKING:
     from airflow_broadway.core.producer import ProducerEnv
@@ -64,7 +68,7 @@ class SqsSource:
             self._queue.close()
             raise
         self._shelf = Shelf(env.staging, producer.place)
-        self._book = self._shelf.open(env.generation)
+        self._book = self._shelf.open(env.generation, day_of(env.clock.now(), before=KEPT_REPORTS))
         self._reader = Reader(producer)
         self._polls = Polls(
             self._receive_some,
@@ -84,6 +88,7 @@ class SqsSource:
         self._position = 0
         self._full = False
         self._trouble: float | None = None
+        self._told = False
         self._closed = False
 
     @property
@@ -227,9 +232,17 @@ class SqsSource:
     def _groups(self, fresh: dict[str, Any]) -> dict[str, str]:
         if not self._producer.fifo:
             return {}
-        return {
+        groups = {
             key: raw.get("Attributes", {}).get("MessageGroupId", "") for key, raw in fresh.items()
         }
+        if "" in groups.values() and not self._told:
+            self._told = True
+            log.warning(
+                "messages of the FIFO queue %r carry no message group: they count as one group, in"
+                " order of arrival; send them with a MessageGroupId",
+                self._queue.name,
+            )
+        return groups
 
     def _made(self, fresh: dict[str, Any], now: datetime) -> list[Message]:
         counts = {
@@ -237,7 +250,7 @@ class SqsSource:
             for key, raw in fresh.items()
         }
         again = [key for key, count in counts.items() if count > 1]
-        failures = self._shelf.failures(again, oldest_day(now)) if again else {}
+        failures = self._shelf.failures(again, day_of(now, before=KEPT_FAILURES)) if again else {}
         # Without notes of failures the receives must stand for them, releases and lapses included.
         durable = self._shelf.durable
         keeps, generation = self._producer.keeps_payload, self._env.generation

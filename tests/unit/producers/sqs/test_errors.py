@@ -156,6 +156,12 @@ def test_a_connection_of_another_type_is_refused() -> None:
         boto_client(SqsProducer(queue_url=URL, conn_id="x"), env(conn_type="rabbitmq"))
 
 
+def test_half_a_pair_of_keys_is_refused_without_being_shown() -> None:
+    with pytest.raises(ConnectionMissing, match="needs both or neither") as raised:
+        boto_client(SqsProducer(queue_url=URL, conn_id="aws"), env(login=""))
+    assert SECRET not in str(raised.value)
+
+
 def test_the_connection_says_endpoint_region_and_token() -> None:
     service = {"sqs": {"endpoint_url": "https://sqs.example.org"}}
     given = env(

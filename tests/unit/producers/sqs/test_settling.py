@@ -287,6 +287,32 @@ def test_attempts_count_failures_on_record_and_no_release(tmp_path: Path) -> Non
     assert again[b"b"].redelivered
 
 
+def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
+    staging = f"file://{tmp_path}"
+
+    def files() -> set[str]:
+        return {path.name for path in tmp_path.rglob("*.json")}
+
+    with halves(staging) as run:
+        fake = run.fake
+        fake.put([str(number) for number in range(30)])
+        messages = run.take()
+        assert "receipts-000000.json" in files()
+        run.custodian.settle(run.source.lease, settlement(messages, {"1": RETRY}))
+        left = [path for path in tmp_path.rglob("*.json") if path.parent.parent.name != "attempts"]
+        assert "settled.json" in {path.name for path in left}
+        assert len(left) == 2  # and that it may be removed later
+    with halves(staging, fake=fake) as empty:
+        empty.custodian.settle(empty.source.lease, settlement([]))
+        assert len(files()) == 3  # an empty run leaves nothing
+    fake.clock.sleep(20 * 86_400.0)
+
+    with halves(staging, fake=fake) as later:
+        assert len(later.take()) == 1
+
+    assert files() == {"receipts-000000.json"}
+
+
 def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
     with halves() as first:
         fake = first.fake

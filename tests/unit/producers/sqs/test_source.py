@@ -364,6 +364,19 @@ def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
         assert [int(message.data) for message in own] == [group, group + 3, group + 6]
 
 
+def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with halves(queue_url=FIFO) as run:
+        run.fake.put(["a", "b"], url=FIFO)
+        assert len(run.take()) == 2
+        run.fake.put(["c"], url=FIFO)
+        run.clock.advance(5.0)
+        assert len(run.take()) == 1
+
+    assert caplog.text.count("carry no message group") == 1
+
+
 def test_each_receive_is_told_as_a_span() -> None:
     seen: list[tuple[str, dict[str, Any]]] = []
     events = [f"sqs.receive_messages.{end}" for end in ("start", "stop", "exception")]
