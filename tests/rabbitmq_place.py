@@ -27,7 +27,7 @@ from tests.rabbitmq_server import RabbitServer
 __all__ = ["PASSWORD", "Breaker", "Connections", "Place", "manage", "permitted"]
 
 #: That of every user that tests make: it must be in no text.
-PASSWORD = "s3cret"
+PASSWORD = "s3cret-of-the-rabbit"
 
 
 class Connections:
@@ -134,19 +134,19 @@ def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> An
 
 
 @contextmanager
-def permitted(place: Place, *, tags: str = "", **allowed: str) -> Iterator[dict[str, str]]:
+def permitted(server: RabbitServer, *, tags: str = "", **allowed: str) -> Iterator[dict[str, str]]:
     """A user with these permissions alone, as the fields of a connection.
 
     :param allowed: ``configure``, ``write`` and ``read``; everything where none is given.
     """
     user = f"user-{uuid.uuid4().hex[:8]}"
-    manage(place.server, "PUT", f"users/{user}", {"password": PASSWORD, "tags": tags})
+    manage(server, "PUT", f"users/{user}", {"password": PASSWORD, "tags": tags})
     everything = {"configure": ".*", "write": ".*", "read": ".*"}
-    manage(place.server, "PUT", f"permissions/%2F/{user}", {**everything, **allowed})
+    manage(server, "PUT", f"permissions/%2F/{user}", {**everything, **allowed})
     try:
         yield {"login": user, "password": PASSWORD}
     finally:
-        manage(place.server, "DELETE", f"users/{user}")
+        manage(server, "DELETE", f"users/{user}")
 
 
 class Breaker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,17 @@ import pytest
 
 from airflow_broadway.core.custody import (
     ACK,
-    RELEASE,
     Action,
     QueueDepth,
-    Settlement,
     SettleReport,
     Verdict,
 )
-from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
-from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq import Qos, topology
 from airflow_broadway.producers.rabbitmq.properties import MARK, decode
-from airflow_broadway.testing.contract import entry_of, ids, settlement_of
+from airflow_broadway.testing.contract import entry_of
 from tests.rabbitmq_fixtures import wanted_server
-from tests.rabbitmq_place import PASSWORD, Place, permitted
+from tests.rabbitmq_place import Place
 
 pytestmark = pytest.mark.broker
 
@@ -35,135 +31,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     # Nobody kills this broker: the first lease queue of a test may be used at once.
     monkeypatch.setattr(topology, "_SETTLED", 0.0)
     return Place(wanted_server(), tmp_path)
-
-
-# -- refusals ----------------------------------------------------------------------------------
-
-
-def test_wrong_credentials_are_one_clear_error_without_the_password(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG")
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-
-    with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:
-        producer.source(place.env(login="me", password="s3cret"))
-
-    assert "s3cret" not in str(raised.value) + caplog.text
-
-
-def test_a_virtual_host_that_is_not_there(place: Place) -> None:
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-
-    with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
-        producer.source(place.env(schema="nowhere"))
-
-
-def test_a_broker_that_is_not_there(place: Place) -> None:
-    producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1")
-
-    with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
-        producer.source(place.env())
-
-
-def test_a_host_whose_name_is_not_known(place: Place) -> None:
-    producer = RabbitMQProducer(queue=place.name, uri="amqp://no-such-host.invalid")
-
-    with pytest.raises(ProducerUnavailable, match="name is not known"):
-        producer.source(place.env())
-
-
-def test_tls_files_that_cannot_be_read(place: Place) -> None:
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-
-    with pytest.raises(ConnectionMissing, match="TLS files"):
-        producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
-
-
-def test_a_queue_that_is_missing_is_named_with_the_cure(place: Place) -> None:
-    with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
-        place.producer().source(place.env())
-
-
-def test_a_queue_declared_with_other_arguments(place: Place) -> None:
-    place.declare()
-
-    with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
-        place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
-            place.env()
-        )
-
-
-def test_a_lease_queue_with_other_arguments_takes_no_message(place: Place) -> None:
-    place.declare()
-    place.send(b"1", b"2")
-    with place.channel() as channel:
-        channel.queue_declare(place.queues.lease("g1"), durable=True)
-
-    with place.source() as source, pytest.raises(ProducerError, match="the lease queue"):
-        source.receive(10, timeout=1.0)
-
-    assert len(place.settle("g2")[0]) == 2
-
-
-@pytest.mark.parametrize(
-    ("lacking", "expected"),
-    [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
-)
-def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
-    place: Place, lacking: str, expected: str
-) -> None:
-    place.declare()
-    place.send(b"1")
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-
-    with (  # noqa: PT012
-        permitted(place, **{lacking: "^$"}) as user,
-        pytest.raises(ProducerError, match=expected) as raised,
-    ):
-        source = producer.source(place.env(**user))
-        try:
-            source.receive(10, timeout=2.0)
-        finally:
-            source.close()
-
-    assert "permissions in docs/rabbitmq.md" in str(raised.value)
-    assert PASSWORD not in str(raised.value)
-    assert len(place.settle("g2")[0]) == 1
-
-
-def test_the_least_permissions_suffice(place: Place) -> None:
-    """Those of docs/rabbitmq.md: for receiving, every verdict, and a release."""
-    place.declare()
-    place.send(*[b"%d" % number for number in range(5)])
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-    least = {
-        "configure": r"^broadway\.",
-        "write": r"^(broadway\..*|amq\.default)$",
-        "read": rf"^({place.name}|broadway\..*)$",
-    }
-
-    with permitted(place, **least) as user:
-        source = producer.source(place.env(**user))
-        messages = place.take(source)
-        verdicts = [
-            Verdict(Action.RETRY, 300.0, "later", "process"),
-            Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
-            Verdict(Action.RETRY, 0.0, "now", "process"),
-            RELEASE,
-        ]
-        chosen = dict(zip(ids(messages), verdicts, strict=False))
-        custodian = producer.custodian(place.env(**user))
-        report = custodian.settle(source.lease, settlement_of(messages, chosen))
-        source.close()
-        again = producer.source(place.env("g2", **user))
-        assert len(place.take(again)) == 2
-        custodian.settle(again.lease, Settlement(rest=RELEASE))
-        again.close()
-        custodian.close()
-
-    assert report == SettleReport(acked=1, requeued=2, dead_lettered=1, released=1)
-    assert len(place.settle("g3")[0]) == 2
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -201,26 +68,6 @@ def test_a_message_of_every_type_arrives_and_is_published_again(place: Place) ->
     assert second.metadata["headers"] == first.metadata["headers"]
     assert (second.message_id, second.attempt, second.data) == (first.message_id, 2, b"body")
     json.dumps(dict(second.metadata))
-
-
-def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
-    place.declare()
-    link = Link(place.producer().address(place.env()))
-    table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
-    properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
-    channel = link.channel()
-    link.post(lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties)))
-    channel.shut()
-    link.close()
-    place.send(b"plain")
-    retry = Verdict(Action.RETRY, 0.0, "again", "process")
-
-    messages, report = place.settle("g1", {0: retry, 1: retry}, metadata=["headers"])
-    again, _ = place.settle("g2", metadata=["headers"])
-
-    assert sorted(message.data for message in messages) == [b"odd", b"plain"]
-    assert report == SettleReport(requeued=2)
-    assert sorted(ids(again)) == sorted(ids(messages))
 
 
 def test_a_body_that_is_too_large_is_set_aside_with_the_reason(place: Place) -> None:
@@ -291,37 +138,6 @@ def test_a_dead_letter_that_nobody_takes_fails_and_comes_back(place: Place) -> N
     assert (report.acked, report.dead_lettered, report.failed) == (2, 0, 1)
     assert "NO_ROUTE" in report.errors[0]
     assert [message.data for message in place.settle("g2")[0]] == [b"2"]
-
-
-def test_a_returned_bundle_of_a_newer_version_stays_where_it_is(
-    place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    place.declare()
-    place.send(b"1")
-    arguments = place.queues.returns_arguments()
-    with place.channel() as channel:
-        channel.queue_declare(place.queues.returns, durable=True, arguments=arguments)
-        channel.basic_publish("", place.queues.returns, b"AFBW\x09\x00\x00\x00\x02{}")
-
-    messages, _ = place.settle("g1")
-
-    assert [message.data for message in messages] == [b"1"]
-    assert "format version 9" in caplog.text
-    assert place.get(place.queues.returns) is not None
-
-
-def test_a_mark_that_somebody_forged_is_not_believed(place: Place) -> None:
-    place.declare()
-    forged = {MARK: {"id": "same", "giver": "other", "attempt": 2**62}}
-    twice = {MARK: {"id": "twice", "giver": "other", "attempt": 1}}
-    place.send(b"1", b"2", properties=pika.BasicProperties(headers=forged))
-    place.send(b"3", b"4", properties=pika.BasicProperties(headers=twice))
-
-    messages, report = place.settle("g1")
-
-    assert [message.data for message in messages] == [b"1", b"2", b"3", b"4"]
-    assert len(set(ids(messages))) == 4
-    assert report == SettleReport(acked=4)
 
 
 # -- queues ------------------------------------------------------------------------------------

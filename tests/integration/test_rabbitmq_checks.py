@@ -147,7 +147,7 @@ def test_a_user_without_the_tag_is_told_which_one_is_needed(
     place.declare()
     place.send(b"1")
 
-    with permitted(place) as user:
+    with permitted(place.server) as user:
         assert len(received(place, "g1", extra=extra, **user)) == 1
 
     assert f"refuses user {user['login']!r}, who needs the tag 'management'" in caplog.text
@@ -159,7 +159,7 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
 ) -> None:
     place.declare()
 
-    with permitted(place, tags="management") as user:
+    with permitted(place.server, tags="management") as user:
         address = RabbitMQProducer(queue=place.name, conn_id="c").address(
             place.env(extra=extra, **user)
         )
@@ -174,7 +174,7 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
     [
         ("", "is false"),
         ("ftp://host", "must be http"),
-        ("http://me:s3cret@host", "must be http"),
+        (f"http://me:{PASSWORD}@host", "must be http"),
         ("http://[", "must be http"),
     ],
 )

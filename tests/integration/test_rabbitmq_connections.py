@@ -1,4 +1,4 @@
-"""Connections to a real RabbitMQ that break, are blocked, or are secured by TLS."""
+"""Connections to a real RabbitMQ that break, and what consumers on them are told and given."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 import pika
 import pytest
 
+from airflow_broadway.core.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody import Action, SettleReport, Source, Verdict
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.settler import Tally
 from airflow_broadway.producers.rabbitmq import Qos, topology
+from airflow_broadway.producers.rabbitmq.metadata import NAMES
 from airflow_broadway.producers.rabbitmq.properties import MARK
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import wanted_server
@@ -106,3 +110,120 @@ def test_a_retry_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) 
     assert (second.message_id, second.attempt) == ("its-own", 2)
     assert report == SettleReport(acked=3)
     assert place.settle("g2")[0] == []
+
+
+# -- consumers -------------------------------------------------------------------------------------
+
+
+def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+
+    with place.source(qos=Qos(prefetch_count=1), on_failure="retry") as source:
+        assert one(source).data == b"1"
+        delete(place)
+        told = rf"{place.name}.*NOT_FOUND.*create it, or let the option `declare` do so"
+        with pytest.raises(ProducerError, match=told):
+            source.receive(1, timeout=5.0)
+
+
+def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(place: Place) -> None:
+    options: dict[str, Any] = {"qos": Qos(prefetch_count=1), "declare": {"durable": True}}
+    place.declare()
+    place.send(b"1")
+
+    with place.source(**options, on_failure="retry", backoff_min=0.01) as source:
+        assert one(source).data == b"1"
+        delete(place)
+        assert source.receive(1, timeout=1.0) == []
+        place.send(b"2")
+        assert one(source).data == b"2"
+
+
+def delete(place: Place) -> None:
+    with place.channel() as channel:
+        channel.queue_delete(place.name)
+
+
+def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
+    place: Place,
+) -> None:
+    # Given a run that consumes exclusively
+    place.declare()
+    place.send(b"1")
+    options: dict[str, Any] = {
+        "consume_options": {"exclusive": True, "arguments": {"x-priority": 5}},
+        "qos": Qos(prefetch_count=1),
+        "on_failure": "retry",
+    }
+    with place.source("g1", **options) as source:
+        assert one(source).data == b"1"
+        place.send(b"2")
+
+        # When another run comes to the same queue, it is told why it gets nothing
+        with place.source("g2", **options) as other:
+            told = "in exclusive use; another consumer has it for itself"
+            with pytest.raises(ProducerError, match=told):
+                other.receive(1, timeout=2.0)
+
+        # Then the first goes on
+        assert one(source).data == b"2"
+
+
+def test_metadata_holds_every_field_that_is_asked_for(place: Place) -> None:
+    given: dict[str, Any] = {
+        "content_type": "text/plain",
+        "content_encoding": "identity",
+        "headers": {"h": 1},
+        "priority": 4,
+        "correlation_id": "c",
+        "reply_to": "r",
+        "message_id": "m",
+        "timestamp": 1_700_000_000,
+        "type": "t",
+        "user_id": "guest",
+        "app_id": "a",
+        "cluster_id": "k",
+    }
+    place.declare()
+    place.send(b"1", properties=pika.BasicProperties(delivery_mode=2, **given))
+
+    [message], _ = place.settle("g1", metadata=list(NAMES))
+
+    assert dict(message.metadata) == {
+        **given,
+        "persistent": True,
+        "redelivered": False,
+        "exchange": "",
+        "routing_key": place.name,
+    }
+
+
+def test_each_message_may_have_its_own_way_of_being_settled(place: Place) -> None:
+    """Broadway's four values, given by ``configure_ack``, at a broker."""
+    place.declare()
+    place.send(b"ack", b"reject", b"reject_and_requeue", b"reject_and_requeue_once")
+    producer = place.producer(on_failure="retry")
+
+    def verdicts(messages: list[Message]) -> dict[str, Verdict]:
+        made = {}
+        for message in messages:
+            ref = AckRef(RunAcknowledger(producer, Tally()), "g", message.acknowledger.data)
+            own = Message(message.data, redelivered=message.redelivered, acknowledger=ref)
+            failed = own.configure_ack(on_failure=message.data.decode()).failed("why")
+            made[message.message_id] = producer.verdict(failed, failed=True, stage="process")
+        return made
+
+    def run(generation: str) -> SettleReport:
+        with place.source(generation, on_failure="retry") as source:
+            messages = place.take(source)
+            lease = source.lease
+        custodian = producer.custodian(place.env("custodian"))
+        report = custodian.settle(lease, settlement_of(messages, verdicts(messages)))
+        custodian.close()
+        return report
+
+    # What is redelivered is requeued no more than once, but always if that was said.
+    assert run("g1") == SettleReport(acked=1, dead_lettered=1, requeued=2)
+    assert run("g2") == SettleReport(dead_lettered=1, requeued=1)
+    assert [message.data for message in place.settle("g3")[0]] == [b"reject_and_requeue"]

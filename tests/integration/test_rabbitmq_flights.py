@@ -1,8 +1,15 @@
-"""``dags/rabbitmq_flights.py`` in a real Airflow, with a real RabbitMQ: the demo's own truth."""
+"""``dags/rabbitmq_flights.py`` in a real Airflow, with a real RabbitMQ: the demo's own truth.
+
+Its user has the permissions that the guide names and no more, and a password that must be found
+nowhere afterwards.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -14,10 +21,53 @@ from scripts.load_rabbitmq import QUEUE, load
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.faults.brokers_rabbitmq import counted
 from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_place import PASSWORD, permitted
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 
 MESSAGES = 5_000
+
+
+#: Those of docs/rabbitmq.md for the queue ``flights``, which the pipeline declares.
+LEAST = {
+    "configure": r"^(flights|broadway\..*)$",
+    "write": r"^(broadway\..*|amq\.default)$",
+    "read": r"^(flights|broadway\..*)$",
+}
+
+
+@contextmanager
+def commands_watched(text: str) -> Iterator[list[str]]:
+    """The processes of this machine whose arguments ever hold ``text``."""
+    found: list[str] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(0.2):
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    arguments = file.read_bytes()
+                except OSError:  # it has just ended
+                    continue
+                if text.encode() in arguments:
+                    found.append(arguments.replace(b"\0", b" ").decode(errors="replace"))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def files_with(text: str, folder: Path) -> list[str]:
+    """The files below a folder that hold ``text``: logs, staging, databases."""
+    return [
+        str(file)
+        for file in folder.rglob("*")
+        if file.is_file() and not file.is_symlink() and text.encode() in file.read_bytes()
+    ]
 
 
 @pytest.mark.timeout(600)
@@ -32,23 +82,17 @@ def test_the_flights_through_rabbitmq(tmp_path: Path) -> None:
     load(address_of_uri(server.url, name="test"), MESSAGES)
     api = free_port()
     env = airflow_env(home=tmp_path / "airflow", port=api)
-    env |= {
-        "AIRFLOW_CONN_RABBITMQ_DEFAULT": json.dumps(
-            {
-                "conn_type": "rabbitmq",
-                "host": host,
-                "port": port,
-                "login": "guest",
-                "password": "guest",
-            }
-        )
-    }
-
     parts = ("api-server", "scheduler", "dag-processor")
-    with LocalAirflow(env, tmp_path / "logs", components=parts) as airflow:
-        airflow.wait_for_dag("rabbitmq_flights")
-        run = airflow.trigger("rabbitmq_flights", {"output": str(tmp_path / "output")})
-        state = airflow.wait_for_run("rabbitmq_flights", run, timeout=400)
+    with permitted(server, **LEAST) as user:
+        connection = {"conn_type": "rabbitmq", "host": host, "port": port, **user}
+        env |= {"AIRFLOW_CONN_RABBITMQ_DEFAULT": json.dumps(connection)}
+        with (
+            commands_watched(PASSWORD) as commands,
+            LocalAirflow(env, tmp_path / "logs", components=parts) as airflow,
+        ):
+            airflow.wait_for_dag("rabbitmq_flights")
+            run = airflow.trigger("rabbitmq_flights", {"output": str(tmp_path / "output")})
+            state = airflow.wait_for_run("rabbitmq_flights", run, timeout=400)
 
     assert state == "success"
     table = ds.dataset(tmp_path / "output" / "flights", format="parquet", partitioning="hive")
@@ -57,3 +101,7 @@ def test_the_flights_through_rabbitmq(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
     assert counted(server, [QUEUE, Queues(QUEUE).returns]) == 0
     assert counted(server, [Queues(QUEUE).dead]) == MESSAGES - len(departed)
+    assert commands == []
+    # Airflow's logs and database, with every XCom; staging; what Spark was given.
+    assert list(tmp_path.rglob("manifest*.json"))
+    assert files_with(PASSWORD, tmp_path) == []

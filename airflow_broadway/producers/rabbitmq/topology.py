@@ -296,4 +296,6 @@ def explained(error: Refused, what: str) -> ProducerError:
         405: "another connection holds it exclusively",
         406: "it exists with other arguments; delete it, or declare it as it is",
     }.get(error.code)
+    if error.code == 403 and "exclusive use" in error.text:
+        advice = "another consumer has it for itself: an option `exclusive`, of a run or elsewhere"
     return ProducerError(f"{what}: {error.text}" + (f"; {advice}" if advice else ""))

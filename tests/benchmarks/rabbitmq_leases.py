@@ -1,0 +1,143 @@
+"""What leased messages cost a RabbitMQ: ``python -m tests.benchmarks.rabbitmq_leases``.
+
+A server of its own, one run that holds 100,000 messages of 200 bytes, with either custody; memory
+as the broker says, disk as the file system does.  The source queue is a classic one, so that the
+folder ``quorum`` has nothing but the lease queue, the returns queue and the spares.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pika
+
+from airflow_broadway.core.custody import ACK, Settlement
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from tests.rabbitmq_server import RabbitServer
+
+MESSAGES, BYTES = 100_000, 200
+#: Seconds after which the broker's figures are of now; it takes them every five.
+FRESH = 11.0
+QUEUE = "measured"
+
+
+def main() -> None:
+    """Measure, and print a table as the guide has it."""
+    rows = [measured(custody) for custody in ("broker", "staged")]
+    out = sys.stdout.write
+    out(f"{MESSAGES:,} messages of {BYTES} bytes, held by one run (MiB)\n\n")
+    out('| | `custody="broker"` | `custody="staged"` |\n|---|---|---|\n')
+    for name in rows[0]:
+        out(f"| {name} | {rows[0][name]} | {rows[1][name]} |\n")
+
+
+def measured(custody: str) -> dict[str, str]:
+    """Figures by name, in MiB where they are sizes."""
+    with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, own_server() as server:
+        fill(server)
+        producer = RabbitMQProducer(
+            queue=QUEUE,
+            uri=f"amqp://127.0.0.1:{server.port}",
+            custody=custody,
+            on_failure="retry",
+        )
+        env = ProducerEnv(generation="g1", staging=f"file://{folder}")
+        before, disk = memory(server), size(server.folder / "data")
+        source = producer.source(env)
+        taken = 0
+        while taken < MESSAGES:
+            taken += len(source.secure(source.receive(2_000, timeout=10.0)))
+        lease = source.lease
+        time.sleep(FRESH)
+        queue = ask(server, f"queues/%2F/{lease.state['lease_queue']}")
+        found = {
+            "bundles in the lease queue": f"{queue['messages']:,}",
+            "their bytes": mib(queue["message_bytes"]),
+            "memory of the lease queue": mib(queue["memory"]),
+            "memory of the broker, more than before": mib(memory(server) - before),
+            "disk of the broker's quorum queues": mib(size(server.folder / "data", "quorum")),
+            "disk of the broker as a whole, more than before": mib(
+                size(server.folder / "data") - disk
+            ),
+            "disk of the staging folder": mib(size(Path(folder))),
+        }
+        source.close()
+        custodian = producer.custodian(env)
+        report = custodian.settle(lease, Settlement(rest=ACK, expected=MESSAGES))
+        custodian.close()
+        assert report.acked == MESSAGES, report
+        time.sleep(FRESH)
+        found["memory of the broker after settling, more than before"] = mib(
+            memory(server) - before
+        )
+        return found
+
+
+@contextmanager
+def own_server() -> Iterator[RabbitServer]:
+    folder = Path(tempfile.mkdtemp(prefix="broadway-rabbitmq-"))
+    server = RabbitServer(folder)
+    server.run()
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fill(server: RabbitServer) -> None:
+    with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
+        channel = connection.channel()
+        channel.queue_declare(QUEUE, durable=True)
+        persistent = pika.BasicProperties(delivery_mode=2)
+        for _ in range(MESSAGES):
+            channel.basic_publish("", QUEUE, b"x" * BYTES, persistent)
+        wait(lambda: channel.queue_declare(QUEUE, passive=True).method.message_count == MESSAGES)
+    time.sleep(FRESH)
+
+
+def wait(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.1)
+
+
+def memory(server: RabbitServer) -> int:
+    """Bytes that the broker's operating system process holds, as the broker counts them."""
+    [node] = ask(server, "nodes")
+    return int(node["mem_used"])
+
+
+def ask(server: RabbitServer, path: str) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.management_port}/api/{path}",
+        headers={"Authorization": "Basic Z3Vlc3Q6Z3Vlc3Q="},  # guest:guest
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+def size(folder: Path, part: str = "") -> int:
+    """Bytes of disk that the files below a folder take."""
+    return sum(
+        file.stat().st_blocks * 512
+        for file in folder.rglob("*")
+        if file.is_file() and part in str(file.relative_to(folder))
+    )
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.1f} MiB"
+
+
+if __name__ == "__main__":
+    main()

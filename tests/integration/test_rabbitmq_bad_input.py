@@ -1,0 +1,301 @@
+"""Bad input to a real RabbitMQ: one clear error or a failed message each; no hang, nothing lost."""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Action, Settlement, SettleReport, Verdict
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
+from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
+from airflow_broadway.producers.rabbitmq.properties import MARK, ORIGINAL, encode
+from airflow_broadway.testing.contract import ids, settlement_of
+from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
+
+pytestmark = pytest.mark.broker
+
+RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    # Nobody kills this broker: the first lease queue of a test may be used at once.
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    return Place(wanted_server(), tmp_path)
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def test_wrong_credentials_are_one_clear_error_without_the_password(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="pika")  # which otherwise keeps to itself
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:
+        producer.source(place.env(login="me", password=PASSWORD))
+
+    assert PASSWORD not in str(raised.value) + caplog.text
+
+
+def test_a_virtual_host_that_is_not_there(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ProducerError, match="virtual host 'nowhere'"):
+        producer.source(place.env(schema="nowhere"))
+
+
+def test_a_broker_that_is_not_there(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, uri="amqp://127.0.0.1:1")
+
+    with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
+        producer.source(place.env())
+
+
+def test_a_host_whose_name_is_not_known(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, uri="amqp://no-such-host.invalid")
+
+    with pytest.raises(ProducerUnavailable, match="name is not known"):
+        producer.source(place.env())
+
+
+def test_tls_files_that_cannot_be_read(place: Place) -> None:
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with pytest.raises(ConnectionMissing, match="TLS files"):
+        producer.source(place.env(extra={"tls": {"ca": "/no/such/file"}}))
+
+
+def test_a_queue_that_is_missing_is_named_with_the_cure(place: Place) -> None:
+    with pytest.raises(ProducerError, match=rf"{place.name}.*NOT_FOUND.*declare"):
+        place.producer().source(place.env())
+
+
+def test_a_queue_declared_with_other_arguments(place: Place) -> None:
+    place.declare()
+
+    with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
+        place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
+            place.env()
+        )
+
+
+def test_a_lease_queue_with_other_arguments_takes_no_message(place: Place) -> None:
+    place.declare()
+    place.send(b"1", b"2")
+    with place.channel() as channel:
+        channel.queue_declare(place.queues.lease("g1"), durable=True)
+
+    with place.source() as source, pytest.raises(ProducerError, match="the lease queue"):
+        source.receive(10, timeout=1.0)
+
+    assert len(place.settle("g2")[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("lacking", "expected"),
+    [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],
+)
+def test_a_permission_that_is_lacking_is_named_and_nothing_hangs(
+    place: Place, lacking: str, expected: str
+) -> None:
+    place.declare()
+    place.send(b"1")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    with (  # noqa: PT012
+        permitted(place.server, **{lacking: "^$"}) as user,
+        pytest.raises(ProducerError, match=expected) as raised,
+    ):
+        source = producer.source(place.env(**user))
+        try:
+            source.receive(10, timeout=2.0)
+        finally:
+            source.close()
+
+    assert "permissions in docs/rabbitmq.md" in str(raised.value)
+    assert PASSWORD not in str(raised.value)
+    assert len(place.settle("g2")[0]) == 1
+
+
+def test_a_permission_that_is_lacking_when_settling_loses_nothing(place: Place) -> None:
+    # Given a run of a user who may not write to queues any more when it comes to settling
+    place.declare()
+    place.send(b"1", b"2")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+
+    with permitted(place.server) as user:
+        source = producer.source(place.env(**user))
+        messages = place.take(source)
+        lease = source.lease
+        source.close()
+        settlement = settlement_of(messages, {messages[0].message_id: RETRY})
+        fewer = {"configure": ".*", "write": r"^broadway\.", "read": ".*"}
+        manage(place.server, "PUT", f"permissions/%2F/{user['login']}", fewer)
+
+        # When a message is to be retried
+        custodian = producer.custodian(place.env("settling", **user))
+        with pytest.raises(ProducerError, match=r"ACCESS_REFUSED.*amq\.default") as raised:
+            custodian.settle(lease, settlement)
+        custodian.close()
+
+    # Then nothing was settled, and it is, once somebody may
+    assert PASSWORD not in str(raised.value)
+    custodian = place.producer().custodian(place.env("later"))
+    assert custodian.settle(lease, settlement) == SettleReport(acked=1, requeued=1)
+    custodian.close()
+    assert [message.data for message in place.settle("g2")[0]] == [b"1"]
+
+
+def test_the_least_permissions_suffice(place: Place) -> None:
+    """Those of docs/rabbitmq.md: for receiving, every verdict, and a release."""
+    place.declare()
+    place.send(*[b"%d" % number for number in range(5)])
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    least = {
+        "configure": r"^broadway\.",
+        "write": r"^(broadway\..*|amq\.default)$",
+        "read": rf"^({place.name}|broadway\..*)$",
+    }
+
+    with permitted(place.server, **least) as user:
+        source = producer.source(place.env(**user))
+        messages = place.take(source)
+        verdicts = [
+            Verdict(Action.RETRY, 300.0, "later", "process"),
+            Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
+            Verdict(Action.RETRY, 0.0, "now", "process"),
+            RELEASE,
+        ]
+        chosen = dict(zip(ids(messages), verdicts, strict=False))
+        custodian = producer.custodian(place.env(**user))
+        report = custodian.settle(source.lease, settlement_of(messages, chosen))
+        source.close()
+        again = producer.source(place.env("g2", **user))
+        assert len(place.take(again)) == 2
+        custodian.settle(again.lease, Settlement(rest=RELEASE))
+        again.close()
+        custodian.close()
+
+    assert report == SettleReport(acked=1, requeued=2, dead_lettered=1, released=1)
+    assert len(place.settle("g3")[0]) == 2
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
+    place.declare()
+    link = Link(place.producer().address(place.env()))
+    table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
+    properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
+    channel = link.channel()
+    link.post(lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties)))
+    channel.shut()
+    link.close()
+    place.send(b"plain")
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+
+    messages, report = place.settle("g1", {0: retry, 1: retry}, metadata=["headers"])
+    again, _ = place.settle("g2", metadata=["headers"])
+
+    assert sorted(message.data for message in messages) == [b"odd", b"plain"]
+    assert report == SettleReport(requeued=2)
+    assert sorted(ids(again)) == sorted(ids(messages))
+
+
+def nested(deep: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(deep):
+        made = {"n": made}
+    return made
+
+
+#: Headers that a sender may well get past the broker.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "nested": {"n": nested(40)},
+    "nested beyond reason": {"n": nested(200)},
+    "huge": {"text": "x" * 120_000},
+    "many": {f"h{number}": number for number in range(5_000)},
+    "types": {"list": [None, True, -1, 2**62, "x", [[]], {"in": [b"\xff"]}], "": "no name"},
+    "a mark that is a number": {MARK: 5},
+    "a mark of wrong types": {MARK: {"id": 7, "giver": None, "attempt": "two"}},
+    "a mark from before the first attempt": {MARK: {"id": "x", "giver": "g", "attempt": -5}},
+    "a mark with a huge id": {MARK: {"id": "x" * 50_000, "giver": "g", "attempt": 1}},
+    "an original that is text": {ORIGINAL: "no table"},
+    "deaths that are a number": {"x-death": 3},
+}
+
+
+def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) -> None:
+    # Given messages with each of them
+    place.declare()
+    link = Link(place.producer().address(place.env()))
+    channel = link.channel()
+    for name, headers in HOSTILE.items():
+        raw = raw_properties(encode({"headers": headers}))
+        link.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
+    channel.shut()
+    link.close()
+    place.send(b"plain")
+    sent = sorted([*HOSTILE, "plain"])
+
+    # When every one is retried, then dead-lettered
+    everyone = dict.fromkeys(range(len(sent)), RETRY)
+    options: dict[str, Any] = {"metadata": ["headers", "priority"]}
+    first, retried = place.settle("g1", everyone, **options)
+    second, buried = place.settle("g2", dict.fromkeys(everyone, DEAD), **options)
+
+    # Then nobody is missing at any time, and what came back is who it was
+    assert sorted(message.data.decode() for message in first) == sent
+    assert retried.requeued + retried.failed + retried.dead_lettered == len(sent)
+    assert sorted(message.data.decode() for message in second) == sent
+    assert sorted(ids(first)) == sorted(ids(second))
+    assert all(len(each.message_id) < 300 for each in first)
+    assert buried.dead_lettered + buried.failed == len(sent)
+    left = [message.data.decode() for message in place.settle("g3")[0]]
+    while (found := place.get(place.queues.dead)) is not None:
+        left.append(found[1].decode())
+    assert sorted(left) == sent
+    assert (retried.failed, buried.failed) == (0, 0), (retried, buried)
+
+
+def test_a_returned_bundle_of_a_newer_version_stays_where_it_is(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.declare()
+    place.send(b"1")
+    arguments = place.queues.returns_arguments()
+    with place.channel() as channel:
+        channel.queue_declare(place.queues.returns, durable=True, arguments=arguments)
+        channel.basic_publish("", place.queues.returns, b"AFBW\x09\x00\x00\x00\x02{}")
+
+    messages, _ = place.settle("g1")
+
+    assert [message.data for message in messages] == [b"1"]
+    assert "format version 9" in caplog.text
+    assert place.get(place.queues.returns) is not None
+
+
+def test_a_mark_that_somebody_forged_is_not_believed(place: Place) -> None:
+    place.declare()
+    forged = {MARK: {"id": "same", "giver": "other", "attempt": 2**62}}
+    twice = {MARK: {"id": "twice", "giver": "other", "attempt": 1}}
+    place.send(b"1", b"2", properties=pika.BasicProperties(headers=forged))
+    place.send(b"3", b"4", properties=pika.BasicProperties(headers=twice))
+
+    messages, report = place.settle("g1")
+
+    assert [message.data for message in messages] == [b"1", b"2", b"3", b"4"]
+    assert len(set(ids(messages))) == 4
+    assert report == SettleReport(acked=4)
