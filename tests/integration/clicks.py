@@ -395,8 +395,8 @@ def pause_lets_running_work_settle_itself(clicks: Clicks) -> None:
 def let_the_lease_lapse_in_mid_spark(clicks: Clicks) -> None:
     # Given a Spark application at work on its second batch when the lease ends
     clicks.start("wait", dag_id="clicked_lapse")
-    eventually(lambda: clicks.firsts() == [0, 10], timeout=120.0)
-    eventually(lambda: clicks.depth() == (20, 0, 0), timeout=150.0)
+    eventually(lambda: clicks.firsts() == [0, 10], timeout=170.0)
+    eventually(lambda: clicks.depth() == (20, 0, 0), timeout=200.0)
 
     # When it would record its outcome
     clicks.take_down("wait")

@@ -65,4 +65,4 @@ class RabbitClickedSpark(ClickedSpark):
 class RabbitClickedLapse(ClickedSpark):
     """Its lease ends while a batch waits."""
 
-    producer: Any = RabbitMQProducer(queue="replaced", conn_id="clicked_rabbitmq", lease=120.0)
+    producer: Any = RabbitMQProducer(queue="replaced", conn_id="clicked_rabbitmq", lease=180.0)
