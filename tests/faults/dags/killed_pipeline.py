@@ -161,7 +161,7 @@ class KilledRabbitMQ(Killed):
         queue="killed",
         conn_id="killed_rabbitmq",
         concurrency=2,
-        lease=600.0,
+        lease=1800.0,
         on_failure="retry",
         retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
     )
