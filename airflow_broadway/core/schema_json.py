@@ -61,6 +61,13 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     encoded: dict[str, str] = {}
     for key, value in metadata.items():
+        if type(key) is str and key.isascii():  # what most are
+            if type(value) is str and value.isascii():
+                encoded[key] = value
+                continue
+            if type(value) is dict and not value:
+                encoded[key] = "{}"
+                continue
         path = f"metadata[{key!r}]"
         if not isinstance(key, str) or not encodable(key):
             raise MisfitError("metadata", "keys that are text", describe(key))

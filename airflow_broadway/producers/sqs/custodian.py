@@ -15,7 +15,7 @@ from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, day_of, re
 from airflow_broadway.producers.sqs.bulk import Bulk
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
-from airflow_broadway.producers.sqs.settling import Settling, plan
+from airflow_broadway.producers.sqs.settling import Plan, Settling, plan
 
 if TYPE_CHECKING:
     from airflow_broadway.core.producer import ProducerEnv
@@ -120,19 +120,20 @@ class SqsCustodian:
         return report
 
     def _settle(self, lease: Lease, book: Book, settlement: Settlement) -> SettleReport:
-        verdicts, strangers = plan(book, lease, settlement)
+        planned = plan(book, lease, settlement)
+        strangers = planned.strangers
         if not book.receipts:
             # It never received, or somebody else's process did and wrote nothing down.
             return SettleReport(lapsed=max(strangers, settlement.expected or 0))
         if self._clock.now().timestamp() >= self._until(lease, book):
             return report_of(
                 Counter(book.done.values()),
-                lapsed=len(verdicts) - len(book.done) + strangers,
+                lapsed=len(planned.verdicts) - len(book.done) + strangers,
                 errors=self._why_lapsed(book),
             )
         settling = self._settling(book)
         book.begin()
-        done = settling.carry_out(verdicts, note=True)
+        done = settling.carry_out(planned, note=True)
         return settling.report(done.values()) + SettleReport(lapsed=strangers)
 
     def _why_lapsed(self, book: Book) -> tuple[str, ...]:
@@ -149,14 +150,14 @@ class SqsCustodian:
         if book.ended() or self._clock.now().timestamp() >= self._until(lease, book):
             return SettleReport(lapsed=len(given))
         before = [book.now[key] for key in given if key in book.now]
-        open_ones = {
-            key: entry
+        verdicts = {
+            key: entry.verdict
             for key, entry in given.items()
             if key not in book.now and key in book.receipts and key not in book.lost
         }
-        lapsed = len(given) - len(before) - len(open_ones)
+        lapsed = len(given) - len(before) - len(verdicts)
         settling = self._settling(book)
-        done = settling.carry_out(open_ones, note=False)
+        done = settling.carry_out(Plan(verdicts, given, 0), note=False)
         book.note_now(done)
         return settling.report([*before, *done.values()]) + SettleReport(lapsed=lapsed)
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody import (
@@ -23,7 +23,7 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
-from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.sqs import dead
 from airflow_broadway.producers.sqs.book import Book, Shelf, day_of, report_of
 from airflow_broadway.producers.sqs.bulk import Bulk, Refusal
@@ -34,46 +34,62 @@ from airflow_broadway.producers.sqs.looking import dead_letter_queue
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["Settling", "plan"]
+__all__ = ["Plan", "Settling", "plan"]
 
 log = logging.getLogger(__name__)
 
 #: Messages after which a settlement notes how far it has come.
 WAVE: Final = 2000
 #: What comes again holds back the later messages of its FIFO group.
+_NO_BODY: Final = (
+    "a dead letter cannot be sent: its body was not kept; give the producer dead_letter=…, or"
+    " on_failure='retry' or 'dead_letter', before it receives"
+)
 _COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 
 
-def plan(book: Book, lease: Lease, settlement: Settlement) -> tuple[dict[str, Entry], int]:
-    """The verdict on each message that the book holds, in order of arrival; and how many messages
-    the settlement names that it does not hold.
+class Plan(NamedTuple):
+    """What becomes of the messages of one book.
+
+    :param verdicts: Message id → verdict, in order of arrival.
+    :param entries: Of these, those that were named one by one.
+    :param strangers: Messages that were named and are not held.
+    """
+
+    verdicts: dict[str, Verdict]
+    entries: dict[str, Entry]
+    strangers: int
+
+
+def plan(book: Book, lease: Lease, settlement: Settlement) -> Plan:
+    """The verdict on each message that the book holds.
 
     :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
     """
-    named = {entry.message_id: entry for entry in settlement.entries()}
+    entries = {entry.message_id: entry for entry in settlement.entries()}
     held = book.held()
-    rest: set[str] | None = None  # who gets the rest's verdict; None: all that are not named
-    action = settlement.rest.action
-    known = len(held) + sum(each in book.lost for each in book.receipts)
-    if action is not Action.RELEASE and settlement.expected != known:
+    lost = [each for each in book.lost if each in book.receipts]
+    # Each gets the verdict of the rest unless it is named: one object for most of them.
+    verdicts = dict.fromkeys(held, settlement.rest)
+    if settlement.rest.action is not Action.RELEASE and settlement.expected != len(held) + len(
+        lost
+    ):
         # What was received and never staged must not be settled as if it had been handled.
         if settlement.everything is None:
             raise ProducerError(
-                f"generation {lease.generation!r} holds {known} messages and its manifest"
-                f" names {settlement.expected}: none was settled, and all come back when the lease"
-                " lapses"
+                f"generation {lease.generation!r} holds {len(held) + len(lost)} messages and its"
+                f" manifest names {settlement.expected}: none was settled, and all come back when"
+                " the lease lapses"
             )
-        rest = {entry.message_id for entry in settlement.everything()}
-    verdicts: dict[str, Entry] = {}
-    for each in held:
-        entry = named.pop(each, None)
-        if entry is None:
-            verdict = settlement.rest if rest is None or each in rest else RELEASE
-            entry = Entry(each, "", verdict)
-        verdicts[each] = entry
-    strangers = sum(each not in book.now for each in named)
-    strangers += sum(each in book.lost and each not in named for each in book.receipts)
-    return verdicts, strangers
+        known = {entry.message_id for entry in settlement.everything()}
+        verdicts = {each: settlement.rest if each in known else RELEASE for each in held}
+    strangers = sum(each not in entries for each in lost)
+    for key, entry in entries.items():
+        if key in verdicts:
+            verdicts[key] = entry.verdict
+        elif key not in book.now:
+            strangers += 1
+    return Plan(verdicts, entries, strangers)
 
 
 class Settling:
@@ -97,66 +113,72 @@ class Settling:
         #: Whether a settlement before this one was killed on its way.
         self._resumed = book.begun
         self._errors: list[str] = []
+        self._entries: dict[str, Entry] = {}
         self._lapsed = 0
         self._failed = 0
+        self._cut = 0
+        self._left = 0
 
-    def carry_out(self, verdicts: dict[str, Entry], *, note: bool) -> dict[str, Action]:
+    def carry_out(self, plan: Plan, *, note: bool) -> dict[str, Action]:
         """Do it; returns what was done.
 
         :param note: Whether to note on the way how far it has come.
         :raises ProducerUnavailable: If SQS cannot be reached: calling again goes on.
         """
-        book = self._book
+        book, self._entries = self._book, plan.entries
         done: dict[str, Action] = {}
-        ordered = self._held_back(verdicts) if book.groups else verdicts
-        for wave in _waves(ordered, WAVE):
+        verdicts = self._held_back(plan.verdicts) if book.groups else plan.verdicts
+        keys = list(verdicts)
+        for start in range(0, len(keys), WAVE):
             fresh: dict[str, Action] = {}
-            by_action: dict[Action, list[Entry]] = {}
-            for key, entry in wave:
+            by_verdict: dict[Verdict, list[str]] = {}
+            for key in keys[start : start + WAVE]:
                 if key in book.done:
                     done[key] = book.done[key]
                 else:
-                    by_action.setdefault(entry.verdict.action, []).append(entry)
-            for action, entries in by_action.items():
-                refused = self._do(action, entries)
-                for entry in entries:
-                    refusal = refused.get(entry.message_id)
-                    if refusal is None:
-                        fresh[entry.message_id] = action
-                    else:
-                        self._refused(action, entry, refusal, fresh)
+                    by_verdict.setdefault(verdicts[key], []).append(key)
+            for action, each in _by_action(by_verdict).items():
+                refused = self._do(action, each)
+                fresh.update({key: action for key in each if key not in refused})
+                for key, refusal in refused.items():
+                    self._refused(action, key, refusal, fresh)
             done.update(fresh)
-            if note and len(verdicts) > WAVE:
+            if note and len(keys) > WAVE:
                 book.note_done(fresh)
         return done
 
     def report(self, done: Iterable[Action]) -> SettleReport:
         """The report of what was done, and of what was refused on the way."""
+        if self._cut:
+            self._tell(
+                f"SQS hides a message for 12 hours from its receipt at most: the delay of"
+                f" {self._cut} messages was cut to the {self._left} s that remained"
+            )
         return report_of(
             Counter(done), lapsed=self._lapsed, failed=self._failed, errors=self._errors
         )
 
     # -- the actions ---------------------------------------------------------------------------
 
-    def _do(self, action: Action, entries: list[Entry]) -> dict[str, Refusal]:
+    def _do(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         if action is Action.LEAVE:
             return {}
         if action is Action.ACK:
-            return self._delete(entries)
+            return self._delete(verdicts)
         if action is Action.DEAD_LETTER:
-            return self._dead_letter(entries)
+            return self._dead_letter(verdicts)
         if action is Action.RETRY:
-            failures = {entry.message_id: entry.attempt for entry in entries}
+            failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
             self._shelf.note_failures(failures, day_of(self._clock.now()))
-        return self._change(entries)
+        return self._change(verdicts)
 
-    def _delete(self, entries: list[Entry]) -> dict[str, Refusal]:
+    def _delete(self, keys: Iterable[str]) -> dict[str, Refusal]:
+        receipt = self._receipt
         return self._bulk.send(
-            self._queue.delete,
-            ((each.message_id, {"ReceiptHandle": self._receipt(each)}) for each in entries),
+            self._queue.delete, ((key, {"ReceiptHandle": receipt(key)}) for key in keys)
         )
 
-    def _change(self, entries: list[Entry]) -> dict[str, Refusal]:
+    def _change(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         book, now = self._book, self._clock.now().timestamp()
         since = now if book.since is None else book.since
         left = max(0, math.floor(since + LONGEST_VISIBILITY - now) - 1)
@@ -164,62 +186,53 @@ class Settling:
 
         def changes() -> Iterator[tuple[str, dict[str, Any]]]:
             nonlocal cut
-            for each in entries:
-                delay = math.ceil(each.verdict.delay)
+            for key, verdict in verdicts.items():
+                delay = math.ceil(verdict.delay)
                 if delay > left:
                     delay, cut = left, cut + 1
-                receipt = self._receipt(each)
-                yield each.message_id, {"ReceiptHandle": receipt, "VisibilityTimeout": delay}
+                yield key, {"ReceiptHandle": self._receipt(key), "VisibilityTimeout": delay}
 
         refused = self._bulk.send(self._queue.change, changes())
         if cut:
-            self._tell(
-                f"SQS hides a message for 12 hours from its receipt at most: the delay of {cut}"
-                f" messages was cut to the {left} s that remained"
-            )
+            self._cut += cut
+            self._left = left
         return refused
 
-    def _dead_letter(self, entries: list[Entry]) -> dict[str, Refusal]:
+    def _dead_letter(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         try:
             target = dead_letter_queue(self._producer, self._queue)
             attributes = _attributes_of(target)
+        except ProducerUnavailable:
+            raise
         except BroadwayError as error:
-            return {each.message_id: Refusal("", str(error)) for each in entries}
+            return dict.fromkeys(verdicts, Refusal("", str(error)))
         letters: dict[str, dict[str, Any]] = {}
         refused: dict[str, Refusal] = {}
-        for each in entries:
-            if each.payload is None:
-                refused[each.message_id] = Refusal(
-                    "",
-                    "a dead letter cannot be sent: its body was not kept; give the producer"
-                    " dead_letter=…, or on_failure='retry' or 'dead_letter', before it receives",
-                )
+        for key in verdicts:
+            entry = self._entries.get(key)
+            if entry is None or entry.payload is None:
+                refused[key] = Refusal("", _NO_BODY)
                 continue
-            letters[each.message_id] = dead.letter(
-                each,
+            letters[key] = dead.letter(
+                entry,
                 self._queue.name,
                 fifo=target.url.endswith(".fifo"),
                 max_bytes=int(attributes.get("MaximumMessageSize") or MAX_BODY),
             )
         refused |= self._bulk.send_requests(target.send, dead.requests(letters))
-        sent = [each for each in entries if each.message_id not in refused]
-        for key, refusal in self._delete(sent).items():
-            # The dead letter stands; the original comes again, marked as redelivered.
-            refused[key] = refusal
-        return refused
+        # Where this is refused the dead letter stands, and the original comes again, marked.
+        return refused | self._delete([key for key in verdicts if key not in refused])
 
-    def _receipt(self, entry: Entry) -> str:
-        return self._book.receipts.get(entry.message_id) or entry.receipt
+    def _receipt(self, key: str) -> str:
+        return self._book.receipts.get(key) or self._entries[key].receipt
 
     # -- refusals ------------------------------------------------------------------------------
 
-    def _refused(
-        self, action: Action, entry: Entry, refusal: Refusal, done: dict[str, Action]
-    ) -> None:
+    def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
         if refusal.gone:
             if self._resumed and action in (Action.RETRY, Action.RELEASE):
                 # An earlier settlement, killed since, gave it back: it is in flight no more.
-                done[entry.message_id] = action
+                done[key] = action
                 return
             self._lapsed += 1
             self._tell(
@@ -237,23 +250,22 @@ class Settling:
 
     # -- FIFO ----------------------------------------------------------------------------------
 
-    def _held_back(self, verdicts: dict[str, Entry]) -> dict[str, Entry]:
+    def _held_back(self, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
         """The verdicts with those acknowledged given back that follow one which comes again, in
         their group: they are handled again after it, in order.
         """
         book = self._book
-        made: dict[str, Entry] = {}
+        made = dict(verdicts)
         held = 0
-        for key, entry in verdicts.items():
+        for key, verdict in verdicts.items():
             group = book.groups.get(key)
-            action = entry.verdict.action
-            if group is not None:
-                if action is Action.ACK and group in book.blocked and key not in book.done:
-                    entry = entry._replace(verdict=Verdict(Action.RELEASE))
-                    held += 1
-                elif action in _COMES_AGAIN:
-                    book.blocked.add(group)
-            made[key] = entry
+            if group is None:
+                continue
+            if verdict.action is Action.ACK and group in book.blocked and key not in book.done:
+                made[key] = RELEASE
+                held += 1
+            elif verdict.action in _COMES_AGAIN:
+                book.blocked.add(group)
         if held:
             log.info(
                 "%d messages were handled after one of their message group that comes again: they"
@@ -270,12 +282,8 @@ def _attributes_of(queue: Queue) -> dict[str, str]:
         return {}
 
 
-def _waves(verdicts: dict[str, Entry], size: int) -> Iterator[list[tuple[str, Entry]]]:
-    wave: list[tuple[str, Entry]] = []
-    for item in verdicts.items():
-        wave.append(item)
-        if len(wave) == size:
-            yield wave
-            wave = []
-    if wave:
-        yield wave
+def _by_action(by_verdict: dict[Verdict, list[str]]) -> dict[Action, dict[str, Verdict]]:
+    made: dict[Action, dict[str, Verdict]] = {}
+    for verdict, keys in by_verdict.items():
+        made.setdefault(verdict.action, {}).update(dict.fromkeys(keys, verdict))
+    return made
