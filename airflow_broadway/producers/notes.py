@@ -23,7 +23,7 @@ def digest(text: str) -> str:
 
 
 class Notes:
-    """A folder of small JSON files.
+    """A folder of small JSON files, and of files of bytes beside them.
 
     :param staging: The pipeline's folder, as a URI.
     :param folder: Below it; names of safe characters.
@@ -51,7 +51,14 @@ class Notes:
 
         :raises StagingError: If it cannot be written.
         """
-        path, data = f"{self._root}/{name}", json.dumps(value, separators=(",", ":")).encode()
+        self.put(name, json.dumps(value, separators=(",", ":")).encode())
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write a file of bytes, replacing any; its path, for :meth:`get`.
+
+        :raises StagingError: If it cannot be written.
+        """
+        path = f"{self._root}/{name}"
         try:
             if self._local:
                 _write_locally(path, data)
@@ -59,6 +66,17 @@ class Notes:
                 self._fs.pipe_file(path, data)
         except OSError as error:
             raise StagingError(f"{path} cannot be written: {error}") from None
+        return path
+
+    def get(self, path: str) -> bytes:
+        """Read a file that :meth:`put` wrote.
+
+        :raises StagingError: If it cannot be read.
+        """
+        try:
+            return bytes(self._fs.cat_file(path))
+        except OSError as error:
+            raise StagingError(f"{path} cannot be read: {error}") from None
 
     def names(self, folder: str = "") -> list[str]:
         """The names in a folder, sorted; none if there is no such folder."""

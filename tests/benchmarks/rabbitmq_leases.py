@@ -44,7 +44,10 @@ def main() -> None:
 def measured(custody: str) -> dict[str, str]:
     """Figures by name, in MiB where they are sizes."""
     with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, own_server() as server:
+        time.sleep(FRESH)
+        before, disk = memory(server), size(server.folder / "data")
         fill(server)
+        filled = memory(server)
         producer = RabbitMQProducer(
             queue=QUEUE,
             uri=f"amqp://127.0.0.1:{server.port}",
@@ -52,7 +55,6 @@ def measured(custody: str) -> dict[str, str]:
             on_failure="retry",
         )
         env = ProducerEnv(generation="g1", staging=f"file://{folder}")
-        before, disk = memory(server), size(server.folder / "data")
         source = producer.source(env)
         taken = 0
         while taken < MESSAGES:
@@ -64,11 +66,10 @@ def measured(custody: str) -> dict[str, str]:
             "bundles in the lease queue": f"{queue['messages']:,}",
             "their bytes": mib(queue["message_bytes"]),
             "memory of the lease queue": mib(queue["memory"]),
-            "memory of the broker, more than before": mib(memory(server) - before),
+            "memory of the broker above that when empty: source full": mib(filled - before),
+            "… all leased": mib(memory(server) - before),
             "disk of the broker's quorum queues": mib(size(server.folder / "data", "quorum")),
-            "disk of the broker as a whole, more than before": mib(
-                size(server.folder / "data") - disk
-            ),
+            "disk of the broker above that when empty": mib(size(server.folder / "data") - disk),
             "disk of the staging folder": mib(size(Path(folder))),
         }
         source.close()
@@ -77,7 +78,7 @@ def measured(custody: str) -> dict[str, str]:
         custodian.close()
         assert report.acked == MESSAGES, report
         time.sleep(FRESH)
-        found["memory of the broker after settling, more than before"] = mib(
+        found["memory of the broker above that when empty: all settled"] = mib(
             memory(server) - before
         )
         return found

@@ -102,6 +102,34 @@ def test_a_lease_queue_with_other_arguments_takes_no_message(place: Place) -> No
     assert len(place.settle("g2")[0]) == 2
 
 
+@pytest.mark.parametrize("name", ["returns", "dead", "spares"])
+def test_a_queue_of_ours_that_somebody_made_of_another_type_takes_no_message(
+    place: Place, name: str
+) -> None:
+    # Given one of our queues as a classic queue, with something in it
+    place.declare()
+    place.send(b"1")
+    queue = getattr(place.queues, name)
+    with place.channel() as channel:
+        channel.queue_declare(queue, durable=True)
+        channel.basic_publish("", queue, b"somebody's")
+
+    # When a run receives, it is told; but for the spares, without which it goes on
+    with place.source() as source:
+        if name == "spares":
+            assert [message.data for message in place.take(source)] == [b"1"]
+            return
+        told = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
+        with pytest.raises(ProducerError, match=told):
+            source.receive(10, timeout=1.0)
+
+    # Then the message is where it was
+    assert place.get(queue) is not None
+    with place.channel() as channel:
+        channel.queue_delete(queue)
+    assert [message.data for message in place.settle("g2")[0]] == [b"1"]
+
+
 @pytest.mark.parametrize(
     ("lacking", "expected"),
     [("configure", "access to queue"), ("write", "access to"), ("read", "access to queue")],

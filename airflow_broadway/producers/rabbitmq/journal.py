@@ -13,21 +13,14 @@ Losing these files loses no message: bundles that come back are then handled aga
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import uuid
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.notes import Notes, digest
 
 __all__ = ["Due", "Journal", "digest"]
-
-
-def digest(text: str) -> str:
-    """A short hash, fit for names."""
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 class Due(NamedTuple):
@@ -52,16 +45,12 @@ class Journal:
 
     def __init__(self, staging: str | None, queue: str) -> None:
         self._memory: dict[str, dict[str, Any]] = {}
-        self._root: str | None = None
-        self._fs: Any = None
-        if staging is not None:
-            self._fs, root = _file_system(staging)
-            self._root = f"{root.rstrip('/')}/rabbitmq/{digest(queue)}"
+        self._notes = None if staging is None else Notes(staging, f"rabbitmq/{digest(queue)}")
 
     @property
     def durable(self) -> bool:
         """Whether another process sees it."""
-        return self._root is not None
+        return self._notes is not None
 
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
@@ -160,97 +149,41 @@ class Journal:
     # -- files ---------------------------------------------------------------------------------
 
     def put(self, name: str, data: bytes) -> str:
-        """Write a file of staged custody, durably; its path."""
-        if self._root is None:
+        """Write a file of staged custody, durably; its path.
+
+        :raises StagingError: If there is no staging folder, or it cannot be written.
+        """
+        if self._notes is None:
             raise StagingError("custody='staged' needs a staging folder")
-        path = f"{self._root}/{name}"
-        self._put(path, data)
-        return path
+        return self._notes.put(name, data)
 
     def get(self, path: str) -> bytes:
         """Read a file that :meth:`put` wrote.
 
         :raises StagingError: If it is not there.
         """
-        try:
-            return bytes(self._fs.cat_file(path))
-        except (OSError, AttributeError) as error:
-            raise StagingError(f"the staged bundle {path} cannot be read: {error}") from None
+        if self._notes is None:
+            raise StagingError(f"the staged bundle {path} cannot be read without a staging folder")
+        return self._notes.get(path)
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        if self._root is None:
+        if self._notes is None:
             return self._memory.get(name)
-        try:
-            value = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise StagingError(f"the journal {self._root}/{name} cannot be read: {error}") from None
-        return dict(value)
+        value = self._notes.read(name)
+        return None if value is None else dict(value)
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        if self._root is None:
+        if self._notes is None:
             self._memory[name] = value
         else:
-            self._put(f"{self._root}/{name}", json.dumps(value).encode())
+            self._notes.write(name, value)
 
     def _remove(self, name: str) -> None:
-        if self._root is None:
-            return
-        try:
-            self._fs.rm(f"{self._root}/{name}", recursive=True)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise StagingError(f"{self._root}/{name} cannot be removed: {error}") from None
-
-    def _put(self, path: str, data: bytes) -> None:
-        try:
-            if not _is_local(self._fs):  # an object appears whole or not at all
-                self._fs.pipe_file(path, data)
-                return
-            folder = os.path.dirname(path)
-            os.makedirs(folder, exist_ok=True)
-            draft = f"{path}.{uuid.uuid4().hex}.tmp"
-            with open(draft, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        except OSError as error:
-            raise StagingError(f"{path} cannot be written: {error}") from None
+        if self._notes is not None:
+            self._notes.remove(name)
 
     def _names(self, folder: str) -> list[str]:
-        if self._root is None:
-            names = {name.partition("/") for name in self._memory}
-            return sorted(
-                {n[2] for n in names if n[0] == folder} if folder else {n[0] for n in names}
-            )
-        try:
-            paths = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
-
-
-def _is_local(fs: Any) -> bool:
-    protocol = fs.protocol if isinstance(fs.protocol, (list, tuple)) else (fs.protocol,)
-    return "file" in protocol or "local" in protocol
-
-
-def _file_system(uri: str) -> tuple[Any, str]:
-    """The file system of a folder's URI, and its path there."""
-    if "@" in uri.partition("://")[2].partition("/")[0]:  # s3://connection@bucket: Airflow's
-        from airflow.sdk import ObjectStoragePath
-
-        path = ObjectStoragePath(uri)
-        return path.fs, path.path
-    from fsspec.core import url_to_fs
-
-    fs, root = url_to_fs(uri)
-    return fs, str(root)
+        if self._notes is not None:
+            return self._notes.names(folder)
+        names = {name.partition("/") for name in self._memory}
+        return sorted({n[2] for n in names if n[0] == folder} if folder else {n[0] for n in names})

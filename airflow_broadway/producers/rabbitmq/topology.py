@@ -294,7 +294,7 @@ def explained(error: Refused, what: str) -> ProducerError:
         403: "grant the user the permissions in docs/rabbitmq.md",
         404: "create it, or let the option `declare` do so",
         405: "another connection holds it exclusively",
-        406: "it exists with other arguments; delete it, or declare it as it is",
+        406: "it exists with other arguments; declare it as it is, or delete it once it is empty",
     }.get(error.code)
     if error.code == 403 and "exclusive use" in error.text:
         advice = "another consumer has it for itself: an option `exclusive`, of a run or elsewhere"
