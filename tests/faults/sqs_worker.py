@@ -1,0 +1,60 @@
+"""A process that drains an SQS queue run by run, and may be killed at any instant.
+
+``python -m tests.faults.sqs_worker FOLDER ENDPOINT QUEUE LEASE MAX_MESSAGES``: what
+``rabbitmq_worker`` does, at another broker.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.sqs import SqsProducer
+from tests.faults.rabbitmq_worker import Worker, verdict_on
+from tests.sqs_server import REGION
+
+__all__ = ["SqsWorker", "verdict_on"]
+
+
+class SqsWorker(Worker):
+    """The runs of one queue, whose dead letters go to ``dead-<queue>``."""
+
+    def __init__(self, folder: Path, endpoint: str, queue: str, lease: float, most: int) -> None:
+        self.folder = folder
+        self.most = most
+        self.producer = SqsProducer(  # type: ignore[assignment]
+            queue_name=queue,
+            conn_id=None,
+            region_name=REGION,
+            endpoint_url=endpoint,
+            lease=lease,
+            wait_time_seconds=0,
+            receive_interval=0.1,
+            receive_concurrency=4,
+            on_failure="retry",
+            dead_letter=f"dead-{queue}",
+        )
+
+
+def main() -> int:
+    folder, endpoint, queue, lease, most = sys.argv[1:]
+    worker = SqsWorker(Path(folder), endpoint, queue, float(lease), int(most))
+    print("at work", flush=True)
+    quiet = began = time.monotonic()
+    # What nobody wrote down a receipt of is hidden for a lease: only then is the queue empty.
+    while quiet - began <= float(lease) + 2.0:
+        try:
+            worker.recover()
+            if worker.run():
+                began = time.monotonic()
+        except BroadwayError as error:
+            print(type(error).__name__, error, flush=True)
+        time.sleep(0.1)
+        quiet = time.monotonic()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
