@@ -81,12 +81,14 @@ def _look(producer: RabbitMQProducer, address: Address) -> tuple[str, _Depths, l
         ]
     finally:
         link.close()
-    if depths[0][2] is None and producer.declare is None:
+    there = depths[0][2] is not None
+    if not there and producer.declare is None:
         raise CommandError(
             f"RabbitMQ at {address.shown} has no queue {producer.queue!r} in the virtual host"
             f" {address.virtual_host!r}: create it, or correct the name"
         )
-    return version, depths, findings + check_queues(producer, address, version=version)
+    findings += check_queues(producer, address, version=version, there=there)
+    return version, depths, findings
 
 
 def _producer(given: argparse.Namespace) -> RabbitMQProducer:

@@ -18,7 +18,8 @@ class RabbitMQHook(BaseHook):
     """Open RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
 
     The schema is the virtual host.  Extras: ``tls`` (true, or an object with ``ca``, ``cert``,
-    ``key``, ``server_name`` and ``verify``), ``heartbeat`` and ``timeout`` in seconds.
+    ``key``, ``server_name`` and ``verify``); ``heartbeat``, ``timeout`` and
+    ``blocked_connection_timeout`` in seconds; ``management_url`` (an address, or false).
 
     :param rabbitmq_conn_id: The connection.
     """

@@ -146,16 +146,22 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_queues(
-    producer: RabbitMQProducer, address: Address, *, version: str = "", lease: str = ""
+    producer: RabbitMQProducer,
+    address: Address,
+    *,
+    version: str = "",
+    lease: str = "",
+    there: bool = True,
 ) -> list[Finding]:
     """Look at every queue of a run by the management API.
 
     :param version: The broker's, as it says itself.
     :param lease: The lease queue, if it is known.
+    :param there: Whether the source queue is known to be there; else a run is to declare it.
     """
     try:
         management = Management(address)
-        found = list(_look(producer, management, version, lease))
+        found = list(_look(producer, management, version, lease, there))
         if producer.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
             found += _flags(management)
     except Unseen as error:
@@ -164,15 +170,17 @@ def check_queues(
 
 
 def _look(
-    producer: RabbitMQProducer, management: Management, version: str, lease: str
+    producer: RabbitMQProducer, management: Management, version: str, lease: str, there: bool
 ) -> Iterator[Finding]:
     policies = [*management.policies(operator=False), *management.policies(operator=True)]
     for role in roles_of(producer, lease=lease):
         kind, arguments = producer.queue_type, role.arguments
         if arguments is None:
             known = management.queue(role.queue)
+            if known is None and role.name == "source" and not there:
+                known = dict(producer.declare or {})
             if known is None:
-                if role.name == "source":  # it is there: the broker has just said so
+                if role.name == "source":
                     yield Finding(
                         NOTE,
                         "",

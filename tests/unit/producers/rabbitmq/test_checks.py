@@ -226,6 +226,17 @@ def test_what_cannot_be_seen_is_said_in_a_note(api: type[Api]) -> None:
     assert "is another broker's; set the connection's extra 'management_url'" in other.text
 
 
+def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api: type[Api]) -> None:
+    api.queues = {}
+    arguments = {"x-queue-type": "stream"}
+    own = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
+
+    [one] = check_queues(own, Address(), version="3.13.0", there=False)
+
+    assert (one.level, one.queue) == (ERROR, "orders")
+    assert "a stream" in one.text
+
+
 def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(
     api: type[Api],
 ) -> None:
