@@ -18,9 +18,12 @@ from tests.faults.found import Found
 __all__ = ["account"]
 
 
-def account(found: Found, broker: Broker, handled: str, staging: Path, runs: int) -> None:
+def account(
+    found: Found, broker: Broker, numbers: range, handled: str, staging: Path, runs: int
+) -> None:
     """Add to what was found what is to be counted in the end.
 
+    :param numbers: Those of the messages.
     :param handled: The file of what ``handle_batch`` got.
     :param staging: Where the runs' reports are.
     :param runs: How many runs there were.
@@ -31,7 +34,7 @@ def account(found: Found, broker: Broker, handled: str, staging: Path, runs: int
     calls = truth.noted(handled)
     dead = Counter(letter.number for letter in letters)
     done = {each.number for each in calls if not truth.fails_in_batch(each.number, each.attempt)}
-    for number in range(found.messages):
+    for number in numbers:
         if not (dead[number] if truth.dies(number) else number in done):
             found.lost.append(number)
     found.mistakes += [

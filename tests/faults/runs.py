@@ -40,6 +40,7 @@ class Case:
     """What is done to whom.
 
     :param kills: How many; spread over the kinds of task in turn, so four are one of each.
+    :param step: Between the messages' numbers: with 2, Spark has nothing to do.
     :param folder: Where everything of it lies: queue, staging, Airflow's logs.
     """
 
@@ -49,7 +50,13 @@ class Case:
     seed: int
     folder: Path
     home: Path
+    step: int = 1
     tell: Callable[[str], None] = print
+
+    @property
+    def numbers(self) -> range:
+        """The messages."""
+        return range(0, self.messages * self.step, self.step)
 
     @property
     def name(self) -> str:
@@ -61,7 +68,7 @@ def run_case(case: Case) -> Found:
     case.folder.mkdir(parents=True, exist_ok=True)
     broker = BROKERS[case.broker](case.folder)
     try:
-        broker.send([b"%d" % number for number in range(case.messages)])
+        broker.send([b"%d" % number for number in case.numbers])
         with LocalAirflow(_environment(case, broker), case.folder / "airflow") as airflow:
             return _Runs(case, broker, airflow).execute()
     finally:
@@ -112,7 +119,8 @@ class _Runs:
             time.sleep(1.0)  # a retry's delay
             self._run([])
         staging = self._case.folder / "staging"
-        account(self._found, self._broker, self._handled, staging, len(self._runs))
+        numbers = self._case.numbers
+        account(self._found, self._broker, numbers, self._handled, staging, len(self._runs))
         if not self._case.kills and self._found.duplicates:
             self._found.mistakes.append("messages were handled twice although nobody was killed")
         return self._found
