@@ -7,7 +7,9 @@ the batchers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
@@ -20,6 +22,7 @@ from airflow_broadway.core.callbacks import (
     run_handle_failed,
     status_of,
 )
+from airflow_broadway.core.custody import Action
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import Message
 
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkResult", "Convert", "ProcessorStage"]
 
+log = logging.getLogger(__name__)
+
+_COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 _CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
 _MESSAGE: Final = (
     "processor.message.start",
@@ -74,6 +80,9 @@ class ProcessorStage:
         self._key: str = pipeline.processors.name
         self._known = frozenset(pipeline.batchers)
         self._prepares = pipeline.defines("prepare_messages")
+        self._keeps_order = pipeline.producer.keeps_order
+        #: Groups of which a message failed that comes again.
+        self._blocked: set[str] = set()
         self.name = f"{pipeline.name}.Broadway.Processor_{self._key}_{index}"
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
@@ -138,10 +147,13 @@ class ProcessorStage:
         successful: list[Message] = []
         failed: list[Message] = []
         prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
+        each = self._handle_each
         if told is not None or telemetry.handlers(*_MESSAGE):
-            self._handle_each_told(prepared, context, successful, failed, scope, told)
+            each = partial(self._handle_each_told, told=told)
+        if self._keeps_order:
+            self._in_order(each, prepared, context, successful, failed, scope)
         else:
-            self._handle_each(prepared, context, successful, failed, scope)
+            each(prepared, context, successful, failed, scope)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         if not self._known:
@@ -178,6 +190,44 @@ class ProcessorStage:
             failed.extend(fail_all(chunk, status_of(error), scope))
             return []
         return prepared
+
+    def _in_order(
+        self,
+        each: Callable[..., None],
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+    ) -> None:
+        """Handle all but those behind one of their group that failed and comes again.
+
+        They are in neither list, and so given back without using up an attempt.
+        """
+        producer, held = self.pipeline.producer, 0
+        self._block(failed)  # the whole chunk, where prepare_messages has failed it
+        for message in messages:
+            if self._blocked and producer.group_of(message) in self._blocked:
+                held += 1
+                continue
+            before = len(failed)
+            each([message], context, successful, failed, scope)
+            self._block(failed[before:])
+        if held:
+            log.info(
+                "%d messages are held back: one of their group before them failed and comes again.",
+                held,
+            )
+
+    def _block(self, failed: list[Message]) -> None:
+        """Hold back what comes behind those that failed and come again."""
+        producer = self.pipeline.producer
+        for message in failed:
+            group = producer.group_of(message)
+            if group is not None and group not in self._blocked:
+                verdict = producer.verdict(message, failed=True, stage="process")
+                if verdict.action in _COMES_AGAIN:
+                    self._blocked.add(group)
 
     def _handle_each(
         self,

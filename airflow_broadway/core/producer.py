@@ -111,6 +111,17 @@ class Producer(Options):
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether messages of one group stay in order, by :meth:`group_of`: one that failed and
+        comes again holds back those behind it, which are then not handled but given back.
+        """
+        return False
+
+    def group_of(self, message: Message) -> str | None:
+        """The group within which the message stays in order; ``None``: it may go alone."""
+        return None
+
     concurrency: int = option(
         default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
     )

@@ -27,7 +27,7 @@ from airflow_broadway.producers.sqs.client import DEFAULT_CONNECTION, region_of
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
 from airflow_broadway.producers.sqs.receiving import SYSTEM_ATTRIBUTES
 
-__all__ = ["SqsProducer", "group_of"]
+__all__ = ["SqsProducer", "partition_of"]
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +80,14 @@ _PLACE = Rule(
 )
 
 
-def group_of(message: Message) -> int:
+def partition_of(message: Message) -> int:
     """A number of the message's FIFO group: messages of one group stay in order by it."""
+    return zlib.crc32(_group(message).encode())
+
+
+def _group(message: Message) -> str:
     attributes = message.metadata.get("attributes") or {}
-    return zlib.crc32(str(attributes.get("message_group_id", "")).encode())
+    return str(attributes.get("message_group_id", ""))
 
 
 @options
@@ -236,7 +240,7 @@ class SqsProducer(Producer):
         """A FIFO queue's groups are kept in order, unless the pipeline partitions otherwise."""
         if not self.fifo or pipeline.partition_by is not None:
             return {}
-        return {"partition_by": group_of}
+        return {"partition_by": partition_of}
 
     # -- what follows from the options ---------------------------------------------------------
 
@@ -262,6 +266,14 @@ class SqsProducer(Producer):
             self.on_failure == "retry" and self.retry.dead_letter
         )
         return failing or self.on_success == "dead_letter" or self.dead_letter is not None
+
+    @property
+    def keeps_order(self) -> bool:
+        """Of a FIFO queue, within each message group."""
+        return self.fifo
+
+    def group_of(self, message: Message) -> str | None:
+        return _group(message) if self.fifo else None
 
     # -- opening -------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUn
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.errors import Expired
-from airflow_broadway.producers.sqs.producer import group_of
+from airflow_broadway.producers.sqs.producer import partition_of
 from airflow_broadway.producers.sqs.receiving import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
@@ -344,8 +344,8 @@ def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> No
     def own(message: Message) -> int:
         return 0
 
-    assert Orders().processors.partition_by is group_of
-    assert Orders().batchers["default"].partition_by is group_of
+    assert Orders().processors.partition_by is partition_of
+    assert Orders().batchers["default"].partition_by is partition_of
     assert Orders(partition_by=own).processors.partition_by is own
     standard = Orders(producer={"queue_url": URL})
     assert standard.processors.partition_by is None
@@ -357,7 +357,7 @@ def test_messages_of_a_group_arrive_in_order_and_share_a_partition() -> None:
             run.fake.put([f"{number}"], url=FIFO, group=f"g{number % 3}")
         messages = take(run.source)
 
-    assert len({group_of(message) for message in messages}) == 3
+    assert len({partition_of(message) for message in messages}) == 3
     for group in range(3):
         name = f"g{group}"
         own = [m for m in messages if m.metadata["attributes"]["message_group_id"] == name]

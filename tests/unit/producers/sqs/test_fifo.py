@@ -1,0 +1,138 @@
+"""A FIFO queue through a whole run: groups in order, and what a failure holds back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway, Message, Processors
+from airflow_broadway.core.local import RunReport
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import FakeSqs, installed
+from tests.unit.producers.sqs.kit import FIFO
+
+#: Six messages of two groups, as one receive returns them.
+SENT = ("x1", "y1", "x2", "y2", "x3", "y3")
+#: The bodies that callbacks were given, in order.
+handled: list[str] = []
+failing: set[str] = set()
+
+
+class Orders(Broadway):
+    producer = SqsProducer(
+        queue_url=FIFO, conn_id=None, receive_concurrency=1, receive_interval=0.0
+    )
+    processors = Processors(concurrency=1, max_demand=4)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        body = message.data.decode()
+        handled.append(body)
+        return message.failed("not yet") if body in failing else message
+
+
+class Prepared(Orders):
+    def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
+        if any(message.data == b"x1" for message in messages):
+            raise ValueError("x1 cannot be prepared")
+        return messages
+
+
+@pytest.fixture
+def fake() -> FakeSqs:
+    handled.clear()
+    failing.clear()
+    failing.add("x1")
+    made = FakeSqs(ManualClock())
+    for body in SENT:
+        made.put([body], url=FIFO, group=body[0])
+    return made
+
+
+def run(fake: FakeSqs, pipeline: type[Broadway] = Orders, **producer: Any) -> RunReport:
+    with installed(fake):
+        return pipeline(producer=producer).run_local(
+            env=ProducerEnv(clock=fake.clock), max_messages=6, on_sigterm=False
+        )
+
+
+def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake: FakeSqs) -> None:
+    report = run(fake, on_failure="release")
+
+    assert handled == ["x1", "y1", "y2", "y3"]
+    assert (report.settled.acked, report.settled.released) == (3, 3)
+    assert report.balanced
+    handled.clear()
+    failing.clear()
+    assert run(fake, on_failure="release").settled.acked == 3
+    assert handled == ["x1", "x2", "x3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({"on_failure": "noop"}, {"left": 1, "released": 2}),
+        ({"on_failure": "retry", "dead_letter": "dead.fifo"}, {"requeued": 1, "released": 2}),
+    ],
+)
+def test_so_do_noop_and_retry(
+    fake: FakeSqs, options: dict[str, Any], counts: dict[str, int]
+) -> None:
+    report = run(fake, **options)
+
+    assert handled == ["x1", "y1", "y2", "y3"]
+    assert {name: getattr(report.settled, name) for name in counts} == counts
+
+
+@pytest.mark.parametrize("action", ["ack", "dead_letter"])
+def test_what_does_not_come_again_holds_nothing_back(fake: FakeSqs, action: str) -> None:
+    report = run(fake, on_failure=action, dead_letter="dead.fifo")
+
+    assert handled == ["x1", "y1", "x2", "y2", "x3", "y3"]
+    assert report.settled.acked + report.settled.dead_lettered == 6
+    assert fake.left(FIFO) == 0
+
+
+def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake: FakeSqs) -> None:
+    # Chunks of two: x1 and y1 fail together.
+    report = run(fake, Prepared, on_failure="release")
+
+    assert handled == []
+    assert report.failed == 2
+    assert report.settled.released == 6
+
+
+def test_a_process_task_gives_back_what_is_held_back(fake: FakeSqs, tmp_path: Path) -> None:
+    from airflow_broadway.core.intake import Budget
+    from airflow_broadway.operators._process import Process
+    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.store import Store
+
+    store = Store.open(f"file://{tmp_path}/staging")
+    pipeline = Orders(producer={"on_failure": "noop"})
+    staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=fake.clock)
+    owner = {"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0, "try_number": 1}
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        generation="g",
+        owner=owner,
+        clock=fake.clock,
+        staging=f"{store.uri}/{pipeline.name}",
+    )
+    with installed(fake):
+        made = Process(staged, pipeline, env=env, budget=Budget(max_messages=6)).run()
+
+    assert made["received"] == 6
+    assert handled == ["x1", "y1", "y2", "y3"]
+    # Given back, they wait behind x1, which is hidden until its time is over.
+    assert fake.waiting(FIFO) == ["x2", "x3"]
+    with installed(fake):
+        assert run(fake, on_failure="noop").received == 0
+    fake.clock.sleep(900.0)
+    failing.clear()
+    handled.clear()
+    assert run(fake, on_failure="noop").settled.acked == 3
+    assert handled == ["x1", "x2", "x3"]
