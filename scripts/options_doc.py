@@ -10,6 +10,7 @@ from typing import Any
 from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.producer import Producer
 from airflow_broadway.core.rules import AUTO
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
 
@@ -34,6 +35,8 @@ Flights(
 SECTIONS: list[tuple[str, str, type[Any], type[Any] | None]] = [
     ("Every producer", "`producer = …Producer(…)`", Producer, None),
     ("Embedded queue", "`producer = SqliteProducer(…)`", SqliteProducer, Producer),
+    ("RabbitMQ", "`producer = RabbitMQProducer(…)`", RabbitMQProducer, Producer),
+    ("RabbitMQ: prefetching", "`producer = RabbitMQProducer(qos=Qos(…))`", Qos, None),
     ("Amazon SQS", "`producer = SqsProducer(…)`", SqsProducer, Producer),
     ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy, None),
     ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting, None),
