@@ -217,6 +217,13 @@ class SqsProducer(Producer):
                 f"at most {LONGEST_VISIBILITY} seconds, SQS's 12 hours",
                 self.lease,
             )
+        wait = self.wait_time_seconds
+        if isinstance(wait, (int, float)) and self.lease < 2 * wait and given != 0:
+            raise OptionsError(
+                "SqsProducer.lease",
+                f"at least twice wait_time_seconds ({wait:g}): it runs from before the long poll",
+                self.lease,
+            )
         if given and self.lease != given:
             raise OptionsError(
                 "SqsProducer.lease", f"{given:g}, as visibility_timeout: they are one", self.lease

@@ -114,6 +114,7 @@ class Settling:
         self._resumed = book.begun
         self._errors: list[str] = []
         self._entries: dict[str, Entry] = {}
+        self._letters: tuple[Queue, int] | None = None
         self._lapsed = 0
         self._failed = 0
         self._cut = 0
@@ -200,8 +201,7 @@ class Settling:
 
     def _dead_letter(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         try:
-            target = dead_letter_queue(self._producer, self._queue)
-            attributes = _attributes_of(target)
+            target, most = self._letters = self._letters or self._place()
         except ProducerUnavailable:
             raise
         except BroadwayError as error:
@@ -217,11 +217,20 @@ class Settling:
                 entry,
                 self._queue.name,
                 fifo=target.url.endswith(".fifo"),
-                max_bytes=int(attributes.get("MaximumMessageSize") or MAX_BODY),
+                max_bytes=most,
             )
         refused |= self._bulk.send_requests(target.send, dead.requests(letters))
         # Where this is refused the dead letter stands, and the original comes again, marked.
         return refused | self._delete([key for key in verdicts if key not in refused])
+
+    def _place(self) -> tuple[Queue, int]:
+        """Where dead letters go, and how large they may be."""
+        target = dead_letter_queue(self._producer, self._queue)
+        try:
+            told = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+        except BroadwayError:  # may be denied, and is not needed
+            told = None
+        return target, int(told or MAX_BODY)
 
     def _receipt(self, key: str) -> str:
         return self._book.receipts.get(key) or self._entries[key].receipt
@@ -273,13 +282,6 @@ class Settling:
                 held,
             )
         return made
-
-
-def _attributes_of(queue: Queue) -> dict[str, str]:
-    try:
-        return queue.attributes("MaximumMessageSize")
-    except BroadwayError:  # may be denied, and is not needed
-        return {}
 
 
 def _by_action(by_verdict: dict[Verdict, list[str]]) -> dict[Action, dict[str, Verdict]]:

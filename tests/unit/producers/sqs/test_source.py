@@ -322,6 +322,12 @@ def test_visibility_timeout_and_lease_are_one() -> None:
         SqsProducer(queue_url=URL, lease=50_000.0)
 
 
+def test_a_lease_outlasts_the_long_poll_that_it_runs_from() -> None:
+    assert SqsProducer(queue_url=URL, wait_time_seconds=20, lease=40.0).visibility == 40
+    with pytest.raises(OptionsError, match="at least twice wait_time_seconds"):
+        SqsProducer(queue_url=URL, wait_time_seconds=20, lease=30.0)
+
+
 def test_another_word_for_an_action_means_noop_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
