@@ -69,6 +69,16 @@ class Held(Some):
         return messages
 
 
+class Batched(Held):
+    """Fails nothing but in a batch."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [Some.handle_message(self, batcher, message, context) for message in messages]
+
+
 class Known:
     """Knows the way to the server."""
 
@@ -231,7 +241,7 @@ def test_by_the_guide_a_process_task_with_batchers_only_receives_and_gives_back(
 # -- FIFO ------------------------------------------------------------------------------------------
 
 
-def ledger(server: SqsServer, **options: Any) -> tuple[Broadway, str]:
+def ledger(server: SqsServer, kind: type[Broadway] = Some) -> tuple[Broadway, str]:
     """A pipeline on a FIFO queue with entries of two accounts; and the queue's URL."""
     name = f"ledger-{uuid.uuid4().hex[:12]}"
     dead = f"{name}-dead.fifo"
@@ -246,27 +256,35 @@ def ledger(server: SqsServer, **options: Any) -> tuple[Broadway, str]:
             MessageDeduplicationId=entry,
         )
     retry = RetryPolicy(backoff=1.0, jitter=0.0)
-    pipeline = Some(
-        producer={"queue_name": f"{name}.fifo", "retry": retry, "dead_letter": dead, **options}
-    )
-    return pipeline, url
+    options = {"queue_name": f"{name}.fifo", "retry": retry, "dead_letter": dead}
+    return kind(producer=options), url
 
 
 def of(account: str) -> list[str]:
     return [entry for entry in HANDLED if entry.startswith(account)]
 
 
-def test_a_failed_entry_that_is_retried_holds_back_those_after_it(server: SqsServer) -> None:
+@pytest.mark.parametrize(
+    ("kind", "handled"),
+    [
+        pytest.param(Some, ["a1", "a1", "a2", "a3"], id="in handle_message: they are not handled"),
+        pytest.param(
+            Batched, ["a1", "a2", "a3", "a1", "a2", "a3"], id="in handle_batch: they are again"
+        ),
+    ],
+)
+def test_a_failed_entry_that_is_retried_holds_back_those_after_it(
+    server: SqsServer, kind: type[Broadway], handled: list[str]
+) -> None:
     FAILING["a1"] = "retry"
-    pipeline, url = ledger(server)
+    pipeline, url = ledger(server, kind)
 
     first = pipeline.run_local(connections=Known(server), max_messages=5)
     second = pipeline.run_local(connections=Known(server), max_messages=3, wait_seconds=20.0)
 
     assert (first.settled.acked, first.settled.requeued, first.settled.released) == (2, 1, 2)
     assert second.settled.acked == 3
-    # Handled again, all of them, and in order.
-    assert of("a") == ["a1", "a2", "a3", "a1", "a2", "a3"]
+    assert of("a") == handled
     assert of("b") == ["b1", "b2"]
     assert server.depth(url) == (0, 0, 0)
 
