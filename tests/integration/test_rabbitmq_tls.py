@@ -43,6 +43,8 @@ class SecuredServer(RabbitServer):
         files = {"cacertfile": authority.certificate, "certfile": certificate, "keyfile": key}
         lines = [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}"]
         lines += [f"ssl_options.{name} = {file}" for name, file in files.items()]
+        # Who shows a certificate must show one of this authority; nobody must.
+        lines += ["ssl_options.verify = verify_peer", "ssl_options.fail_if_no_peer_cert = false"]
         (self.folder / "more").mkdir(parents=True)
         (self.folder / "more" / "10-tls.conf").write_text("\n".join(lines) + "\n")
 
@@ -136,6 +138,22 @@ def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is
         producer.source(place.env(**secured(place, **trusted, server_name="elsewhere.test")))
     producer.source(place.env(**secured(place, **trusted, server_name="broker.test"))).close()
     producer.source(place.env(**secured(place, verify=False))).close()
+
+
+def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_refused(
+    place: Place, authority: Authority, tmp_path: Path
+) -> None:
+    other = Authority.make(tmp_path, "other")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+
+    def connection(signer: Authority) -> dict[str, Any]:
+        certificate, key = signer.sign("client", "client.test")
+        files = {"cert": str(certificate), "key": str(key)}
+        return secured(place, ca=str(authority.certificate), **files)
+
+    producer.source(place.env(**connection(authority))).close()
+    with pytest.raises(ProducerError, match=r"TLS failed: .*(?i:unknown.ca)"):
+        producer.source(place.env(**connection(other)))
 
 
 def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sentence(

@@ -5,6 +5,7 @@ A password is held here and given to pika; it never reaches a ``repr``, a log or
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -240,6 +241,9 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
     text = str(cause) or type(cause).__name__
     if isinstance(cause, socket.gaierror):
         text = f"the host's name is not known ({text})"
+    if not opened and (alert := re.search(r"\[SSL: \w*ALERT\w*\][^'\"]*", text)):
+        # The server's objection, to our certificate mostly, comes when we take TLS for settled.
+        return ProducerError(f"{where}: TLS failed: {alert[0].strip()}")
     if opened:
         return ProducerUnavailable(f"the connection to {where} is lost: {text}")
     return ProducerUnavailable(f"{where} cannot be reached: {text}")
