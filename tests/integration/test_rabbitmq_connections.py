@@ -9,7 +9,14 @@ import pika
 import pytest
 
 from airflow_broadway.core.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody import Action, SettleReport, Source, Verdict
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Source,
+    Verdict,
+)
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.settler import Tally
@@ -108,6 +115,36 @@ def test_a_retry_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) 
     custodian.close()
     assert [message.data for message in messages] == [b"first", b"second", b"third"]
     assert (second.message_id, second.attempt) == ("its-own", 2)
+    assert report == SettleReport(acked=3)
+    assert place.settle("g2")[0] == []
+
+
+def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) -> None:
+    # Given messages that an earlier run gave back, and no lease queue declared ahead
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    with place.source("g0") as source:
+        assert len(place.take(source)) == 3
+        lease = source.lease
+    custodian = place.producer().custodian(place.env("custodian"))
+    assert custodian.settle(lease, Settlement(rest=RELEASE)).released == 3
+    custodian.close()
+    with place.channel() as channel:
+        channel.queue_delete(place.queues.spares)
+
+    # When the connection breaks as the bundle is acknowledged: it is secured by then
+    with Breaker(place.server.address) as breaker:
+        with place.source(**through(breaker)) as source:
+            breaker.arm(BASIC_ACK)
+            messages = place.take(source)
+            lease = source.lease
+        assert breaker.broken == 1
+
+    # Then it is recognised when it is delivered again, and the run's sum is right
+    custodian = place.producer().custodian(place.env("custodian"))
+    report = custodian.settle(lease, settlement_of(messages))
+    custodian.close()
+    assert sorted(message.data for message in messages) == [b"1", b"2", b"3"]
     assert report == SettleReport(acked=3)
     assert place.settle("g2")[0] == []
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
@@ -51,6 +52,8 @@ class Returns:
         self._sealer = sealer
         self._lane: Lane | None = None
         self._came: deque[Delivered] = deque()
+        # The messages on their way, by identity, and a hash of the bundle that they came in.
+        self._taken: dict[int, bytes] = {}
         #: Bundles that are still to be read.
         self.left = 0
         #: Whether this generation holds suspects, and must take nothing else.
@@ -60,6 +63,7 @@ class Returns:
         """Begin to read, on a new connection; nothing happens if nothing came back."""
         came = self._came = deque()
         self._lane = None
+        self._taken = {}
         self.left = self._topology.depth(link, self._topology.queues.returns) or 0
         if not self.left:
             return
@@ -67,7 +71,7 @@ class Returns:
         self._lane = Lane(
             channel,
             multiple=False,
-            secured=ready.add,
+            secured=self._secured,
             failed=ready.fail,
             what="the lease queue",
         )
@@ -120,7 +124,8 @@ class Returns:
         except (ProducerError, StagingError) as error:
             unreadable(error)
             return
-        if read is None:
+        print_ = hashlib.blake2b(delivered.body, digest_size=16).digest()
+        if read is None or print_ in self._sealer.returned:
             link.post(lambda: lane.ack(delivered.tag))
             return
         portion = split(
@@ -135,9 +140,11 @@ class Returns:
         with ready.changed:
             ready.outstanding += len(portion.take)
         self._topology.ensure_dead(link, bool(portion.crashed))
-        link.post(lambda: self._secure(lane, delivered.tag, read.header, portion))
+        link.post(lambda: self._secure(lane, delivered.tag, print_, read.header, portion))
 
-    def _secure(self, lane: Lane, tag: int, header: Header, portion: Portion) -> None:
+    def _secure(
+        self, lane: Lane, tag: int, print_: bytes, header: Header, portion: Portion
+    ) -> None:
         """Publish what becomes of a bundle, then acknowledge it.  In the link's thread."""
         exchange, routing_key = self._topology.dead
         for held in portion.crashed:
@@ -154,7 +161,8 @@ class Returns:
                 key=held.message_id,
             )
         if portion.later:
-            name = f"{self._sealer.prefix}.r{tag:x}"
+            self._sealer.number += 1
+            name = f"{self._sealer.prefix}.r{self._sealer.number:x}"
             lane.publish(
                 "",
                 self._topology.queues.returns,
@@ -163,8 +171,16 @@ class Returns:
                 key=name,
             )
         if portion.take:
+            self._taken[id(portion.take)] = print_
             self._sealer.publish(lane, portion.take, tag)
         elif portion.later or portion.crashed:
             lane.done(tag)
         else:  # all of it was settled at once
             lane.ack(tag)
+
+    def _secured(self, loads: list[Any]) -> None:
+        """Bundles may be relied on; what they were made of is about to be acknowledged."""
+        for load in loads:
+            if load is not None and id(load) in self._taken:
+                self._sealer.returned.add(self._taken.pop(id(load)))
+        self._ready.add(loads)

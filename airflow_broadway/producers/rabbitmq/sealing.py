@@ -83,6 +83,9 @@ class Sealer:
     number: int = 0
     #: Messages published before, and secured: their id → what tells a repetition.
     again: dict[str, int] = field(default_factory=dict, repr=False)
+    #: Returned bundles whose messages are secured here, by their bytes: the same once more are done
+    #: with.  Not by name, under which other messages may come.
+    returned: set[bytes] = field(default_factory=set, repr=False)
     #: Bundles that are sealed and not yet published.
     waiting: int = 0
     prefix: str = ""

@@ -1,9 +1,8 @@
 """Carries out the verdicts of one lease.
 
 While the lease is held and everything is known, bundles are never read: failures are published
-again
-from staging, the journal notes that all is done, and deleting the lease queue acknowledges every
-bundle at once.  In all other cases the bundles are read and compared by message id; none is
+again from staging, the journal notes that all is done, and deleting the lease queue acknowledges
+every bundle at once.  In all other cases the bundles are read and compared by message id; none is
 acknowledged before all that follows from it is confirmed and noted.
 
 A kill between any two steps loses nothing: before the note, the bundles are still there, and
@@ -17,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody import (
@@ -38,7 +38,7 @@ from airflow_broadway.producers.rabbitmq.link import Link
 from airflow_broadway.producers.rabbitmq.properties import Mark, encode, load, republished
 from airflow_broadway.producers.rabbitmq.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.queues import rung
-from airflow_broadway.producers.rabbitmq.returns import load_staged
+from airflow_broadway.producers.rabbitmq.returns import load_staged, rest_header
 from airflow_broadway.producers.rabbitmq.topology import Topology
 
 if TYPE_CHECKING:
@@ -273,14 +273,7 @@ class Settling:
     def _give_back(self, header: Header, messages: list[Held]) -> None:
         """Put released messages into the returns queue, in one bundle."""
         name = f"{header.bundle}.released"
-        again = Header(
-            bundle=name,
-            generation=header.generation,
-            queue=header.queue,
-            count=len(messages),
-            released=True,
-            owner=header.owner,
-        )
+        again = rest_header(header, name, len(messages))
         properties = encode({"delivery_mode": 2, "message_id": name})
         self._publisher.publish(
             "",
@@ -385,7 +378,6 @@ class Settling:
             queue=self._topology.queues.source,
             count=0,
             owner=self._lease.owner,
-            released=True,
         )
         messages = []
         for each in failed:
@@ -394,8 +386,7 @@ class Settling:
             messages.append(each[0])
         for start in range(0, len(messages), bundles.MAX_MESSAGES):
             part = messages[start : start + bundles.MAX_MESSAGES]
-            named = Header(**{**_fields(header), "bundle": f"{header.bundle}.{start}"})
-            self._give_back(named, part)
+            self._give_back(replace(header, bundle=f"{header.bundle}.{start}"), part)
         again = self._publisher.flush()
         if again:
             raise ProducerError(
@@ -409,7 +400,3 @@ def held_of(entry: Entry) -> Held:
     """A staged message as a bundle would hold it."""
     route, properties, again = load(entry.properties)
     return Held(entry.message_id, entry.attempt, 0, again, route, properties, entry.payload or b"")
-
-
-def _fields(header: Header) -> dict[str, Any]:
-    return {name: getattr(header, name) for name in header.__dataclass_fields__}
