@@ -88,7 +88,7 @@ class Bulk:
         stop: Refusal | None = None
         waiting = iter(requests)
         while True:
-            wave = list(islice(waiting, 8 * self._concurrency))
+            wave = list(islice(waiting, 32 * self._concurrency))
             if not wave:
                 return refused
             if stop is not None:

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _GATHER, _GATHER_FILES = 0.05, 1.0
 #: The part of a lease after which what waits in this process is renewed before it is handed out.
 _STALE: Final = 0.3
+#: Messages up to which a demand is handed out whole.
+_SMALL: Final = 200
 #: Seconds for which SQS may be out of reach before the run ends with an error, and between tries.
 _OUTAGE, _AGAIN = 60.0, 2.0
 #: The least seconds worth sleeping.
@@ -121,7 +123,9 @@ class SqsSource:
         clock, polls = self._clock, self._polls
         end = clock.monotonic() + timeout
         gathering: float | None = None
-        while len(self._ready) < demand:
+        # Of a large demand a half is handed out while the other half is on its way.
+        enough = demand if demand <= _SMALL else demand // 2
+        while len(self._ready) < enough:
             if gathering is not None and clock.monotonic() >= gathering:
                 break
             if not self._full:

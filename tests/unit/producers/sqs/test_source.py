@@ -20,7 +20,7 @@ from airflow_broadway.producers.sqs.producer import partition_of
 from airflow_broadway.producers.sqs.receiving import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
-from tests.unit.producers.sqs.kit import FIFO, halves, take
+from tests.unit.producers.sqs.kit import FIFO, halves, settlement, take
 
 
 def asked(fake: FakeSqs) -> list[int]:
@@ -123,6 +123,19 @@ def test_never_more_than_the_demand_is_received() -> None:
 
         assert len(messages) == 37
         assert len(run.fake.waiting()) == 63
+
+
+def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop() -> None:
+    with halves(receive_concurrency=4) as run:
+        run.fake.put([str(number) for number in range(2000)])
+
+        messages = run.source.secure(run.source.receive(1000, timeout=0))
+        run.source.close()
+
+        assert 500 <= len(messages) <= 1000
+        assert len(run.fake.waiting()) == 2000 - len(messages)
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+        assert report.acked == len(messages)
 
 
 def test_a_poll_in_progress_completes_and_gives_back_what_it_found() -> None:
