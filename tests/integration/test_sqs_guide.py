@@ -289,6 +289,20 @@ def test_a_failed_entry_that_is_retried_holds_back_those_after_it(
     assert server.depth(url) == (0, 0, 0)
 
 
+def test_what_failed_behind_a_failed_entry_is_given_back_too(server: SqsServer) -> None:
+    FAILING.update(a1="retry", a2="dead_letter", a3="retry")
+    pipeline, url = ledger(server, Batched)
+
+    first = pipeline.run_local(connections=Known(server), max_messages=5)
+    second = pipeline.run_local(connections=Known(server), max_messages=3, wait_seconds=20.0)
+
+    assert (first.settled.requeued, first.settled.released) == (1, 2)
+    assert (first.settled.acked, first.settled.dead_lettered) == (2, 0)
+    assert second.settled.acked == 3
+    assert of("a") == ["a1", "a2", "a3", "a1", "a2", "a3"]
+    assert server.depth(url) == (0, 0, 0)
+
+
 def test_a_failed_entry_that_is_set_aside_holds_nothing_back(server: SqsServer) -> None:
     FAILING["a1"] = "dead_letter"
     pipeline, url = ledger(server)

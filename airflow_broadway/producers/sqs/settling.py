@@ -46,6 +46,8 @@ _NO_BODY: Final = (
     " on_failure='retry' or 'dead_letter', before it receives"
 )
 _COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
+#: What behind such a message becomes a release.
+_ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Plan(NamedTuple):
@@ -260,8 +262,9 @@ class Settling:
     # -- FIFO ----------------------------------------------------------------------------------
 
     def _held_back(self, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
-        """The verdicts with those acknowledged given back that follow one which comes again, in
-        their group: they are handled again after it, in order.
+        """The verdicts with all given back that follow one which comes again, in their group: they
+        are handled again after it, in order.  So are those that failed: they may have, because it
+        had, and their attempt is not used up.
         """
         book = self._book
         made = dict(verdicts)
@@ -270,7 +273,7 @@ class Settling:
             group = book.groups.get(key)
             if group is None:
                 continue
-            if verdict.action is Action.ACK and group in book.blocked and key not in book.done:
+            if group in book.blocked and key not in book.done and verdict.action in _ENDS:
                 made[key] = RELEASE
                 held += 1
             elif verdict.action in _COMES_AGAIN:
