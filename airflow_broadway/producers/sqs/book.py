@@ -41,6 +41,8 @@ _VERSION = 1
 #: Days for which the report of a settled generation is kept, and failures of messages: SQS keeps
 #: no message for longer than 14.
 KEPT_REPORTS, KEPT_FAILURES = 7, 16
+#: Seconds between two looks for failures that others noted.
+_LOOK = 30.0
 #: Books that a process keeps after their end, so that settling again reports the same.
 _KEPT = 256
 
@@ -294,6 +296,7 @@ class Shelf:
         self._queue = queue
         self._notes = None if staging is None else Notes(staging, f"sqs/{digest(queue)}")
         self._failures: dict[str, int] = {}
+        self._look_at = 0.0
         self._read: set[str] = set()
 
     @property
@@ -359,15 +362,18 @@ class Shelf:
         if failures and self._notes is not None:
             self._notes.write(f"attempts/{day}/{uuid.uuid4().hex}.json", dict(failures))
 
-    def failures(self, ids: Iterable[str], oldest: str) -> dict[str, int]:
+    def failures(self, ids: Iterable[str], oldest: str, now: float) -> dict[str, int]:
         """The failures on record of those of ``ids`` that have any.
+
+        What others note meanwhile is seen half a minute later: listing is dear on object stores.
 
         :param oldest: Days before this one are forgotten: SQS keeps no message that long.
         """
         if self._notes is None:
             return {}
         wanted = list(ids)
-        if not all(each in self._failures for each in wanted):
+        if now >= self._look_at and not all(each in self._failures for each in wanted):
+            self._look_at = now + _LOOK
             self._look(oldest)
         return {each: self._failures[each] for each in wanted if each in self._failures}
 

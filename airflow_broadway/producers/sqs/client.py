@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.producer import Connection, ProducerEnv
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["DEFAULT_CONNECTION", "Queue", "boto_client", "open_queue", "region_of"]
+__all__ = ["DEFAULT_CONNECTION", "Queue", "boto_client", "endpoint_of", "open_queue", "region_of"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,15 @@ def region_of(url: str) -> str | None:
     """The region in the URL of one of AWS's own queues."""
     found = _URL.match(url)
     return None if found is None else found.group(1) or found.group(2)
+
+
+def endpoint_of(url: str) -> str | None:
+    """The endpoint in the URL of a queue elsewhere than at AWS's own: a VPC's, a test server's."""
+    host = urlsplit(url).netloc
+    name = host.partition(":")[0]
+    if name.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws")) and ".vpce." not in name:
+        return None
+    return f"{urlsplit(url).scheme}://{host}"
 
 
 class Queue:
@@ -148,7 +158,12 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
         or service.get("region_name")
         or extra.get("region_name")
     )
-    endpoint = producer.endpoint_url or service.get("endpoint_url") or extra.get("endpoint_url")
+    endpoint = (
+        producer.endpoint_url
+        or service.get("endpoint_url")
+        or extra.get("endpoint_url")
+        or (endpoint_of(producer.queue_url) if producer.queue_url else None)
+    )
     try:
         return _client(producer, connection, region, endpoint, extra)
     except Exception as error:

@@ -131,7 +131,8 @@ class SqsProducer(Producer):
     endpoint_url: str | None = option(
         default=None,
         rule=_URL.or_none(),
-        doc="Another endpoint than AWS's; the connection's unless given.",
+        doc="Another endpoint than AWS's; the connection's unless given, else the host of a"
+        " ``queue_url`` that is not AWS's own.",
     )
     receive_concurrency: int = option(
         default=10,

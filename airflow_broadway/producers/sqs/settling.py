@@ -221,7 +221,10 @@ class Settling:
                 fifo=target.url.endswith(".fifo"),
                 max_bytes=most,
             )
-        refused |= self._bulk.send_requests(target.send, dead.requests(letters))
+        for key, refusal in self._bulk.send_requests(target.send, dead.requests(letters)).items():
+            # Said of the letter, not of the receipt.
+            code = f"SendMessage: {refusal.code}"
+            refused[key] = Refusal(code, refusal.text) if refusal.code else refusal
         # Where this is refused the dead letter stands, and the original comes again, marked.
         return refused | self._delete([key for key in verdicts if key not in refused])
 

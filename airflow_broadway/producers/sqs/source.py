@@ -254,7 +254,10 @@ class SqsSource:
             for key, raw in fresh.items()
         }
         again = [key for key, count in counts.items() if count > 1]
-        failures = self._shelf.failures(again, day_of(now, before=KEPT_FAILURES)) if again else {}
+        failures: dict[str, int] = {}
+        if again:
+            oldest = day_of(now, before=KEPT_FAILURES)
+            failures = self._shelf.failures(again, oldest, now.timestamp())
         # Without notes of failures the receives must stand for them, releases and lapses included.
         durable = self._shelf.durable
         keeps, generation = self._producer.keeps_payload, self._env.generation

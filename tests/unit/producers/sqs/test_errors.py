@@ -180,6 +180,24 @@ def test_the_connection_says_endpoint_region_and_token() -> None:
     assert (credentials.access_key, credentials.token) == ("AKIAEXAMPLE", "token")
 
 
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        (URL, "https://sqs.eu-west-1.amazonaws.com"),
+        ("http://127.0.0.1:5000/123456789012/orders", "http://127.0.0.1:5000"),
+        (
+            "https://vpce-1.sqs.eu-west-1.vpce.amazonaws.com/1/orders",
+            "https://vpce-1.sqs.eu-west-1.vpce.amazonaws.com",
+        ),
+    ],
+)
+def test_a_queue_elsewhere_is_asked_for_where_its_url_says(url: str, endpoint: str) -> None:
+    client = boto_client(
+        SqsProducer(queue_url=url, conn_id="aws"), env(extra={"region_name": "eu-west-1"})
+    )
+    assert client.meta.endpoint_url == endpoint
+
+
 def test_a_role_is_taken_by_the_amazon_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     from airflow.providers.amazon.aws.hooks.base_aws import BaseSessionFactory
     from boto3.session import Session

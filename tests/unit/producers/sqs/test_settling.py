@@ -269,6 +269,35 @@ def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
         assert run.fake.waiting() == ["a"]
 
 
+def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> None:
+    with halves(dead_letter="orders-dead") as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            {
+                "Successful": [{"Id": "1"}],
+                "Failed": [
+                    {
+                        "Id": "0",
+                        "Code": "InvalidParameterValue",
+                        "Message": "too long",
+                        "SenderFault": True,
+                    }
+                ],
+            }
+            if action == "SendMessage"
+            else None
+        )
+
+        report = run.custodian.settle(
+            run.source.lease, settlement(messages, {"a": DEAD, "b": DEAD})
+        )
+
+        assert (report.dead_lettered, report.failed, report.lapsed) == (1, 1, 0)
+        assert report.errors == ("SendMessage: InvalidParameterValue: too long",)
+        assert [held.body for held in run.fake.queue().known.values()] == ["a"]
+
+
 def test_attempts_count_failures_on_record_and_no_release(tmp_path: Path) -> None:
     staging = f"file://{tmp_path}"
     with halves(staging) as first:
