@@ -9,6 +9,7 @@ is changed here is how it keeps messages, never what SQS would answer:
 - It counts a queue's messages for every message sent and received, and walks all of them for every
   delete: at 2,000 messages it serves one receive a second.  Here they are counted when somebody
   asks, and found by id and receipt.
+- When several messages of a FIFO group come back at once, it hands out the last of them first.
 - It measures the 12 hours of a visibility timeout from the sending; SQS does from the receipt.
 """
 
@@ -96,6 +97,11 @@ class Queue(models.Queue):  # type: ignore[misc]
             raise ReceiptHandleIsInvalid
         return message, at
 
+    def forget_lapsed(self) -> None:
+        """What is visible again holds up its group no longer: all of it at once, not one by one."""
+        if self.fifo_queue:
+            self._pending_messages = {m for m in self._pending_messages if not m.visible}
+
     def delete_message(self, receipt_handle: str) -> None:
         if receipt_handle in self.deleted_messages:
             return
@@ -129,8 +135,9 @@ def receive_message(
     end = time.monotonic() + wait_seconds_timeout
     while True:
         with _LOCK:
-            found = _look(self, queue_name, count, 0, *rest, **given)
             queue = self.get_queue(queue_name)
+            queue.forget_lapsed()
+            found = _look(self, queue_name, count, 0, *rest, **given)
             for copy in found:
                 message = queue._messages.by_id[copy.id]
                 queue.receipts[copy.receipt_handle] = (message, time.time())
