@@ -47,8 +47,10 @@ class Sqs:
         return self.server.depth(self._url)[1]
 
     def dead(self) -> list[Dead]:
+        """The mark of a second letter of one message is the id that stands in both."""
         found: list[Dead] = []
         receipts: list[str] = []
+        seen: set[str] = set()
         while messages := self._client.receive_message(
             QueueUrl=self._dead,
             MaxNumberOfMessages=10,
@@ -65,9 +67,10 @@ class Sqs:
                         int(message["Body"]),
                         int(why["broadway_attempt"]),
                         why["broadway_reason"],
-                        marked=why.get("broadway_redelivered") == "true",
+                        marked=why["broadway_message_id"] in seen,
                     )
                 )
+                seen.add(why["broadway_message_id"])
                 receipts.append(message["ReceiptHandle"])
         for receipt in receipts:
             self._client.change_message_visibility(
