@@ -120,8 +120,18 @@ class SqsSource:
             raise self._lapsed()
         if demand < 1:
             return []
+        end = self._clock.monotonic() + timeout
+        while True:
+            self._collect(demand, end)
+            if not self._ready:
+                return []
+            messages = self._messages(demand)
+            if messages:  # not only such as this run knows already
+                return messages
+
+    def _collect(self, demand: int, end: float) -> None:
+        """Wait for messages until ``end``, or until those are there that go together."""
         clock, polls = self._clock, self._polls
-        end = clock.monotonic() + timeout
         gathering: float | None = None
         # Of a large demand a half is handed out while the other half is on its way.
         enough = demand if demand <= _SMALL else demand // 2
@@ -146,7 +156,6 @@ class SqsSource:
                 break
             else:
                 clock.sleep(min(left, left if self._full else max(polls.pause, _TICK)))
-        return self._messages(demand)
 
     def _answer(self, wait: float) -> Answer | None:
         """The next answer; ``None`` if there was none, or SQS is out of reach for now."""
@@ -314,14 +323,18 @@ class SqsSource:
         self._closed = True
         for answer in self._polls.close():
             self._ready += [(answer.at, raw) for raw in answer.messages]
-        unused = {raw["MessageId"]: raw["ReceiptHandle"] for _, raw in self._ready}
-        unused = {
-            key: receipt
-            for key, receipt in unused.items()
-            if key in self._book.now or not self._book.knows(key)
-        }
+        unused: dict[str, str] = {}
+        newer: dict[str, str] = {}
+        for _, raw in self._ready:
+            known = self._book.knows(raw["MessageId"]) and raw["MessageId"] not in self._book.now
+            (newer if known else unused)[raw["MessageId"]] = raw["ReceiptHandle"]
         unused |= self._spare
         try:
+            if newer:  # received again, and settled by their newest receipts
+                since = min(at for at, _ in self._ready)
+                until = since + self._producer.visibility
+                self._book.add(newer, {}, since, until)
+                self._book.write(newer, {}, since, until)
             if unused:
                 refused = self._bulk.send(
                     self._queue.change,

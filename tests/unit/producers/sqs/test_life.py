@@ -28,7 +28,7 @@ def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(
     staging: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
-    with halves(staging, lease=4 * HOUR) as run:
+    with halves(staging, lease=6 * HOUR) as run:
         fake, clock = run.fake, run.clock
         fake.log = None
         fake.put([str(number) for number in range(COUNT)])

@@ -215,6 +215,18 @@ def test_at_the_limit_of_messages_in_flight_the_run_goes_on_with_what_it_has(
         assert "as many messages in flight as it may have" in caplog.text
 
 
+def test_a_receive_of_known_messages_alone_does_not_make_the_queue_look_empty() -> None:
+    with halves(max_number_of_messages=1) as run:
+        run.fake.put(["a", "b"])
+        [first] = run.source.secure(run.source.receive(1, timeout=0))
+        queue = run.fake.queue()
+        queue.ready.appendleft(queue.known[first.message_id])
+
+        [second] = run.source.secure(run.source.receive(1, timeout=0))
+
+        assert second.data == b"b"
+
+
 def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out() -> None:
     with halves(receive_concurrency=2) as run:
         run.fake.put([str(number) for number in range(20)])
