@@ -146,8 +146,9 @@ class _Runs:
     def _run(self, plan: Sequence[str]) -> list[str]:
         """One run, killed as planned; returns what of the plan is left."""
         # The turns that are left share the rest of the messages, and leave some, for a turn may
-        # take more than one run; the last runs, in which nobody dies, take all.
-        turns = 2 + len(plan) // (len(ORDER) * self._times)
+        # take more than one run.  The last turn takes all: retries are left, should it take two.
+        turn = len(ORDER) * self._times
+        turns = 1 + (len(plan) > turn) + len(plan) // (turn + 1)
         conf: dict[str, Any] = {"handled": self._handled}
         if plan:
             conf["max_messages"] = max(20, self._broker.waiting() // (2 * turns))
