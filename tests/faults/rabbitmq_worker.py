@@ -51,7 +51,9 @@ class Worker:
     def __init__(self, folder: Path, uri: str, queue: str, lease: float, most: int) -> None:
         self.folder = folder
         self.most = most
-        self.producer = RabbitMQProducer(queue=queue, uri=uri, lease=lease, reconnect_timeout=20.0)
+        self.producer = RabbitMQProducer(
+            queue=queue, uri=uri, lease=lease, reconnect_timeout=20.0, on_failure="retry"
+        )
 
     def env(self, generation: str) -> ProducerEnv:
         owner = {"dag_id": "faults", "run_id": generation, "task_id": "p", "map_index": 0}

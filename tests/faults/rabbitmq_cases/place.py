@@ -66,7 +66,7 @@ class Place:
         self, *, lease: float = 30.0, reconnect_timeout: float = 5.0, **options: Any
     ) -> RabbitMQProducer:
         """A producer of the queue; ``lease`` in seconds."""
-        options |= {"lease": lease, "reconnect_timeout": reconnect_timeout}
+        options |= {"lease": lease, "reconnect_timeout": reconnect_timeout, "on_failure": "retry"}
         return RabbitMQProducer(queue=self.queue, uri=uri_of(self.server), **options)
 
     # -- queues --------------------------------------------------------------------------------
