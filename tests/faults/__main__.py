@@ -20,9 +20,9 @@ from tests.faults.runs import Case, run_case
 
 BUILD = ROOT / "build"
 
-#: Kills of a broker's runs, where not given: of the embedded queue fewer, for it is one file.
-KILLS = {"sqlite": 30}
-MANY_KILLS = 60
+#: Kills of a broker's runs, where not given: most where custody has the most steps to die between.
+KILLS = {"rabbitmq": 60}
+FEW_KILLS = 30
 #: Messages of the runs in which nobody is killed.
 NORMAL = 2_000
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--kills", type=int, help="of tasks; 60, and 30 for sqlite; 0: none")
+    parser.add_argument("--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ; 0: none")
     parser.add_argument("--seed", type=int, default=20_130)
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
@@ -55,7 +55,7 @@ def _cases_of(
     broker: str, folder: Path, given: argparse.Namespace
 ) -> Iterator[tuple[str, int, Callable[[], Found]]]:
     """Each case's name, messages (0: it says itself), and what runs it."""
-    kills = KILLS.get(broker, MANY_KILLS) if given.kills is None else given.kills
+    kills = KILLS.get(broker, FEW_KILLS) if given.kills is None else given.kills
     case = Case(
         broker=broker,
         messages=given.messages,
@@ -86,10 +86,11 @@ def _tried(name: str, messages: int, run: Callable[[], Found]) -> Found:
 
 def _tell(found: Found, seconds: float) -> None:
     told = found.to_json()
+    deleted = f"; {found.told_lost} deleted by an operator, and told" if found.told_lost else ""
     killed = f"; {told['kills']} kills ({dict(found.killed)})" if found.killed else ""
     print(
         f"{told['name']}: {told['lost']} lost, {told['duplicates']} handled again, of these"
-        f" {told['unmarked']} unmarked{killed}, in {seconds:.0f} s",
+        f" {told['unmarked']} unmarked{killed}{deleted}, in {seconds:.0f} s",
         flush=True,
     )
     if found.lost:
