@@ -8,7 +8,7 @@ is changed here is how it keeps messages, never what SQS would answer:
   long poll lets others in between its looks.
 - It counts a queue's messages for every message sent and received, and walks all of them for every
   delete: at 2,000 messages it serves one receive a second.  Here they are counted when somebody
-  asks, and found by id and receipt.
+  asks, found by id and receipt, and those in flight are in nobody's way.
 - When several messages of a FIFO group come back at once, it hands out the last of them first.
 - It measures the 12 hours of a visibility timeout from the sending; SQS does from the receipt.
 """
@@ -18,9 +18,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
+from heapq import heappop, heappush
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 from moto.server import main as serve
@@ -41,19 +44,74 @@ _LOCK = threading.RLock()
 
 
 class Shelf:
-    """A queue's messages in order, found by id: what moto does with its list, this does too."""
+    """A queue's messages in order, found by id: what moto does with its list, this does too.
 
-    def __init__(self) -> None:
+    :param ordered: Of a FIFO queue, whose order counts; else those in flight are kept apart, so
+        that nobody who receives has to look at them.
+    """
+
+    def __init__(self, *, ordered: bool) -> None:
         self.by_id: dict[str, Any] = {}
+        self._ordered = ordered
+        self._ready: deque[Any] = deque()
+        #: (when it is visible again, a number, message); may have several entries of one message.
+        self._hidden: list[tuple[float, int, Any]] = []
+        self._in_ready: set[str] = set()
+        self._count = count()
 
     def append(self, message: Any) -> None:
         self.by_id[message.id] = message
+        self._put(message)
 
     def remove(self, message: Any) -> None:
         del self.by_id[message.id]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.by_id.values())
+
+    def hide(self, message: Any) -> None:
+        """Note that it is visible at another time than before."""
+        if not self._ordered:
+            at = max(message.visible_at, message.delayed_until)
+            heappush(self._hidden, (at, next(self._count), message))
+
+    def visible(self, now: float) -> Iterator[Any]:
+        """Those that may be received; some of them may be received on the way."""
+        if self._ordered:
+            yield from (message for message in self if _shown(message, now))
+            return
+        while self._hidden and self._hidden[0][0] <= now:
+            message = heappop(self._hidden)[2]
+            if self._has(message) and message.id not in self._in_ready and _shown(message, now):
+                self._put(message)
+        seen: list[Any] = []
+        try:
+            while self._ready:
+                message = self._ready.popleft()
+                seen.append(message)
+                if self._has(message) and _shown(message, now):
+                    yield message
+        finally:
+            for message in reversed(seen):
+                self._in_ready.discard(message.id)
+                if not self._has(message):
+                    continue
+                if _shown(message, now):
+                    self._ready.appendleft(message)
+                    self._in_ready.add(message.id)
+                else:
+                    self.hide(message)
+
+    def _has(self, message: Any) -> bool:
+        return self.by_id.get(message.id) is message
+
+    def _put(self, message: Any) -> None:
+        self._ready.append(message)
+        self._in_ready.add(message.id)
+
+
+def _shown(message: Any, now: float) -> bool:
+    return bool(message.visible_at < now and message.delayed_until <= now)
 
 
 class Queue(models.Queue):  # type: ignore[misc]
@@ -68,15 +126,14 @@ class Queue(models.Queue):  # type: ignore[misc]
         self.clear()
 
     def clear(self) -> None:
-        self._messages = Shelf()
+        self._messages = Shelf(ordered=bool(self.fifo_queue))
         self._pending_messages: set[Any] = set()
         #: Receipt → message, and when that receipt was given out.
         self.receipts: dict[str, tuple[Any, float]] = {}
 
     @property
     def messages(self) -> Iterator[Any]:
-        now = models.unix_time_millis()
-        return (m for m in self._messages if m.visible_at < now and m.delayed_until <= now)
+        return self._messages.visible(models.unix_time_millis())
 
     @property
     def approximate_number_of_messages(self) -> int:
@@ -159,6 +216,7 @@ def change_message_visibility(
             " VisibilityTimeout for the message is beyond the limit [43200 seconds]"
         )
     message.change_visibility(visibility_timeout)
+    queue._messages.hide(message)
     if not int(visibility_timeout):
         queue.pending_messages.discard(message)
 
