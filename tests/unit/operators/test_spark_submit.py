@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -63,6 +64,7 @@ class World:
         self.works: list[Work] = []
         self.handled: set[str] | None = None
         self.exit_code = 0
+        self.output = io.StringIO()
 
     def plan(self, count: int = 3, batcher: str = "default") -> BatchPlan:
         batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(count)]
@@ -104,8 +106,9 @@ class World:
                         writer="w",
                     )
                     files.create(paths.outcome(head.path, batch.batch_id), made.dumps())
+        self.output = io.StringIO("line\n")
         return SimpleNamespace(
-            stdout=iter(["line\n"]), wait=lambda: self.exit_code, poll=lambda: self.exit_code
+            stdout=self.output, wait=lambda: self.exit_code, poll=lambda: self.exit_code
         )
 
 
@@ -155,6 +158,11 @@ def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
     assert work.pipeline == {"class": "tests.unit.spark.pipelines:Counting", "options": {}}
     assert work.run["params"] == {"p": 1}
     assert work.package_version == airflow_broadway.__version__
+
+
+def test_the_output_of_an_application_that_has_ended_is_closed(world: World) -> None:
+    world.execute({"plan": world.plan().path})
+    assert world.output.closed
 
 
 def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World) -> None:
