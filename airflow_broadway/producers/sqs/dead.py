@@ -24,6 +24,10 @@ from airflow_broadway.producers.sqs.limits import (
 
 __all__ = ["letter", "requests", "size_of"]
 
+#: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
+_OURS: Final = frozenset(
+    f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason")
+)
 #: Bytes of a reason that are kept.
 _REASON: Final = 2048
 #: Bytes of the reason where the message has no room for more.
@@ -39,7 +43,11 @@ def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -
     :param max_bytes: What the dead-letter queue takes.
     """
     properties: dict[str, Any] = json.loads(entry.properties or "{}")
-    own = {name: _attribute(value) for name, value in properties.get("attributes", {}).items()}
+    own = {
+        name: _attribute(value)
+        for name, value in properties.get("attributes", {}).items()
+        if name not in _OURS
+    }
     made: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8")}
     for limit in (_REASON, _SHORT, 0):
         made["MessageAttributes"] = _attributes(entry, queue, own, limit)

@@ -57,6 +57,20 @@ def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count: 
     assert why == "too late"
 
 
+def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now() -> None:
+    before = letter(entry(reason="too early", attributes=1), "orders", fifo=False)
+    attributes = {
+        name: {"data_type": value["DataType"], "string_value": value.get("StringValue", "")}
+        for name, value in before["MessageAttributes"].items()
+    }
+    again = entry()._replace(properties=json.dumps({"attributes": attributes}))
+
+    made = values(letter(again, "orders", fifo=False))
+
+    assert made["broadway_reason"] == "too late"
+    assert set(made) == {"a0", *values(letter(entry(), "orders", fifo=False))}
+
+
 def test_a_fifo_dead_letter_has_its_group_and_is_there_once() -> None:
     made = letter(entry(), "orders.fifo", fifo=True)
 
