@@ -20,7 +20,8 @@ from airflow_broadway.operators._shipping import Shipment, ship
 from airflow_broadway.operators._spark_home import LIGHT_JVM, find_spark
 from tests.unit.spark.plans import Planned, Staged, rows
 
-pytestmark = [pytest.mark.spark, pytest.mark.faults]
+# Slow: what make test runs of it is in test_run_kills, whose kills find Spark too.
+pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.slow]
 
 BATCHES = 24
 

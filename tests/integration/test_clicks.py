@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -23,16 +24,27 @@ def _on_every_broker() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    with world_of(request.param, tmp_path_factory.mktemp(f"clicks-{request.param}")) as world:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], World]]:
+    """The Airflow of a broker, one for all of its clicks."""
+    here: dict[str, World] = {}
+    with ExitStack() as stack:
+
+        def world(broker: str) -> World:
+            if broker not in here:
+                stack.close()
+                here.clear()
+                folder = tmp_path_factory.mktemp(f"clicks-{broker}")
+                here[broker] = stack.enter_context(world_of(broker, folder))
+            return here[broker]
+
         yield world
 
 
-@pytest.mark.parametrize(("world", "click"), list(_on_every_broker()), indirect=["world"])
-def test_messages_are_where_they_should_be_when_users(world: World, click: Click) -> None:
-    clicks = Clicks(world, click.name[:40])
+@pytest.mark.parametrize(("broker", "click"), list(_on_every_broker()))
+def test_messages_are_where_they_should_be_when_users(
+    worlds: Callable[[str], World], broker: str, click: Click
+) -> None:
+    clicks = Clicks(worlds(broker), click.name[:40])
 
     click.run(clicks)
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
 
 from scripts.airflow_env import airflow_env
-from scripts.load_flights import flights
+from scripts.load_flights import FLIGHTS, flights
 from scripts.load_rabbitmq import QUEUE, load
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.faults.brokers_rabbitmq import counted
@@ -24,9 +26,6 @@ from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import PASSWORD, permitted
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
-
-MESSAGES = 5_000
-
 
 #: Those of docs/rabbitmq.md for the queue ``flights``, which the pipeline declares.
 LEAST = {
@@ -70,16 +69,18 @@ def files_with(text: str, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(600)
-def test_the_flights_through_rabbitmq(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("messages", [5_000, pytest.param(FLIGHTS, marks=pytest.mark.slow)])
+def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
     from airflow_broadway.producers.rabbitmq.connection import address_of_uri
     from airflow_broadway.producers.rabbitmq.queues import Queues
 
     server = wanted_server()
     host, port = server.address
-    expected = list(flights(MESSAGES))
+    expected = list(flights(messages))
     departed = [flight for flight in expected if flight["dep_delay"] is not None]
-    load(address_of_uri(server.url, name="test"), MESSAGES)
+    load(address_of_uri(server.url, name="test"), messages)
+    dead_before = counted(server, [Queues(QUEUE).dead])
     api = free_port()
     env = airflow_env(home=tmp_path / "airflow", port=api)
     parts = ("api-server", "scheduler", "dag-processor")
@@ -92,15 +93,20 @@ def test_the_flights_through_rabbitmq(tmp_path: Path) -> None:
         ):
             airflow.wait_for_dag("rabbitmq_flights")
             run = airflow.trigger("rabbitmq_flights", {"output": str(tmp_path / "output")})
-            state = airflow.wait_for_run("rabbitmq_flights", run, timeout=400)
+            state = airflow.wait_for_run("rabbitmq_flights", run, timeout=600)
 
     assert state == "success"
     table = ds.dataset(tmp_path / "output" / "flights", format="parquet", partitioning="hive")
-    assert table.count_rows() == len(departed)
-    ids = table.to_table(columns=["message_id"])["message_id"].to_pylist()
-    assert len(set(ids)) == len(ids)
+    rows = table.to_table(columns=["message_id", "batcher", "origin"])
+    assert rows.num_rows == len(departed)
+    assert pc.count_distinct(rows["message_id"]).as_py() == len(departed)
+    routed = zip(rows["batcher"].to_pylist(), rows["origin"].to_pylist(), strict=True)
+    assert Counter(routed) == Counter(
+        ("delayed" if flight["dep_delay"] > 15 else "on_time", flight["origin"])
+        for flight in departed
+    )
     assert counted(server, [QUEUE, Queues(QUEUE).returns]) == 0
-    assert counted(server, [Queues(QUEUE).dead]) == MESSAGES - len(departed)
+    assert counted(server, [Queues(QUEUE).dead]) - dead_before == messages - len(departed)
     assert commands == []
     # Airflow's logs and database, with every XCom; staging; what Spark was given.
     assert list(tmp_path.rglob("manifest*.json"))
