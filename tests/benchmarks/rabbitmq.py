@@ -62,6 +62,7 @@ def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figur
     with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
         for _ in range(tries):
             for name, took in stages(server, MESSAGES):
+                tell(name, took)
                 taken.setdefault(name, []).append(took)
         for label, size in sizes.items():
             peaks += peaks_of(server, label, size)
@@ -69,10 +70,12 @@ def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figur
             run_of_messages(airflow, server, 1, MESSAGES)  # a pipeline's first run finds no queues
             for _ in range(tries):
                 top = ceiling_of(server, MESSAGES)
+                tell("ceiling", top)
                 for label, size in sizes.items():
                     for producers in (1, 2) if size == MESSAGES else (1,):
                         name = f"run.{label}" + (".producers_2" if producers == 2 else "")
                         took = run_of_messages(airflow, server, producers, size)
+                        tell(name, took)
                         taken.setdefault(name, []).append(took)
                         taken.setdefault(f"ceiling of {name}", []).append(top)
     return [*figures(taken), *peaks]
@@ -255,6 +258,11 @@ def cpu_of(airflow: LocalAirflow) -> float:
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total
+
+
+def tell(name: str, took: Took) -> None:
+    """Say at once what a try took: all of them together take half an hour."""
+    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 # -- figures ---------------------------------------------------------------------------------------
