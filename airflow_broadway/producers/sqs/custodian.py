@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 #: A message is renewed once no more than this part of its lease is left: twice a lease, and with
 #: at least one more look to come should it fail.
 RENEW_AT: Final = 0.6
+#: Seconds before SQS holds no longer from which on that is told at the latest.
+_LATE: Final = 3600.0
 
 
 class SqsCustodian:
@@ -94,7 +96,7 @@ class SqsCustodian:
     def _foretell(self, lease: Lease, last: float, now: float) -> None:
         """Say ahead of time when SQS will renew no more."""
         left = last - now
-        if left < max(2 * lease.seconds, 3600.0) and lease.generation not in self._told:
+        if left < max(2 * lease.seconds, _LATE) and lease.generation not in self._told:
             self._told.add(lease.generation)
             log.warning(
                 "SQS holds a message for 12 hours from its receipt at most: what generation %s"
@@ -134,7 +136,20 @@ class SqsCustodian:
         settling = self._settling(book)
         book.begin()
         done = settling.carry_out(planned, note=True)
-        return settling.report(done.values()) + SettleReport(lapsed=strangers)
+        report = settling.report(done.values()) + SettleReport(lapsed=strangers)
+        return report + SettleReport(errors=self._nearly_lapsed(book))
+
+    def _nearly_lapsed(self, book: Book) -> tuple[str, ...]:
+        """Tell in the report too that there was little time left: the next run may have none."""
+        now = self._clock.now().timestamp()
+        left = (book.since or now) + LONGEST_VISIBILITY - now
+        if left >= _LATE:
+            return ()
+        told = (
+            f"settled {left / 60:.0f} minutes before SQS's limit of 12 hours from receipt: what is"
+            " held longer lapses; bound a run by max_messages or max_seconds"
+        )
+        return (told,)
 
     def _why_lapsed(self, book: Book) -> tuple[str, ...]:
         now = self._clock.now().timestamp()
