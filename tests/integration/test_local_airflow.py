@@ -49,6 +49,7 @@ with DAG("endless", schedule=None):
 """
 
 
+# Slow is what needs one of its own: other suites start and stop one, too.
 @pytest.fixture(scope="module")
 def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
     folder = tmp_path_factory.mktemp("local_airflow")
@@ -62,6 +63,7 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
 
 
 @pytest.mark.airflow
+@pytest.mark.slow
 def test_a_dag_runs_and_its_tasks_can_be_cleared_and_marked(airflow: LocalAirflow) -> None:
     # Given a finished run
     airflow.wait_for_dag("quick")
@@ -89,6 +91,7 @@ def test_a_dag_runs_and_its_tasks_can_be_cleared_and_marked(airflow: LocalAirflo
 
 
 @pytest.mark.airflow
+@pytest.mark.slow
 def test_a_second_airflow_on_the_same_home_is_refused(airflow: LocalAirflow) -> None:
     second = LocalAirflow(airflow.env, airflow.log_dir)
     with pytest.raises(LocalAirflowError, match=f"already at {airflow.url}"):
@@ -96,6 +99,7 @@ def test_a_second_airflow_on_the_same_home_is_refused(airflow: LocalAirflow) -> 
 
 
 @pytest.mark.airflow
+@pytest.mark.slow
 def test_stop_ends_even_what_a_task_has_detached(airflow: LocalAirflow) -> None:
     # Given a task with a child in a session of its own
     airflow.wait_for_dag("endless")

@@ -69,8 +69,9 @@ def files_with(text: str, folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("messages", [5_000, pytest.param(FLIGHTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("messages", [5_000, FLIGHTS])
 def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
     from airflow_broadway.producers.rabbitmq.connection import address_of_uri
     from airflow_broadway.producers.rabbitmq.queues import Queues

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 SEED = 20_130
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_some_flights_through_sqs(tmp_path: Path) -> None:
     fly(tmp_path, wanted_sqs(), 400)
