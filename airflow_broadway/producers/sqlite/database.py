@@ -192,6 +192,8 @@ class Database:
         )
 
     def _prepare(self, db: sqlite3.Connection) -> None:
+        # The id is read last: it tells of another who makes the tables meanwhile.
+        tables = _tables(db)
         version = _pragma(db, "user_version")
         application = _pragma(db, "application_id")
         if version > SCHEMA_VERSION and application == APPLICATION_ID:
@@ -199,7 +201,7 @@ class Database:
                 f"the queue file {self.path} has schema {version}, written by a newer"
                 f" airflow-broadway; this one knows schema {SCHEMA_VERSION}: upgrade it here"
             )
-        if application != APPLICATION_ID and (version or _tables(db)):
+        if application != APPLICATION_ID and (version or tables):
             raise ProducerError(
                 f"the file {self.path} is another application's database: give the queue a file of"
                 " its own"

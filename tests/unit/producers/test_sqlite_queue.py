@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.producers.sqlite import SqliteQueue, queue, sending
+from airflow_broadway.producers.sqlite import SqliteQueue, database, queue, sending
 from airflow_broadway.producers.sqlite.records import ranges
 from airflow_broadway.testing.clock import ManualClock
 
@@ -335,6 +336,25 @@ def test_threads_share_a_queue(path: Path) -> None:
     shared.close()
 
     assert len(found) == len(set(found)) == 200
+
+
+def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = database._tables
+    made: list[bool] = []
+
+    def overtaken(db: sqlite3.Connection) -> Any:
+        if not made:
+            made.append(True)
+            with SqliteQueue(path, "q") as faster:
+                faster.send([b"first"])
+        return look(db)
+
+    monkeypatch.setattr(database, "_tables", overtaken)
+    with SqliteQueue(path, "q") as slower:
+        slower.send([b"second"])
+        assert slower.depth().ready == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
