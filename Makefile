@@ -1,13 +1,18 @@
 # Every target sets up what it needs first (scripts/setup.sh), once; ARGS="..." goes to the command.
 SHELL := /bin/bash
 ARGS ?=
+# Tests run in so many processes, a file in one of them; 0 for all in one, as a debugger wants it.
+JOBS ?= 2
 RUN := scripts/run.sh
+# In the order of their folders: what takes long comes first, and units fill the rest.
+PYTEST = $(RUN) --rabbitmq --airflow airflow-test \
+	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint bench faults lock clean distclean
+.PHONY: help setup demo up test test-all lint bench faults lock clean distclean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Make .venv and find or install what else is needed; the other targets do it by themselves
 	@scripts/setup.sh
@@ -18,8 +23,11 @@ demo: ## Drain a queue of 336,776 flights through Airflow and Spark, and report 
 up: ## A local Airflow with its UI, on loopback, until Ctrl-C
 	@exec $(RUN) python -m scripts.up $(ARGS)
 
-test: ## All tests that need no more than 20 minutes together; ARGS="-k word" for some of them
-	@$(RUN) --rabbitmq --airflow airflow-test pytest -m "not slow and not browser" $(ARGS)
+test: ## The tests, but for those that take too long or need a browser; ARGS="-k word" for some of them
+	@$(PYTEST) -m "not slow and not browser" $(ARGS)
+
+test-all: ## All tests, the slow ones too
+	@$(PYTEST) -m "not browser" $(ARGS)
 
 lint: ## ruff, its formatter and mypy --strict
 	@$(RUN) ruff check .

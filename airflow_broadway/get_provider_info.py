@@ -60,10 +60,69 @@ def get_provider_info() -> dict[str, Any]:
                     "hidden-fields": [],
                     "relabeling": {"schema": "Virtual host"},
                     "placeholders": {
-                        "host": "rabbitmq.example.org",
+                        "host": "rabbit.example.org, or several: a.example.org, b.example.org:5673",
                         "port": "5672, or 5671 with TLS",
                         "schema": "/",
-                        "extra": '{"tls": true, "heartbeat": 60}',
+                    },
+                },
+                "conn-fields": {
+                    "tls": {
+                        "label": "TLS",
+                        "description": "Whether the connection is by TLS.",
+                        "schema": {"type": ["boolean", "null"]},
+                    },
+                    "tls_ca": {
+                        "label": "TLS: authority",
+                        "description": "File with the certificates that are trusted; the "
+                        "system's unless given.",
+                        "schema": {"type": ["string", "null"]},
+                    },
+                    "tls_cert": {
+                        "label": "TLS: own certificate",
+                        "description": "File with the certificate that is shown to the broker.",
+                        "schema": {"type": ["string", "null"]},
+                    },
+                    "tls_key": {
+                        "label": "TLS: key of it",
+                        "description": "File with the key of the own certificate.",
+                        "schema": {"type": ["string", "null"]},
+                    },
+                    "tls_server_name": {
+                        "label": "TLS: name of the server",
+                        "description": "The name in the broker's certificate; the host unless "
+                        "given.",
+                        "schema": {"type": ["string", "null"]},
+                    },
+                    "auth_mechanism": {
+                        "label": "Login",
+                        "description": "By user and password (plain), or by the own certificate "
+                        "(external).",
+                        "schema": {
+                            "type": ["string", "null"],
+                            "enum": ["plain", "external", None],
+                        },
+                    },
+                    "management_url": {
+                        "label": "Management API",
+                        "description": "Where it is, https://host:port, or false; its usual port "
+                        "of the first host with TLS or on this machine, unless given.",
+                        "schema": {"type": ["string", "null"]},
+                    },
+                    "heartbeat": {
+                        "label": "Heartbeat",
+                        "description": "Seconds after which a silent peer counts as dead; 60.",
+                        "schema": {"type": ["integer", "null"], "minimum": 0, "maximum": 65535},
+                    },
+                    "timeout": {
+                        "label": "Timeout",
+                        "description": "Seconds that connecting to a host may take; 30.",
+                        "schema": {"type": ["number", "null"]},
+                    },
+                    "blocked_connection_timeout": {
+                        "label": "Timeout when blocked",
+                        "description": "Seconds for which a broker that is short of memory or "
+                        "disk may keep a connection waiting; 300.",
+                        "schema": {"type": ["number", "null"]},
                     },
                 },
             },

@@ -2,14 +2,17 @@
 
 The tasks, and who waits for whom::
 
-    process (mapped) ─┬─► batch.<batcher> … ─┬─► handle_batches ──► (the group's end)
-                      └──────────────────────┴─► ack  (starts with the run)
+    process (mapped) ──► batch.<batcher> … ──► handle_batches ──► ack ──► (what follows the group)
+
+``ack`` is downstream of all of them and starts with the run all the same: its trigger rule is
+``"always"``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup
@@ -69,7 +72,7 @@ def make_task_group(
         queue, executor_config, execution_timeout, callbacks, outlets…).
     :param batch: Arguments of the batcher tasks.
     :param spark: Arguments of the Spark tasks: any of ``SparkSubmitOperator``.
-    :param ack: Arguments of the ack sensor.
+    :param ack: Arguments of the ack sensor, such as ``fail_when`` and ``hold_failed``.
     :param default_args: For all tasks; ``retries`` is 2 and ``retry_delay`` 10 s unless given.
     :param staging: URI of the staging root.
     :raises OptionsError: While the Dag is parsed.
@@ -105,12 +108,15 @@ def make_task_group(
         }
         applications = _spark_tasks(pipeline, batchers, common, spark or {})
         watched: list[Any] = [pull, *batchers.values(), *applications]
-        BroadwayAckSensor(
+        settle = BroadwayAckSensor(
             task_id="ack",
             watch=[task.task_id if hasattr(task, "task_id") else task for task in watched],
             **common,
             **(ack or {}),
         )
+        # The group's only leaf, so that what follows the group waits for it alone: a batcher that
+        # had nothing to do is skipped, and would be followed by skipping.
+        watched >> settle
     _check_lease(pipeline, group, process or {})
     _check_name(pipeline, group)
     return group
@@ -204,6 +210,9 @@ def make_dag(
         "params": make_params(),
         **kwargs,
     }
+    # The class's own docstring, not one that it inherits, is what the UI shows of the Dag.
+    own = type(pipeline).__dict__.get("__doc__")
+    given.setdefault("doc_md", cleandoc(own) if own else None)
     with DAG(dag_id, **given) as dag:
         make_task_group(
             pipeline,

@@ -37,6 +37,4 @@ with DAG(
                 "spark.ui.enabled": "false",
             },
         },
-        # These runs are short: cheaper to let the sensor stay than to start it for every look.
-        ack={"mode": "poke", "poke_interval": 1.0},
     )

@@ -36,5 +36,4 @@ with DAG(
                 "spark.ui.enabled": "false",
             },
         },
-        ack={"mode": "poke", "poke_interval": 1.0},
     )

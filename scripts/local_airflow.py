@@ -317,20 +317,35 @@ def end_leftovers(home: Path) -> None:
         lock.close()
 
 
-def processes_with(token: str) -> list[psutil.Process]:
-    """Return every living process that carries ``token``, whoever its parent is now."""
+def processes_with(
+    token: str, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
+) -> list[psutil.Process]:
+    """Return every living process that carries ``token``, whoever its parent is now.
+
+    :param spared: Names of programs that are passed over.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(TOKEN_VARIABLE) == token:
+            if process.pid == os.getpid() or process.environ().get(variable) != token:
+                continue
+            if process.name() not in spared:
                 found.append(process)
     return found
 
 
-def kill_by_token(token: str, timeout: float = 10.0) -> None:
+def kill_by_token(
+    token: str,
+    timeout: float = 10.0,
+    *,
+    variable: str = TOKEN_VARIABLE,
+    spared: Sequence[str] = (),
+) -> None:
     """Kill every process that carries ``token``, until none is left: one may just be forking."""
     deadline = time.monotonic() + timeout
-    while (found := processes_with(token)) and time.monotonic() < deadline:
+    while (
+        found := processes_with(token, variable=variable, spared=spared)
+    ) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.producer import Producer
 from airflow_broadway.core.rules import AUTO
+from airflow_broadway.core.run import RunInfo
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -30,44 +33,176 @@ Flights(
     batchers={"delayed": {"batch_size": 10}},
 )
 ```
+
+Nested options (`producer`, `processors`, `batchers`, and `retry`, `rate_limiting`, `qos` in them)
+are merged: what is not named stays as declared.  `context` is the user's own value, of
+which nobody but its callbacks knows whether a key may be left out, and is replaced whole.
+
+## The pipeline
+
+Attributes of the class, and overrides of the same names:
+
+| attribute | value | default | |
+|---|---|---|---|
 """
 
-SECTIONS: list[tuple[str, str, type[Any], type[Any] | None]] = [
-    ("Every producer", "`producer = …Producer(…)`", Producer, None),
-    ("Embedded queue", "`producer = SqliteProducer(…)`", SqliteProducer, Producer),
-    ("RabbitMQ", "`producer = RabbitMQProducer(…)`", RabbitMQProducer, Producer),
-    ("RabbitMQ: prefetching", "`producer = RabbitMQProducer(qos=Qos(…))`", Qos, None),
-    ("Amazon SQS", "`producer = SqsProducer(…)`", SqsProducer, Producer),
-    ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy, None),
-    ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting, None),
-    ("Processors", "`processors = Processors(…)`", Processors, None),
-    ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher, None),
+#: Attribute, value, default, and what it is.
+PIPELINE: list[tuple[str, str, str, str]] = [
+    (
+        "name",
+        "at most 100 letters, digits, `_`, `-` and `.`",
+        "the class's name",
+        "In staging paths, metrics and logs.",
+    ),
+    ("producer", "a producer", "required", "Where messages come from: below."),
+    (
+        "processors",
+        '`Processors(…)`, or `{"name": Processors(…)}` with one entry',
+        "`Processors()`",
+        "How `handle_message` is run: below.",
+    ),
+    (
+        "batchers",
+        "a mapping of names to `Batcher(…)`",
+        "`{}`",
+        (
+            "How `handle_batch` is run: below.  Without any, messages are settled after"
+            " `handle_message`."
+        ),
+    ),
+    (
+        "partition_by",
+        "a function of one argument or None",
+        "`None`",
+        (
+            "The default of processors and batchers.  Declared in the class, not overridden: a"
+            " function is no JSON."
+        ),
+    ),
+    (
+        "context",
+        "any JSON value",
+        f"`{Broadway.context!r}`",
+        "What every callback gets as `context`, unless `setup` returns another.",
+    ),
+    (
+        "shutdown",
+        "a number of seconds greater than 0",
+        f"`{Broadway.shutdown!r}`",
+        "For how long a run that is told to stop may finish what it has begun; the rest goes back.",
+    ),
 ]
 
-#: What stands for ``AUTO``.
+#: What follows it.
+CALLS = """
+Beside the callbacks of Broadway a pipeline may define `setup(self, run)`: called once per process,
+before any other callback, on workers and on the Spark driver; what it returns is the `context` (a
+client, a table in memory).
+
+`self.run` is a `RunInfo` in every callback, with {run}.
+Outside Airflow its ids are `"local"`.
+"""
+
+#: A producer, and the least that it needs: for what its defaults turn out to be.
+PRODUCERS: list[tuple[str, type[Any], dict[str, Any]]] = [
+    ("Embedded queue", SqliteProducer, {"queue": "orders"}),
+    ("RabbitMQ", RabbitMQProducer, {"queue": "orders"}),
+    ("Amazon SQS", SqsProducer, {"queue_name": "orders"}),
+]
+
+OTHERS: list[tuple[str, str, type[Any]]] = [
+    ("RabbitMQ: prefetching", "`producer = RabbitMQProducer(qos=Qos(…))`", Qos),
+    ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy),
+    ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting),
+    ("Processors", "`processors = Processors(…)`", Processors),
+    ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
+]
+
+#: What stands for ``AUTO``, and for what each producer has of its own.
 AUTO_TEXT = "see text"
+BY_PRODUCER = "see each"
+_TABLE = "| option | value | default | |\n|---|---|---|---|\n"
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(_section(*section) for section in SECTIONS)
-
-
-def _section(title: str, use: str, cls: type[Any], base: type[Any] | None) -> str:
-    known = {field.name for field in dataclasses.fields(base)} if base is not None else set()
-    rows = "".join(
-        f"| `{field.name}` | {field.metadata['rule'].text} | {_default(field)} | "
-        f"{_code(field.metadata['doc'])} |\n"
-        for field in dataclasses.fields(cls)
-        if field.name not in known
+    run = ", ".join(f"`{field.name}`" for field in dataclasses.fields(RunInfo))
+    rows = [
+        f"| `{name}` | {value} | {default} | {doc} |\n" for name, value, default, doc in PIPELINE
+    ]
+    return "".join(
+        [
+            HEAD,
+            *rows,
+            CALLS.format(run=run),
+            _every_producer(),
+            *(_producer(*each) for each in PRODUCERS),
+            *(_section(*each) for each in OTHERS),
+        ]
     )
-    return f"\n## {title}\n\n{use}\n\n| option | value | default | |\n|---|---|---|---|\n{rows}"
+
+
+def _every_producer() -> str:
+    made = [cls(**least) for _, cls, least in PRODUCERS]
+    rows = ""
+    for field in dataclasses.fields(Producer):
+        same = all(getattr(each, field.name) == field.default for each in made)
+        default = _default(field) if same else BY_PRODUCER
+        rows += _row(field, default)
+    return _titled("Every producer", "`producer = …Producer(…)`", rows)
+
+
+def _producer(title: str, cls: type[Any], least: dict[str, Any]) -> str:
+    """The options of one producer, and those of all that have another value or default with it."""
+    made = cls(**least)
+    shared = {field.name: field for field in dataclasses.fields(Producer)}
+    rows = own = ""
+    for field in dataclasses.fields(cls):
+        default = _default(field)
+        if default == AUTO_TEXT:
+            default = _shown(getattr(made, field.name))
+        if field.name not in shared:
+            rows += _row(field, default)
+        elif field.name in ("on_success", "on_failure"):
+            actions = ", ".join(f"`{name}`" for name in cls.actions)
+            own += _row(field, default, f"one of {actions}", shared[field.name])
+        elif getattr(made, field.name) != shared[field.name].default:
+            own += _row(field, default)
+    return _titled(title, f"`producer = {cls.__name__}(…)`", rows + own)
+
+
+def _section(title: str, use: str, cls: type[Any]) -> str:
+    rows = "".join(_row(field, _default(field)) for field in dataclasses.fields(cls))
+    return _titled(title, use, rows)
+
+
+def _titled(title: str, use: str, rows: str) -> str:
+    return f"\n## {title}\n\n{use}\n\n{_TABLE}{rows}"
+
+
+def _row(
+    field: dataclasses.Field[Any],
+    default: str,
+    value: str = "",
+    described: dataclasses.Field[Any] | None = None,
+) -> str:
+    doc = _code(field.metadata["doc"] if described is None else _first(described))
+    return f"| `{field.name}` | {value or field.metadata['rule'].text} | {default} | {doc} |\n"
+
+
+def _first(field: dataclasses.Field[Any]) -> str:
+    """What an option does, without its values."""
+    return re.split("[:;]", str(field.metadata["doc"]))[0] + "."
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING:
         return "required"
-    return AUTO_TEXT if field.default is AUTO else f"`{field.default!r}`".replace("|", "\\|")
+    return AUTO_TEXT if field.default is AUTO else _shown(field.default)
+
+
+def _shown(value: Any) -> str:
+    return f"`{value!r}`".replace("|", "\\|")
 
 
 def _code(text: str) -> str:

@@ -20,17 +20,26 @@ apt_install() {
         apt-get update -qq >&2
         apt_ready=1
     fi
-    # A package that brings a service must not start it: this file makes dpkg leave it alone.
-    local policy=/usr/sbin/policy-rc.d made= code=0
-    if [ ! -e "$policy" ]; then
-        printf '#!/bin/sh\nexit 101\n' >"$policy"
-        chmod +x "$policy"
-        made=1
+    # A package that brings a service must not start it: this file makes dpkg leave it alone.  It goes
+    # however this ends; one that a kill -9 has left is known by its comment, and goes the next time.
+    local policy=/usr/sbin/policy-rc.d mark='# by the set-up of airflow-broadway'
+    if [ ! -e "$policy" ] || grep -qxF "$mark" "$policy"; then
+        (
+            trap 'rm -f "$policy"' EXIT
+            trap 'exit 129' HUP
+            trap 'exit 130' INT
+            trap 'exit 143' TERM
+            printf '#!/bin/sh\n%s\nexit 101\n' "$mark" >"$policy"
+            chmod +x "$policy"
+            apt_get_install "$@"
+        )
+    else
+        apt_get_install "$@"
     fi
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" \
-        </dev/null >&2 || code=$?
-    [ -z "$made" ] || rm -f "$policy"
-    return "$code"
+}
+
+apt_get_install() {
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" </dev/null >&2
 }
 
 # ---------------------------------------------------------------------------------------- Python

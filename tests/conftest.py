@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 from hypothesis import HealthCheck, settings
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
@@ -9,3 +13,23 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
+
+
+def _own_home(worker: str) -> None:
+    """Give a process that tests beside another an Airflow database of its own, made already.
+
+    Before Airflow is imported, which reads where it is.
+    """
+    home = Path(os.environ["AIRFLOW_HOME"])
+    own = home.with_name(f"{home.name}-{worker}")
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    shutil.copy2(home / "airflow.db", own)
+    os.environ["AIRFLOW_HOME"] = str(own)
+
+
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+    and (Path(os.environ["AIRFLOW_HOME"]) / "airflow.db").exists()
+):
+    _own_home(os.environ["PYTEST_XDIST_WORKER"])

@@ -72,6 +72,10 @@ class _Queue:
         self.keys: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
         self.sent: list[dict[str, Any]] = []
+        #: The receipts by which messages were deleted.
+        self.deleted: set[str] = set()
+        #: Of a FIFO queue: the attempt's id → its answer.
+        self.attempts: dict[str, list[_Held]] = {}
 
 
 class FakeSqs:
@@ -134,6 +138,9 @@ class FakeSqs:
                     if held.group and held.visible == until and held.key in queue.known
                 }
                 queue.ready = deque(sorted(queue.ready, key=lambda held: held.place))
+            again = queue.attempts.get(arguments.get("ReceiveRequestAttemptId", ""))
+            if again is not None:  # the answer was lost: it is given once more
+                return {"Messages": [self._shown(held) for held in again]}
             found: list[dict[str, Any]] = []
             later: list[_Held] = []
             while queue.ready and len(found) < arguments["MaxNumberOfMessages"]:
@@ -146,16 +153,22 @@ class FakeSqs:
                 held.received = now
                 self._hide(queue, held, now + arguments["VisibilityTimeout"])
                 found.append(self._shown(held))
+                if "ReceiveRequestAttemptId" in arguments:
+                    attempt = arguments["ReceiveRequestAttemptId"]
+                    queue.attempts.setdefault(attempt, []).append(held)
             queue.ready.extendleft(reversed(later))
             self._wake(queue)  # what was received with a visibility timeout of 0
             return {"Messages": found} if found else {}
 
     def delete_message_batch(self, **arguments: Any) -> dict[str, Any]:
         def delete(queue: _Queue, entry: dict[str, Any]) -> dict[str, Any] | None:
-            held = self._by_receipt(queue, entry["ReceiptHandle"])
+            receipt = entry["ReceiptHandle"]
+            held = self._by_receipt(queue, receipt)
             if held is None:
-                return _failed("ReceiptHandleIsInvalid")
+                # Deleting once more by the same receipt is no error.
+                return None if receipt in queue.deleted else _failed("ReceiptHandleIsInvalid")
             del queue.known[held.key]
+            queue.deleted.add(receipt)
             return None
 
         return self._batch("DeleteMessage", arguments, delete)

@@ -6,28 +6,48 @@ import base64
 import json
 import socket
 import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pika
 import pytest
 
-from airflow_broadway.core.custody import SettleReport, Source, Verdict
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Lease,
+    Settlement,
+    SettleReport,
+    Source,
+    Verdict,
+)
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.producer import Connection, ProducerEnv
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.marks import Mark, republished
+from airflow_broadway.producers.rabbitmq.properties import decode
 from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.testing.contract import settlement_of
+from tests.faults.proxy import Relay
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["PASSWORD", "Breaker", "Connections", "Place", "manage", "permitted"]
+__all__ = ["PASSWORD", "Breaker", "Connections", "Place", "manage", "marked", "permitted"]
 
 #: That of every user that tests make: it must be in no text.
 PASSWORD = "s3cret-of-the-rabbit"
+
+
+def marked(
+    body: bytes, message_id: str, *, attempt: int = 1, giver: str = "another"
+) -> dict[str, Any]:
+    """The headers of a message without properties that some run gave back."""
+    held = Held(message_id, attempt, 0, False, b"\x00\x00", b"\x00\x00", body)
+    return dict(decode(republished(held, Mark(message_id, giver, attempt)))["headers"])
 
 
 class Connections:
@@ -100,14 +120,27 @@ class Place:
     ) -> tuple[list[Message], SettleReport]:
         """Take everything, and settle it by its place."""
         with self.source(generation, **options) as source:
-            messages = self.take(source)
+            messages = [*self.take(source), *source.stop()]
             lease = source.lease
         chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
+        return messages, self.carry_out(lease, settlement_of(messages, chosen), **options)
+
+    def carry_out(self, lease: Lease, settlement: Settlement, /, **options: Any) -> SettleReport:
+        """Settle a lease."""
         custodian = self.producer(**options).custodian(self.env("custodian"))
         try:
-            return messages, custodian.settle(lease, settlement_of(messages, chosen))
+            return custodian.settle(lease, settlement)
         finally:
             custodian.close()
+
+    def give_back(self, *sent: bytes, properties: Any = None) -> list[Message]:
+        """Let a run take messages and be released: they are in the returns queue then."""
+        self.send(*sent, properties=properties)
+        with self.source("before") as source:
+            messages = self.take(source)
+            lease = source.lease
+        assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)
+        return messages
 
     def get(self, queue: str) -> tuple[Any, bytes] | None:
         with self.channel() as channel:
@@ -149,49 +182,74 @@ def permitted(server: RabbitServer, *, tags: str = "", **allowed: str) -> Iterat
         manage(server, "DELETE", f"users/{user}")
 
 
-class Breaker:
-    """Between a client and its broker: once armed, breaks a connection at what its client says."""
+class Breaker(Relay):
+    """Between a client and its broker: breaks a connection, or keeps it waiting, at what its client
+    says.
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
+    :param delay: Seconds that everything takes in each direction.
+    """
+
+    def __init__(self, target: tuple[str, int], delay: float = 0.0, port: int = 0) -> None:
+        self._delay = delay
         self._awaited: bytes | None = None
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
+        self._times: float = 0
+        self._held: bytes | None = None
+        self._answer = False
+        self._flowing = threading.Event()
         #: Connections that were broken.
         self.broken = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self) -> Self:
-        return self
+        #: Set once a client waits.
+        self.holds = threading.Event()
+        super().__init__(target, port=port)
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)  # or accept would go on waiting
-        self._server.close()
+        self.release()
+        self.close()
 
-    def arm(self, at: bytes = b"") -> None:
-        """Break a connection when its client says ``at``, which does not reach the broker."""
-        self._awaited = at
+    @property
+    def uri(self) -> str:
+        """Where clients find it."""
+        return f"amqp://127.0.0.1:{self.port}"
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-                broker = socket.create_connection(self._target)
-            except OSError:
-                return
-            for source, target in ((client, broker), (broker, client)):
-                of_client = source is client
-                pump = threading.Thread(target=self._pump, args=(source, target, of_client))
-                pump.daemon = True
-                pump.start()
+    def arm(self, at: bytes = b"", *, times: float = 1) -> None:
+        """Break a connection when its client says ``at``, which does not reach the broker.
+
+        :param times: How many connections.
+        """
+        self._awaited, self._times = at, times
+
+    def hold(self, at: bytes, *, answer: bool = False) -> None:
+        """Let ``at``, and what a client says after it, reach the broker after :meth:`release`.
+
+        :param answer: Whether it is the broker that says it, to a client.
+        """
+        self._held, self._answer = at, answer
+        self._flowing.clear()
+        self.holds.clear()
+
+    def release(self) -> None:
+        """Let everything through."""
+        self._held = None
+        self._flowing.set()
+
+    def _join(self, client: socket.socket, broker: socket.socket) -> None:
+        for source, target in ((client, broker), (broker, client)):
+            pump = threading.Thread(target=self._pump, args=(source, target, source is client))
+            pump.daemon = True
+            pump.start()
 
     def _pump(self, source: socket.socket, target: socket.socket, of_client: bool) -> None:
         try:
             while data := source.recv(65536):
                 if of_client and self._awaited is not None and self._awaited in data:
-                    self._awaited = None
+                    self._times -= 1
+                    self._awaited = self._awaited if self._times else None
                     self.broken += 1
                     break
+                if of_client != self._answer and self._held is not None and self._held in data:
+                    self.holds.set()
+                    self._flowing.wait(60)
+                time.sleep(self._delay)
                 target.sendall(data)
         except OSError:
             pass

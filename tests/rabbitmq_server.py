@@ -8,11 +8,14 @@ the tests that kill their broker are skipped.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -47,10 +50,18 @@ def find_server() -> Path | None:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that nobody listens on.
+
+    Below those that connections get: a server that is killed and started again finds it free.
+    """
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no port below 32,000 is free")
 
 
 @dataclass
@@ -65,6 +76,7 @@ class RabbitServer:
     management_port: int = field(default_factory=free_port)
     dist_port: int = field(default_factory=free_port)
     given: str | None = None
+    plugins: str = "rabbitmq_management"
     process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -142,7 +154,7 @@ class RabbitServer:
         (self.folder / "advanced.config").write_text(
             "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
         )
-        (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+        (self.folder / "enabled_plugins").write_text(f"[{self.plugins}].\n")
         with (self.folder / "console.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [str(script)],
@@ -167,6 +179,35 @@ class RabbitServer:
                 return sock.recv(1) == b"\x01"
         except OSError:
             return False
+
+    def control(self, *command: str) -> None:
+        """Run ``rabbitmqctl``."""
+        script = find_server()
+        assert script is not None
+        subprocess.run(
+            [script.with_name("rabbitmqctl"), "-n", self.env["RABBITMQ_NODENAME"], *command],
+            env=self.env,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
+
+    @contextmanager
+    def setting(self, **values: tuple[int, int]) -> Iterator[None]:
+        """Settings of RabbitMQ, for channels that are opened meanwhile.
+
+        :param values: Each setting's value, and what it is without this.
+        """
+
+        def given(place: int) -> str:
+            calls = [f"application:set_env(rabbit, {k}, {v[place]})" for k, v in values.items()]
+            return f"{', '.join(calls)}."
+
+        self.control("eval", given(0))
+        try:
+            yield
+        finally:
+            self.control("eval", given(1))
 
     def kill(self) -> None:
         """``kill -9`` to the whole server: its process group, which is its alone."""

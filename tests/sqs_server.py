@@ -18,16 +18,18 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from airflow_broadway.core.producer import Connection
 from scripts.local_airflow import free_port
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-__all__ = ["KEY", "REGION", "SqsServer", "given_url"]
+__all__ = ["KEY", "REGION", "Connections", "SqsServer", "given_url"]
 
 REGION = "us-east-1"
 #: moto takes any credentials; these are nobody's.
@@ -39,6 +41,27 @@ ROOT = Path(__file__).resolve().parent.parent
 def given_url() -> str | None:
     """The endpoint that the environment names, if any."""
     return os.environ.get("AIRFLOW_BROADWAY_SQS_URL") or None
+
+
+class Connections:
+    """The connection to one endpoint, whatever is asked for.
+
+    :param key: Access key id and secret key.
+    :param extra: More of the connection's extras.
+    """
+
+    def __init__(self, url: str, *, key: Mapping[str, str] = KEY, **extra: Any) -> None:
+        self._key = key
+        self._extra = {"region_name": REGION, "endpoint_url": url, **extra}
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(
+            conn_id=conn_id,
+            conn_type="aws",
+            login=self._key["aws_access_key_id"],
+            password=self._key["aws_secret_access_key"],
+            extra=self._extra,
+        )
 
 
 @dataclass

@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_runs(commands)
     _add_show(commands)
     _add_where(commands)
+    _add_remove(commands)
     _add_queue(commands)
     _add_rabbitmq(commands)
     return parser
@@ -128,6 +129,11 @@ def _add_replay(commands: Any) -> None:
         help="pkg.module:Class, or a reference as JSON; by default the one that the run's Spark"
         " application had",
     )
+    made.add_argument(
+        "--yes",
+        action="store_true",
+        help="import the pipeline that the run's staged files name, without asking",
+    )
     spark = made.add_argument_group("Spark batchers")
     spark.add_argument("--conn-id", default="spark_default", metavar="ID", help="the connection")
     spark.add_argument(
@@ -149,7 +155,35 @@ def _replay(given: argparse.Namespace) -> int:
 
 
 def _add_runs(commands: Any) -> None:
-    _staged(_command(commands, "runs", "List the staged runs.", _runs), one_run=False)
+    made = _command(commands, "runs", "List the staged runs by time, the newest last.", _runs)
+    _staged(made, one_run=False)
+    made.add_argument(
+        "--limit", type=int, metavar="N", help="only the N newest; 50 by default, all as JSON"
+    )
+    made.add_argument(
+        "--failed",
+        action="store_true",
+        help="only those that need looking at: a sum that does not balance, failed tasks, messages"
+        " that lapsed or could not be settled, or all of which failed",
+    )
+
+
+def _add_remove(commands: Any) -> None:
+    made = _command(
+        commands,
+        "remove",
+        "Remove the files of a settled run that you have looked at; one that did not balance stays"
+        " until somebody does.",
+        _remove,
+    )
+    _staged(made, one_run=True)
+
+
+def _remove(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.staged import remove
+
+    with logging_at(logging.WARNING):
+        return remove(given)
 
 
 def _runs(given: argparse.Namespace) -> int:
@@ -190,6 +224,7 @@ def _add_queue(commands: Any) -> None:
     actions = queue.add_subparsers(metavar="ACTION", required=True)
     made = {}
     for name, text in (
+        ("list", "List the queues of a file, with how full each is."),
         ("send", "Send the lines of a file, or of standard input, as messages."),
         ("depth", "How many messages are ready, delayed, leased and dead."),
         ("dead", "List dead letters, in order of their death."),
@@ -198,10 +233,20 @@ def _add_queue(commands: Any) -> None:
     ):
         made[name] = _command(actions, name, text, _queue)
         made[name].set_defaults(action=name)
-        made[name].add_argument("--path", required=True, metavar="FILE", help="the queue file")
-        made[name].add_argument("--queue", required=True, metavar="NAME", help="the queue's name")
+        file = made[name].add_mutually_exclusive_group(required=True)
+        file.add_argument("--path", metavar="FILE", help="the queue file")
+        file.add_argument("--conn-id", metavar="ID", help="the Airflow connection that names it")
+        if name != "list":
+            made[name].add_argument(
+                "--queue", required=True, metavar="NAME", help="the queue's name"
+            )
     made["send"].add_argument("input", nargs="?", default="-", metavar="INPUT", help="- for stdin")
-    made["dead"].add_argument("--limit", type=int, default=100, metavar="N", help="100 by default")
+    made["dead"].add_argument(
+        "--limit", type=_positive, default=100, metavar="N", help="100 by default"
+    )
+    made["dead"].add_argument(
+        "--by-reason", action="store_true", help="how many there are of each reason instead"
+    )
     what = made["purge"].add_mutually_exclusive_group(required=True)
     what.add_argument("--dead", action="store_true", help="the dead letters")
     what.add_argument("--ready", action="store_true", help="all messages that no run holds")
@@ -213,6 +258,12 @@ def _add_queue(commands: Any) -> None:
             metavar="ID",
             help="only these dead letters; all of them by default",
         )
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got: {text!r}")
+    return int(text)
 
 
 def _queue(given: argparse.Namespace) -> int:

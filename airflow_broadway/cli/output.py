@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -12,6 +11,8 @@ from contextvars import ContextVar
 from typing import Any, TextIO
 
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.masking import redacted
+from airflow_broadway.core.text import escaped, printable
 
 __all__ = [
     "CommandError",
@@ -27,8 +28,6 @@ __all__ = [
 
 #: Characters of a reason in a table.
 MAX_TEXT = 100
-
-_CREDENTIALS = re.compile(r"(\w://)[^/@\s]*:[^/@\s]*@")
 
 
 class CommandError(BroadwayError):
@@ -50,11 +49,16 @@ def only_results_on_stdout() -> Iterator[None]:
         _RESULTS.reset(token)
 
 
+class _Escaping(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(escaped, super().format(record).split("\n")))
+
+
 @contextmanager
 def logging_at(level: int) -> Iterator[None]:
     """Log plain lines to standard error, whatever Airflow set up when it was imported."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Escaping("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     handlers, before = root.handlers, root.level
     root.handlers = [handler]
@@ -68,7 +72,8 @@ def logging_at(level: int) -> Iterator[None]:
 
 def say(*lines: str) -> None:
     """Print lines for people."""
-    _print("\n".join(lines))
+    # Ids and reasons are anybody's text: a terminal is to act on none of it.
+    _print("\n".join(escaped(each) for line in lines for each in line.split("\n")))
 
 
 def say_json(value: Any) -> None:
@@ -78,18 +83,18 @@ def say_json(value: Any) -> None:
 
 def _print(text: str) -> None:
     out = _RESULTS.get() or sys.stdout
-    out.write(_redacted(text) + "\n")
+    out.write(redacted(text) + "\n")
     out.flush()
 
 
 def complain(error: BaseException | str) -> None:
     """Print an error on one line."""
-    sys.stderr.write(f"airflow-broadway: error: {_redacted(one_line(error))}\n")
+    sys.stderr.write(f"airflow-broadway: error: {redacted(one_line(error))}\n")
 
 
 def one_line(text: object) -> str:
-    """``text`` with its line breaks made spaces."""
-    return " ".join(str(text).split())
+    """``text`` on one line, without anything that a terminal would act on."""
+    return printable(text)
 
 
 def cut(text: object, limit: int = MAX_TEXT) -> str:
@@ -116,8 +121,3 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
         return "  ".join(padded).rstrip()
 
     return [line([head.upper() for head in heads]), *map(line, texts)]
-
-
-def _redacted(text: str) -> str:
-    """Without user and password of any URI."""
-    return _CREDENTIALS.sub(r"\1***@", text)

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from airflow_broadway.cli.output import CommandError, cut, say, say_json, table
+from airflow_broadway.core.custody import QueueDepth
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.producers.sqlite.database import Database
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.sqlite.producer import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.producers.sqlite.records import DeadLetter
 
@@ -23,12 +25,23 @@ PORTION_BYTES = 16 * 1024 * 1024
 
 
 def queue(given: argparse.Namespace) -> int:
-    """Carry out one action on one queue."""
-    with SqliteQueue(given.path, given.queue) as opened:
+    """Carry out one action on one queue, or list all queues of a file."""
+    if given.action == "list":
+        return _list(given)
+    with SqliteQueue(_path(given), given.queue) as opened:
         if given.action != "send":
             _check_there(opened)
         code: int = _ACTIONS[given.action](opened, given)
         return code
+
+
+def _path(given: argparse.Namespace) -> str:
+    """The queue file: as given, or that of an Airflow connection."""
+    if given.path is not None:
+        return str(given.path)
+    from airflow_broadway.operators._common import AirflowConnections
+
+    return path_of(AirflowConnections().get(given.conn_id))
 
 
 def _check_there(opened: SqliteQueue) -> None:
@@ -36,18 +49,36 @@ def _check_there(opened: SqliteQueue) -> None:
 
     :raises CommandError: Naming the queues that there are.
     """
-    database = Database(opened.path)
-    try:
-        with database.open(create=False) as db:
-            if db is None:
-                raise CommandError(f"there is no queue file {opened.path}: correct --path")
-            names = sorted(row[0] for row in db.execute("SELECT name FROM queues"))
-    finally:
-        database.close()
+    names = opened.names()
+    if names is None:
+        raise CommandError(f"there is no queue file {opened.path}: correct --path")
     if opened.name not in names:
         raise CommandError(
             f"the queue file {opened.path} has no queue {opened.name!r}; it has {names}"
         )
+
+
+def _list(given: argparse.Namespace) -> int:
+    path = _path(given)
+    with SqliteQueue(path, "-") as file:
+        names = file.names()
+    if names is None:
+        raise CommandError(f"there is no queue file {path}: correct --path")
+    depths: dict[str, QueueDepth] = {}
+    for name in names:
+        with SqliteQueue(path, name) as opened:
+            depths[name] = opened.depth()
+    if given.json:
+        say_json([{"queue": name, **depth._asdict()} for name, depth in depths.items()])
+    elif not depths:
+        say("No queues.")
+    else:
+        rows = (
+            (name, *depth[:4], None if depth.oldest_age is None else round(depth.oldest_age))
+            for name, depth in depths.items()
+        )
+        say(*table(("queue", "ready", "delayed", "leased", "dead", "oldest (s)"), rows))
+    return 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,8 +93,8 @@ def _send(opened: SqliteQueue, given: argparse.Namespace) -> int:
     except (BroadwayError, OSError) as error:
         if not sent:
             raise
-        raise CommandError(f"{sent} messages were sent, then: {error}") from error
-    return _tell(given, {"sent": sent}, f"Sent {sent} messages to {opened.name!r}.")
+        raise CommandError(f"sent {many(sent, 'message')}, then: {error}") from error
+    return _tell(given, {"sent": sent}, f"Sent {many(sent, 'message')} to {opened.name!r}.")
 
 
 @contextmanager
@@ -104,6 +135,8 @@ def _depth(opened: SqliteQueue, given: argparse.Namespace) -> int:
 
 
 def _dead(opened: SqliteQueue, given: argparse.Namespace) -> int:
+    if given.by_reason:
+        return _reasons(opened, given)
     found = opened.dead_letters(limit=given.limit)
     if given.json:
         say_json([_letter(each) for each in found])
@@ -124,7 +157,20 @@ def _dead(opened: SqliteQueue, given: argparse.Namespace) -> int:
     say(*table(("message id", "attempt", "stage", "died at", "reason"), rows))
     total = opened.depth().dead
     if total > len(found):
-        say(f"These are {len(found)} of {total}: --limit shows more.")
+        say(f"These are {len(found)} of {total}: --limit shows more, --by-reason counts them.")
+    return 0
+
+
+def _reasons(opened: SqliteQueue, given: argparse.Namespace) -> int:
+    found = opened.dead_reasons()
+    if given.json:
+        names = ("reason", "stage", "count")
+        say_json([dict(zip(names, each, strict=True)) for each in found])
+    elif not found:
+        say("No dead letters.")
+    else:
+        rows = ((count, stage or None, cut(reason)) for reason, stage, count in found)
+        say(*table(("count", "stage", "reason"), rows))
     return 0
 
 
@@ -139,9 +185,14 @@ def _letter(letter: DeadLetter) -> dict[str, Any]:
 
 
 def _requeue(opened: SqliteQueue, given: argparse.Namespace) -> int:
+    unknown = _unknown(opened, given)
     count = opened.requeue_dead(given.message_id)
-    _tell(given, {"requeued": count}, f"Put {count} dead letters back into {opened.name!r}.")
-    return _all_found(count, given.message_id)
+    return _tell_letters(
+        given,
+        {"requeued": count},
+        f"Put {many(count, 'dead letter')} back into {opened.name!r}.",
+        unknown,
+    )
 
 
 def _purge(opened: SqliteQueue, given: argparse.Namespace) -> int:
@@ -149,16 +200,34 @@ def _purge(opened: SqliteQueue, given: argparse.Namespace) -> int:
         if given.message_id:
             raise CommandError("--message-id names dead letters: give it with --dead")
         count = opened.purge()
-        text = f"Deleted {count} messages of {opened.name!r} that no run holds."
+        text = f"Deleted {many(count, 'message')} of {opened.name!r} that no run holds."
         return _tell(given, {"purged": count}, text)
+    unknown = _unknown(opened, given)
     count = opened.purge_dead(given.message_id)
-    _tell(given, {"purged": count}, f"Deleted {count} dead letters of {opened.name!r}.")
-    return _all_found(count, given.message_id)
+    return _tell_letters(
+        given,
+        {"purged": count},
+        f"Deleted {many(count, 'dead letter')} of {opened.name!r}.",
+        unknown,
+    )
 
 
-def _all_found(count: int, message_ids: list[str] | None) -> int:
-    """1 if some of the ids that were named are no dead letters."""
-    return int(message_ids is not None and count < len(set(message_ids)))
+def _unknown(opened: SqliteQueue, given: argparse.Namespace) -> list[str]:
+    """The ids that were named and are no dead letters."""
+    named = list(dict.fromkeys(given.message_id or ()))
+    known = opened.dead_among(named) if named else set()
+    return [each for each in named if each not in known]
+
+
+def _tell_letters(
+    given: argparse.Namespace, value: dict[str, Any], text: str, unknown: list[str]
+) -> int:
+    """Tell what was done; 1 if some of the ids that were named are no dead letters."""
+    if unknown:
+        value["unknown"] = unknown
+        text += f"\nThese are no dead letters of it: {', '.join(unknown)}."
+    _tell(given, value, text)
+    return int(bool(unknown))
 
 
 def _tell(given: argparse.Namespace, value: dict[str, Any], text: str) -> int:

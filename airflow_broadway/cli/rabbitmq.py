@@ -30,30 +30,47 @@ __all__ = ["check"]
 
 def check(given: argparse.Namespace) -> int:
     """Look at a producer's queues and policies; 1 if there is an error or a warning."""
-    producer = _producer(given)
-    address = producer.address(ProducerEnv(connections=AirflowConnections()))
-    version, depths, findings = _look(producer, address)
-    grave = sum(each.level != NOTE for each in findings)
-    if given.json:
-        say_json(
+    declared = _producer(given)
+    told, grave = [], 0
+    for producer in declared.shards():
+        address = producer.address(ProducerEnv(connections=AirflowConnections()))
+        version, depths, findings = _look(producer, address)
+        grave += sum(each.level != NOTE for each in findings)
+        told.append(
             {
                 "broker": address.shown,
                 "version": version,
                 "virtual_host": address.virtual_host,
                 "queues": [
-                    {"queue": name, "for": role, "messages": depth} for name, role, depth in depths
+                    {"queue": name, "for": role, _holds(role): depth}
+                    for name, role, depth in depths
                 ],
                 "findings": [each._asdict() for each in findings],
             }
         )
-        return int(grave > 0)
+        if not given.json:
+            _tell(address, version, depths, findings)
+    if given.json:
+        say_json(told[0] if declared.merge_options is None else told)
+    return int(grave > 0)
+
+
+def _tell(address: Address, version: str, depths: _Depths, findings: list[Finding]) -> None:
     say(f"RabbitMQ {version} at {address.shown}, virtual host {address.virtual_host!r}.", "")
-    say(*table(("queue", "for", "messages"), depths), "")
+    rows = [
+        (name, role, None if depth is None else f"{depth} {_holds(role)}")
+        for name, role, depth in depths
+    ]
+    say(*table(("queue", "for", "holds"), rows), "")
     order = sorted(findings, key=lambda each: (each.level != ERROR, each.level == NOTE))
     say(*(f"{each.level}: {each.shown}" for each in order))
-    if not grave:
+    if all(each.level == NOTE for each in findings):
         say("No policy harms this run's messages." if not findings else "No harm was found.")
-    return int(grave > 0)
+
+
+def _holds(role: str) -> str:
+    """What the broker counts in a queue: how many messages a bundle has, only it says itself."""
+    return {"returns": "bundles", "spares": "names"}.get(role, "messages")
 
 
 _Depths = list[tuple[str, str, int | None]]
@@ -65,7 +82,7 @@ def _look(producer: RabbitMQProducer, address: Address) -> tuple[str, _Depths, l
     :raises CommandError: If the source queue is not there.
     """
     topology = Topology(producer)
-    link = Link(address)
+    link = Link.to(address)
     try:
         version = link.version
         findings = []

@@ -20,7 +20,9 @@ from airflow_broadway.core.broadway import Broadway, make_ref
 from airflow_broadway.core.custody import Entry, SettleReport
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, load_line, paths
+from airflow_broadway.core.recording import entry_lines
 from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.text import many
 from airflow_broadway.operators._batches import PythonBatches
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.tables import ParquetFile
@@ -39,6 +41,8 @@ def replay(given: argparse.Namespace) -> int:
     run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
     chosen = choose(run, batcher=given.batcher, batch_ids=given.batch_id)
     ref, info = _reference(run, given.pipeline)
+    if given.pipeline is None:
+        _ask(ref, yes=given.yes)
     add_dag_folders()
     pipeline = Broadway.load(ref, info)
     _check_batchers(run, pipeline, chosen)
@@ -94,6 +98,30 @@ def _reference(run: StagedRun, given: str | None) -> tuple[dict[str, Any], RunIn
             f" --pipeline pkg.module:Class (the one named {run.pipeline!r})"
         )
     return work.pipeline, info
+
+
+def _ask(ref: Mapping[str, Any], *, yes: bool) -> None:
+    """Say what a staged file would have this process import, and let the user decide.
+
+    Who may write into the staging folder must not choose the code that runs here.
+
+    :raises CommandError: If the user does not say yes, or nobody is there to ask.
+    """
+    said = f"The run's staged files name the pipeline {one_line(str(ref['class']))}"
+    if ref.get("options"):
+        said += f" with the options {json.dumps(ref['options'])}"
+    sys.stderr.write(f"{said}.\n")
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise CommandError(
+            "nothing was imported: give --yes if that is the pipeline, or name it yourself with"
+            " --pipeline"
+        )
+    sys.stderr.write("Import it, and run its handle_batch here? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CommandError("nothing was imported")
 
 
 def read_reference(text: str) -> Any:
@@ -171,9 +199,12 @@ def _engine(run: StagedRun, plan: BatchPlan) -> str | None:
 class _PythonReplay(PythonBatches):
     """Batches of a Python batcher whose messages are nobody's to settle."""
 
-    def settle_now(self, generation: str, entries: list[Entry]) -> SettleReport:
-        log.info("ack_immediately of %d messages: a replay settles nothing.", len(entries))
-        return SettleReport()
+    def settle_now(
+        self, generation: str, entries: list[Entry]
+    ) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        count = many(len(entries), "message")
+        log.info("ack_immediately of %s: a replay settles nothing.", count)
+        return SettleReport(), entries, []
 
 
 def _run_all(
@@ -232,7 +263,7 @@ def _batch(shadow: StagedRun, chosen: StagedBatch) -> dict[str, Any]:
         "size": planned.size,
         "before": _counts(before),
         "now": _counts(now),
-        "failures": [] if now is None or now.entries is None else _failures(shadow, now.entries),
+        "failures": _failures(shadow, now),
     }
 
 
@@ -243,9 +274,10 @@ def _counts(outcome: Outcome | None) -> dict[str, Any] | None:
     return {name: getattr(outcome, name) for name in names}
 
 
-def _failures(shadow: StagedRun, path: str) -> list[dict[str, str]]:
+def _failures(shadow: StagedRun, outcome: Outcome | None) -> list[dict[str, str]]:
+    path = None if outcome is None else outcome.exceptions
     found: list[dict[str, str]] = []
-    for text in shadow.files.lines(path):
+    for text in () if path is None else entry_lines(shadow.files, path):
         entry = load_line(text).entry
         if entry.verdict.reason:
             found.append({"message_id": entry.message_id, "reason": entry.verdict.reason})
@@ -271,9 +303,9 @@ def _text(result: Mapping[str, Any]) -> list[str]:
             )
         )
     heads = ("batcher", "batch", "size", "succeeded", "failed", "failed before", "error")
-    done = f"{result['successful']} messages succeeded, {result['failed']} failed"
+    done = f"{many(result['successful'], 'message')} succeeded, {result['failed']:,} failed"
     lines = [
-        f"Replayed {len(batches)} batches of run {result['run_id']}: {done}.",
+        f"Replayed {many(len(batches), 'batch')} of run {result['run_id']}: {done}.",
         "Nothing was settled at the broker, and the run's own outcomes stand.",
         "",
         *table(heads, rows),
@@ -285,9 +317,12 @@ def _text(result: Mapping[str, Any]) -> list[str]:
         if result["failed"] > SHOWN:
             lines.append(f"  and {result['failed'] - SHOWN} more: --json has them")
     if result["missing"]:
-        lines += ["", f"{result['missing']} messages got no result from handle_batch."]
+        lines += ["", f"{many(result['missing'], 'message')} got no result from handle_batch."]
     if result["without_outcome"]:
-        lines += ["", f"{result['without_outcome']} batches have no outcome: see the log above."]
+        lines += [
+            "",
+            f"{many(result['without_outcome'], 'batch')} without an outcome: see the log above.",
+        ]
     if result["error"]:
         lines += ["", f"Spark ended with: {one_line(result['error'])}"]
     return [*lines, "", f"Its files, until retention removes them: {result['path']}"]

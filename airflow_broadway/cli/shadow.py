@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.cli.output import CommandError
 from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.files import make_folders, new_file
 from airflow_broadway.core.manifest import VERSION, BatchPlan, Outcome, PlannedBatch, paths
+from airflow_broadway.core.sums import Summing
+from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.plans import outcomes_of, standing_plans
 from airflow_broadway.staging.retention import mark_balanced
@@ -86,9 +89,9 @@ def choose(
     chosen = [each for each in found if each.outcome is not None]
     if not chosen:
         raise CommandError(
-            f"none of the {len(found)} batches of run {run.run_id!r} was handled: their messages go"
-            " back to the queue, and the next run handles them; to run some here all the same, name"
-            " them with --batch-id"
+            f"none of {many(len(found), 'batch')} of run {run.run_id!r} was handled: their"
+            " messages go back to the queue, and the next run handles them; to run some here all"
+            " the same, name them with --batch-id"
         )
     return chosen
 
@@ -165,6 +168,13 @@ def _copy(
     places = {index: place for place, index in enumerate(used)}
     for index in used:
         _link(run, shadow, f"{plan.path}/{plan.data[index]}")
+    lines = [
+        dataclasses.replace(batch, files=[places[index] for index in batch.files]).dumps()
+        for batch in batches
+    ]
+    summing = Summing()
+    for _ in summing.through(lines):
+        pass
     made = dataclasses.replace(
         plan,
         data=[plan.data[index] for index in used],
@@ -172,18 +182,10 @@ def _copy(
         batches=len(batches),
         triggers=dict(Counter(batch.trigger for batch in batches)),
         notes=[],
+        lines=summing.to_json(),
     )
-    lines = (
-        dataclasses.replace(batch, files=[places[index] for index in batch.files]).dumps()
-        for batch in batches
-    )
-    shadow.files.write_lines(f"{plan.path}/plan.jsonl", _chain(made.dumps(), lines))
+    shadow.files.write_lines(f"{plan.path}/plan.jsonl", [made.dumps(), *lines])
     return made
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _link(run: StagedRun, shadow: StagedRun, path: str) -> None:
@@ -192,10 +194,11 @@ def _link(run: StagedRun, shadow: StagedRun, path: str) -> None:
         if not run.store.local:
             run.store.fs.cp_file(source, target)
             return
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_folders(os.path.dirname(target))
         try:
             os.link(source, target)
         except FileNotFoundError:
             raise
         except OSError:  # a file system without links
-            shutil.copyfile(source, target)
+            with open(source, "rb") as old, new_file(target) as new:
+                shutil.copyfileobj(old, new)

@@ -54,10 +54,10 @@ def run_on_spark(
     )
     shadow.files.create(path, work.dumps())
     try:
-        operator.submit_work(shadow.spark_uri(), path)
+        operator.submit_work(shadow.spark_uri(), path, work)
     except AirflowException as error:
         return str(error)[:MAX_ERROR]
-    except BaseException:
+    except BaseException:  # Ctrl-C, for one: the application is not to outlive this command
         operator.on_kill()
         raise
     return ""
@@ -66,14 +66,14 @@ def run_on_spark(
 class _ReplayOperator(BroadwaySparkSubmitOperator):
     """Starts an application as the operator does; there is no task, and no lease to keep."""
 
-    def submit_work(self, uri: str, path: str) -> None:
+    def submit_work(self, uri: str, path: str, work: Work) -> None:
         """Run what a work file asks for, until it has ended.
 
         :raises AirflowException: If it ended badly.
         """
         with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
             self._prepare(uri, Path(folder))
-            hook = self._hook = self._make_hook(uri, lambda: path)
+            hook = self._hook = self._make_hook(uri, lambda: (path, work))
             if hook._should_track_driver_status or hook._should_track_driver_via_k8s_api():
                 # Not durable, so it asks nothing of its context.
                 self.execute_resumable(cast("Any", {}))

@@ -10,21 +10,30 @@ from typing import Any
 
 from airflow_broadway.cli.output import CommandError, cut, say, say_json, table
 from airflow_broadway.cli.shadow import MARK, StagedBatch, staged_batches
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.account import (
+    failures_trouble,
+    handled_of,
+    lines_of,
+    settling_trouble,
+)
+from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.manifest import Manifest, paths
+from airflow_broadway.core.text import many
+from airflow_broadway.operators._account import REPORT
 from airflow_broadway.operators._common import open_store, staging_root
-from airflow_broadway.operators._settling import REPORT
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.names import encode_name
-from airflow_broadway.staging.retention import KEEP
-from airflow_broadway.staging.run import OPENED, PUBLISHED, SETTLED, SETTLING, StagedRun
+from airflow_broadway.staging.retention import KEEP, remove_run
+from airflow_broadway.staging.run import OPENED, PUBLISHED, SETTLED, SETTLING, StagedRun, recorded
 from airflow_broadway.staging.settlement import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
-__all__ = ["find_run", "iter_runs", "open_root", "runs", "show"]
+__all__ = ["find_run", "iter_runs", "open_root", "remove", "runs", "show"]
 
 #: Batches that a table shows; JSON has all.
 SHOWN = 50
+#: Runs that a table shows unless told; JSON has all.
+NEWEST = 50
 
 _STATES = (OPENED, PUBLISHED, SETTLING, SETTLED)
 
@@ -71,7 +80,7 @@ def iter_runs(
 def _folders(store: Store, path: str) -> list[str]:
     """The folders of pipelines, Dags and runs below ``path``; ours begin with ``_`` or ``.``."""
     full = f"{store.root}/{path}".rstrip("/")
-    with translated(f"list {path or 'it'}", store.uri):
+    with translated(f"list {path or 'the runs'}", store.uri):
         names = store.backend.list(full)
     return [
         name
@@ -82,14 +91,18 @@ def _folders(store: Store, path: str) -> list[str]:
 
 def _identified(store: Store, folder: Folder) -> StagedRun | None:
     """The run of a folder, by the ids that its files give: a long id is not whole in its name."""
-    opened = [name for name in folder.list(paths.GENERATIONS) if name.endswith(".json")]
-    try:
-        value = json.loads(folder.read(f"{paths.GENERATIONS}/{opened[0]}" if opened else MARK))
-    except FileNotFoundError:  # no run, or removed since
-        return None
-    return StagedRun(
-        store, pipeline=value["pipeline"], dag_id=value["dag_id"], run_id=value["run_id"]
-    )
+    opened = recorded(folder.list(paths.GENERATIONS))
+    for path in (*map(paths.generation, opened[:1]), MARK, REPORT):
+        try:
+            value = json.loads(folder.read(path))
+            return StagedRun(
+                store, pipeline=value["pipeline"], dag_id=value["dag_id"], run_id=value["run_id"]
+            )
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError) as error:
+            raise StagingDamaged(f"{folder.path}/{path} is damaged ({error!r})") from error
+    return None  # no run, or removed since
 
 
 def find_run(store: Store, dag_id: str, run_id: str, pipeline: str | None = None) -> StagedRun:
@@ -118,61 +131,114 @@ def find_run(store: Store, dag_id: str, run_id: str, pipeline: str | None = None
 
 
 def runs(given: argparse.Namespace) -> int:
-    """List the staged runs."""
+    """List the staged runs, oldest first."""
+    if given.limit is not None and given.limit < 1:
+        raise CommandError(f"--limit is to be at least 1, not {given.limit}")
     store = open_root(given.staging)
     found = [
         _summary(run) for run in iter_runs(store, dag_id=given.dag_id, pipeline=given.pipeline_name)
     ]
-    found.sort(key=lambda each: (each["dag_id"], each["opened_at"], each["run_id"]))
+    if given.failed:
+        found = [each for each in found if each["trouble"]]
+    found.sort(key=lambda each: (each["opened_at"], each["dag_id"], each["run_id"]))
+    total = len(found)
+    found = found[-(given.limit or (total if given.json else NEWEST)) :]
     if given.json:
         say_json(found)
         return 0
     if not found:
+        what = "runs that need looking at" if given.failed else "staged runs"
         of = f" of the Dag {given.dag_id!r}" if given.dag_id else ""
-        say(f"No staged runs{of} under {store.uri}.")
+        say(f"No {what}{of} under {store.uri}.")
         return 0
     rows = (
         (
+            each["opened_at"][:19].replace("T", " ") or None,
             each["dag_id"],
             each["run_id"],
             each["pipeline"],
             each["received"],
+            each["acked"],
+            each["dead_lettered"],
+            each["failed"],
             each["state"],
             {None: None, True: "yes", False: "NO"}[each["balanced"]],
         )
         for each in found
     )
-    say(*table(("dag", "run", "pipeline", "received", "state", "balanced"), rows))
+    heads = ("time", "dag", "run", "pipeline", "received", "acked", "dead", "failed", "state")
+    say(*table((*heads, "balanced"), rows))
+    if len(found) < total:
+        say(f"These are the {len(found)} newest of {total}: --limit {total} shows all.")
+    for each in found if given.failed else ():
+        say(f"{each['run_id']}: {each['trouble']}")
     return 0
 
 
 def _summary(run: StagedRun) -> dict[str, Any]:
-    about = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
+    about: dict[str, Any] = {
+        "dag_id": run.dag_id,
+        "run_id": run.run_id,
+        "pipeline": run.pipeline,
+        "received": None,
+        "acked": None,
+        "dead_lettered": None,
+        "failed": None,
+        "balanced": None,
+        "trouble": "",
+        "replay_of": None,
+    }
     mark = _read(run, MARK)
     if mark is not None:
-        return {
-            **about,
-            "received": None,
-            "state": "replay",
-            "balanced": None,
-            "opened_at": mark["started_at"],
-            "replay_of": mark["of"],
-        }
+        opened = {"opened_at": mark["started_at"], "replay_of": mark["of"]}
+        return {**about, "state": "replay", **opened}
     records = run.generations()
     report = _read(run, REPORT)
     if report is not None:
-        received = report["totals"]["received"]
+        about |= {name: report["totals"].get(name) for name in about if name in report["totals"]}
+        about |= {"balanced": report["balanced"], "trouble": _trouble(report)}
     else:
         manifests = (run.manifest(each.generation) for each in records)
-        received = sum(each.received for each in manifests if each is not None)
+        about["received"] = sum(each.received for each in manifests if each is not None)
+    # An empty run leaves its report alone.
+    nothing = (SETTLED, report["at"]) if report is not None else (OPENED, "")
     return {
         **about,
-        "received": received,
-        "state": min((each.state for each in records), key=_STATES.index, default=OPENED),
-        "balanced": None if report is None else report["balanced"],
-        "opened_at": min((each.opened_at for each in records), default=""),
-        "replay_of": None,
+        "state": min((each.state for each in records), key=_STATES.index, default=nothing[0]),
+        "opened_at": min((each.opened_at for each in records), default=nothing[1]),
     }
+
+
+def _trouble(report: dict[str, Any]) -> str:
+    """Why a run needs looking at; empty if it does not."""
+    totals = report["totals"]
+    found = [
+        "" if report["balanced"] else "the sum does not balance",
+        f"tasks failed: {report['failed_tasks']}" if report.get("failed_tasks") else "",
+        settling_trouble(totals["lapsed"], totals["settle_failed"]),
+        failures_trouble(totals["failed"], handled_of(totals), "all"),
+    ]
+    return "; ".join(each for each in found if each)
+
+
+def remove(given: argparse.Namespace) -> int:
+    """Remove the files of a run that somebody has looked at."""
+    store = open_root(given.staging)
+    run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
+    held = [each for each in run.generations() if each.state != SETTLED]
+    if held:
+        raise CommandError(
+            f"run {run.run_id!r} of the Dag {run.dag_id!r} has"
+            f" {many(len(held), 'generation')} that nobody has settled"
+            f" ({', '.join(each.generation for each in held)}): clear its `ack` task, or let the"
+            " next run give these messages back, and remove it then"
+        )
+    remove_run(run)
+    if given.json:
+        say_json({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True})
+    else:
+        say(f"Removed the files of run {run.run_id} of the Dag {run.dag_id}.")
+    return 0
 
 
 def _read(run: StagedRun, path: str) -> dict[str, Any] | None:
@@ -299,15 +365,5 @@ def _batch_table(batches: list[dict[str, Any]]) -> list[str]:
 
 
 def _report_lines(report: dict[str, Any]) -> list[str]:
-    received = report["totals"]["received"]
-    # The classes of the sum, of which each message is in one.
-    totals = ", ".join(
-        f"{count} {name.replace('_', ' ')}"
-        for name, count in report["totals"].items()
-        if count and name not in ("received", "failed", "accounted")
-    )
     balanced = "balanced" if report["balanced"] else "NOT BALANCED"
-    lines = [f"Report of {report['at']}: {balanced}; {received} received: {totals or 'none'}."]
-    lines += [f"Failed task: {name}" for name in report.get("failed_tasks", [])]
-    lines += [f"Error: {cut(error, 300)}" for error in report.get("errors", [])]
-    return lines
+    return [f"Report of {report['at']}: {balanced}.", *lines_of(report)]

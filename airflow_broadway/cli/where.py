@@ -19,6 +19,8 @@ from airflow_broadway.core.manifest import (
     PlannedBatch,
     load_line,
 )
+from airflow_broadway.core.recording import entry_lines
+from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.plans import outcomes_of, standing_plans
 from airflow_broadway.staging.run import GenerationRecord, StagedRun
@@ -98,7 +100,9 @@ def _place(
     if journal is not None:
         settlement = f"settled at {journal.at}"
         if journal.report.lapsed:
-            settlement += f" ({journal.report.lapsed} messages of the generation had lapsed)"
+            settlement += (
+                f" ({many(journal.report.lapsed, 'message')} of its generation had lapsed)"
+            )
     return {
         "dag_id": run.dag_id,
         "run_id": run.run_id,
@@ -130,7 +134,7 @@ def _batch(
     if outcome is None:
         return place
     source = plan.generations.index(generation)
-    line = _line(run, [outcome.entries] if outcome.entries else [], message_id, source)
+    line = _line(run, [outcome.exceptions] if outcome.exceptions else [], message_id, source)
     if line is None:
         return {**place, "outcome": "succeeded"}
     verdict = _verdict(line)
@@ -198,7 +202,7 @@ def _line(
     """
     quoted = json.dumps(message_id)
     for path in files:
-        for text in run.files.lines(path):
+        for text in entry_lines(run.files, path):
             if quoted not in text:  # most lines: not worth parsing
                 continue
             line = load_line(text)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
-from airflow_broadway.core.custody import Action, Delivery, Verdict
+from airflow_broadway.core.custody import ACK, Action, Delivery, Verdict
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.message import NO_ACK, Message, NoopAcknowledger
 from airflow_broadway.core.producer import Producer
@@ -28,7 +28,6 @@ __all__ = [
     "ack_messages_now",
     "ack_messages_or_raise",
     "is_settled",
-    "once",
 ]
 
 log = logging.getLogger(__name__)
@@ -169,7 +168,7 @@ def ack_messages_now(messages: Iterable[Message]) -> None:
     Not protected: an acknowledger's exception goes to the callback that asked, and its messages
     (with those of the groups after it) then fail and are settled at the end of the stage.
     """
-    given = list(messages)
+    given = list({message.message_id or id(message): message for message in messages}.values())
     scope = _scope.get()
     good = [message for message in given if message.status.kind == "ok"]
     bad = [message for message in given if message.status.kind != "ok"]
@@ -179,15 +178,6 @@ def ack_messages_now(messages: Iterable[Message]) -> None:
         if scope is not None:
             scope.remember(successful)
             scope.remember(failed)
-
-
-def once(successful: list[Message], failed: list[Message]) -> tuple[list[Message], list[Message]]:
-    """The same with each message once, however often callbacks returned it; as failed if they
-    returned it as both.
-    """
-    unique = list({message.message_id or id(message): message for message in failed}.values())
-    ids = {message.message_id for message in unique if message.message_id}
-    return [message for message in successful if message.message_id not in ids], unique
 
 
 #: A message and what is to be done with it.
@@ -218,8 +208,7 @@ class RunAcknowledger:
         self._sink = sink
         self._lock = threading.Lock()
         # What nearly every message gets, so that it need not be asked for each.
-        action = producer.actions[producer.on_success]
-        self._plain = None if action is Action.RETRY else producer.decide(action, 1, "", "")
+        self._plain = ACK if producer.actions[producer.on_success] is Action.ACK else None
 
     def configure(self, ack_ref: Any, ack_data: Any, options: Mapping[str, Any]) -> Delivery:
         """Set ``on_success`` and ``on_failure`` for one message.
@@ -250,8 +239,6 @@ class RunAcknowledger:
         failed: list[Message],
     ) -> None:
         stage, verdict = current_stage(), self._producer.verdict
-        if failed:
-            successful, failed = once(successful, failed)
         good: list[Judged] = []
         for message in successful:
             data = message.acknowledger.data

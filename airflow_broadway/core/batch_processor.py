@@ -10,6 +10,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.acknowledger import Scope, ack_messages
 from airflow_broadway.core.callbacks import (
     PROTECTED,
+    Returned,
     context_of,
     fail_all,
     log_failure,
@@ -18,6 +19,7 @@ from airflow_broadway.core.callbacks import (
 )
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import BatchInfo, Message
+from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -114,22 +116,38 @@ class BatchProcessorStage:
             log_failure("handle_batch", self.pipeline, error, len(messages))
             failed = fail_all(messages, status_of(error), scope)
         else:
-            for message in returned:
+            found = Returned.of(messages, returned, scope)
+            for message in found.own:
                 (successful if message.status.kind == "ok" else failed).append(message)
-        returned_count = len(successful) + len(failed)
+            for message in found.anew:
+                failed.append(self._refused(message, scope))
+            if len(returned) != len(messages) or found.odd:
+                self._tell_mismatch(len(messages), len(returned), found.odd)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
-        if returned_count != len(messages):
-            log.error(
-                "%s.handle_batch received %d messages and returned only %d; one that it did not"
-                " return is not settled, and goes back to its broker when the run ends",
-                type(self.pipeline).__name__,
-                len(messages),
-                returned_count,
-                extra={"code": "handle_batch_count_mismatch"},
-            )
         self._ack(successful, failed)
         return BatchResult(successful, failed, _missing(messages, successful, failed))
+
+    def _refused(self, message: Message, scope: Scope) -> Message:
+        """A message that came back without what settles it, as a failure."""
+        error = PipelineError(
+            "expected from handle_batch the messages that it was given, changed by their put_…"
+            f" functions; message {message.message_id!r} came back without what settles it",
+            code="handle_batch_bad_element",
+        )
+        log_failure("handle_batch", self.pipeline, error, 1, message.message_id)
+        return scope.restored(message).with_status(status_of(error))
+
+    def _tell_mismatch(self, given: int, returned: int, odd: str) -> None:
+        log.error(
+            "%s.handle_batch received %s and returned only %d%s; one that it did not"
+            " return is not settled, and goes back to its broker when the run ends",
+            type(self.pipeline).__name__,
+            many(given, "message"),
+            returned,
+            odd,
+            extra={"code": "handle_batch_count_mismatch"},
+        )
 
     def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
         if not self.pipeline.defines("handle_batch"):

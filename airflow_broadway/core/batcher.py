@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import BatchMode, Trigger
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.plain import dump_key
 
 __all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending", "batch_id"]
 
@@ -385,11 +386,11 @@ class BatchHash:
 
 
 def _key_text(key: Any) -> str:
-    """A key as text that is the same in every process: JSON, or ``repr`` for what is no JSON."""
+    """A key as text that is the same in every process."""
     try:
         return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
-        return f"repr:{key!r}"
+        return dump_key(key)
 
 
 def batch_id(pipeline: str, batcher: str, key: Any, message_ids: Iterable[str]) -> str:

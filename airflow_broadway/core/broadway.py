@@ -67,7 +67,8 @@ class Broadway:
     partition_by: Any = None
     #: What every callback gets as ``context``: any JSON value; :meth:`setup` may return another.
     context: Any = CONTEXT_NOT_SET
-    #: Seconds for draining after the end of input; what is not done then goes back.
+    #: Seconds that a run which is told to stop has to finish what was handed out; the rest goes
+    #: back.  A run that ends by itself has no such bound.
     shutdown: float = 30.0
     #: What may be known about the run, in every callback.
     run: RunInfo = RunInfo()
@@ -118,6 +119,22 @@ class Broadway:
     def defines(cls, callback: str) -> bool:
         """Whether the pipeline has its own version of a callback."""
         return getattr(cls, callback) is not getattr(Broadway, callback)
+
+    @classmethod
+    def check_callbacks(cls, batchers: Mapping[str, Batcher]) -> None:
+        """Check that the callbacks are there that its messages will need.
+
+        :raises OptionsError: Naming the one that is missing.
+        """
+        wanted = ["handle_message", *(["handle_batch"] if batchers else [])]
+        for name in wanted:
+            if not cls.defines(name):
+                why = f", for its batchers {list(batchers)}" if name == "handle_batch" else ""
+                raise OptionsError(
+                    f"{cls.__name__}.{name}",
+                    f"a method of the class{why}; without it every message would fail",
+                    None,
+                )
 
     # -- Airflow ------------------------------------------------------------------------------
 
@@ -186,6 +203,14 @@ class Broadway:
 
     def _configure(self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
         cls = type(self)
+        if cls.__init__ is not Broadway.__init__:
+            # Workers build a pipeline from its class and options, and never call the constructor.
+            raise OptionsError(
+                f"{cls.__name__}.__init__",
+                "left as it is: other processes never call it; make what callbacks need in"
+                " setup(self, run), which is called once in each and returns the context",
+                cls.__init__,
+            )
         for name, value in given.items():
             if name not in self._options:
                 raise OptionsError.unknown(name, value, self._options)
@@ -241,7 +266,10 @@ class Broadway:
     def _producer(self, given: Any, rendered: bool) -> Producer:
         declared = type(self).producer
         if declared is None and given is None:
-            raise OptionsError.missing("producer")
+            raise OptionsError.missing(
+                f"{type(self).__name__}.producer",
+                'producer = SqliteProducer(queue="orders", conn_id="orders_queue") in the class',
+            )
         if isinstance(given, Producer):
             return given
         if not isinstance(declared, Producer):
@@ -288,6 +316,7 @@ class Broadway:
             batcher = (
                 own if isinstance(own, Batcher) else override(base, own, path, rendered=rendered)
             )
+            batcher.check_schema(path)
             if batcher.partition_by is None and self.partition_by is not None:
                 batcher = override(batcher, {"partition_by": self.partition_by}, path)
             made[name] = batcher

@@ -9,20 +9,31 @@ task time-out) goes through untouched.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
-import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.failures import FIRST, place_of
 from airflow_broadway.core.message import Message, Status
+from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.acknowledger import Scope
     from airflow_broadway.core.broadway import Broadway
 
-__all__ = ["CODES", "PROTECTED", "context_of", "fail_all", "run_handle_failed", "status_of"]
+__all__ = [
+    "CODES",
+    "PROTECTED",
+    "Returned",
+    "context_of",
+    "fail_all",
+    "is_of",
+    "run_handle_failed",
+    "status_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +75,7 @@ def status_of(error: BaseException) -> Status:
     """The status of a message whose callback raised ``error``."""
     if isinstance(error, SystemExit):
         return Status("exit", error.code)
-    return Status("error", error, "".join(traceback.format_exception(error)))
+    return Status("error", error)
 
 
 def code_of(error: BaseException) -> str:
@@ -75,15 +86,32 @@ def code_of(error: BaseException) -> str:
     return code or "callback_error"
 
 
-def log_failure(callback: str, pipeline: Broadway, error: BaseException, messages: int) -> None:
-    """Log that a callback failed ``messages`` messages."""
+def log_failure(
+    callback: str, pipeline: Broadway, error: BaseException, messages: int, message_id: str = ""
+) -> None:
+    """Log that a callback failed ``messages`` messages: the first ten of a kind, then each tenfold.
+
+    :param message_id: Of the message, if it is one.
+    """
+    place = place_of(pipeline, callback, error)
+    if place > FIRST:
+        if place % 100 == 0 and str(place).strip("0") == "1":
+            log.error(
+                "%s.%s has failed %d times by %s",
+                type(pipeline).__name__,
+                callback,
+                place,
+                type(error).__name__,
+                extra={"code": code_of(error)},
+            )
+        return
     log.error(
-        "%s.%s failed %d message%s: %s",
+        "%s.%s failed %s: %s%s",
         type(pipeline).__name__,
         callback,
-        messages,
-        "" if messages == 1 else "s",
+        f"message {message_id!r}" if message_id else many(messages, "message"),
         f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
+        "" if place < FIRST else "; further ones of this kind are counted, not told one by one",
         exc_info=None if isinstance(error, PipelineError) else error,
         extra={"code": code_of(error)},
     )
@@ -92,6 +120,58 @@ def log_failure(callback: str, pipeline: Broadway, error: BaseException, message
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
     """``messages`` as they were before the callback that failed, with its ``status``."""
     return [scope.restored(message).with_status(status) for message in messages]
+
+
+class Returned(NamedTuple):
+    """What a callback returned of the messages that it was given.
+
+    :param own: Those of them, each once; as failed, if it was returned as both.
+    :param anew: Those that it returned without what settles them, as they were given.
+    :param odd: What else was among them, for people; empty if nothing was.
+    """
+
+    own: list[Message]
+    anew: list[Message]
+    odd: str = ""
+
+    @classmethod
+    def of(cls, given: list[Message], returned: list[Message], scope: Scope) -> Returned:
+        """Sort out what was returned; messages without an id are taken for its own."""
+        if len(given) == len(returned) and all(map(operator.is_, given, returned)):
+            return cls(returned, [])
+        known = {message.message_id: message for message in given}
+        own: dict[Any, Message] = {}
+        anew: dict[str, Message] = {}
+        strangers: list[str] = []
+        doubled = 0
+        for message in returned:
+            name = message.message_id
+            if not name:
+                own[id(message)] = message
+            elif name not in known:
+                strangers.append(name)
+            elif not is_of(message, known[name], scope):
+                anew[name] = known[name]
+            elif name in own:
+                doubled += 1
+                if not message.ok:
+                    own[name] = message
+            else:
+                own[name] = message
+        odd = f", {doubled} of them again" if doubled else ""
+        if strangers:
+            odd += f", {len(strangers)} of them others than it was given, such as {strangers[0]!r}"
+        return cls(
+            list(own.values()), [each for name, each in anew.items() if name not in own], odd
+        )
+
+
+def is_of(message: Message, given: Message, scope: Scope) -> bool:
+    """Whether a message is the one that a callback was given, or made of it."""
+    return message.message_id == given.message_id and (
+        message.acknowledger.acknowledger is given.acknowledger.acknowledger
+        or scope.has_settled(given)
+    )
 
 
 def run_handle_failed(
@@ -115,7 +195,6 @@ def run_handle_failed(
         if span is not None:
             span.exception(status.kind, status.reason, status.stacktrace)
         return [scope.restored(message) for message in failed]
-    handled: list[Message] = returned
     if not isinstance(returned, list) or not all(type(each) is Message for each in returned):
         log.error(
             "%s.handle_failed must return a list of messages, got: %.200r; the failed messages are"
@@ -125,15 +204,28 @@ def run_handle_failed(
             extra={"code": "handle_failed_bad_return"},
         )
         handled = [scope.restored(message) for message in failed]
-    elif len(handled) != len(failed):
-        log.error(
-            "%s.handle_failed received %d messages and returned %d; one that it did not return is"
-            " not settled, and goes back to its broker when the run ends",
-            type(pipeline).__name__,
-            len(failed),
-            len(handled),
-            extra={"code": "handle_failed_count_mismatch"},
-        )
+    else:
+        found = Returned.of(failed, returned, scope)
+        handled = [*found.own, *(scope.restored(message) for message in found.anew)]
+        if found.anew:
+            log.error(
+                "%s.handle_failed returned %s without what settles it, the first of them %r:"
+                " settled as before",
+                type(pipeline).__name__,
+                many(len(found.anew), "message"),
+                found.anew[0].message_id,
+                extra={"code": "handle_failed_bad_return"},
+            )
+        if len(handled) != len(failed) or found.odd:
+            log.error(
+                "%s.handle_failed received %s and returned %d%s; one that it did not"
+                " return is not settled, and goes back to its broker when the run ends",
+                type(pipeline).__name__,
+                many(len(failed), "message"),
+                len(returned),
+                found.odd,
+                extra={"code": "handle_failed_count_mismatch"},
+            )
     if span is not None:
         span.stop({"module": type(pipeline), "messages": handled, "context": context})
     return handled

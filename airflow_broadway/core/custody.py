@@ -6,9 +6,11 @@ messages and *secures* them, after which custody no longer hangs on that process
 was secured, knowing only the :class:`Lease`, which is JSON.  The order inside a process task is
 always::
 
-    open (a generation, recorded) → receive → secure → callbacks → stage → publish the manifest
+    open (a generation, recorded) → receive → secure → callbacks → stage → stop
+    → publish the manifest
 
-so that neither user code nor its crash ever holds an unsecured message.
+so that neither user code nor its crash ever holds an unsecured message, and nothing is taken in a
+lease's name once it has been counted.
 
 All calls are in bulk and idempotent: settling what was settled already changes nothing and reports
 the same.  ``tests/contract`` holds the suite that every implementation passes.
@@ -167,6 +169,9 @@ class SettleReport:
     :param lapsed: Messages that the lease no longer held: another run has them, or will.
     :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
     :param errors: One sentence per kind of refusal; no secret.
+    :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
+        :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
+        not part of the JSON.
     """
 
     acked: int = 0
@@ -177,6 +182,7 @@ class SettleReport:
     lapsed: int = 0
     failed: int = 0
     errors: tuple[str, ...] = ()
+    undone: frozenset[str] = frozenset()
 
     @property
     def total(self) -> int:
@@ -196,11 +202,14 @@ class SettleReport:
         return SettleReport(
             **{name: getattr(self, name) + getattr(other, name) for name in counts},
             errors=tuple(dict.fromkeys(self.errors + other.errors)),
+            undone=self.undone | other.undone,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that :meth:`from_json` reads back."""
-        return {**asdict(self), "errors": list(self.errors)}
+        """A JSON value that :meth:`from_json` reads back, but for ``undone``."""
+        value = {**asdict(self), "errors": list(self.errors)}
+        del value["undone"]
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SettleReport:
@@ -250,13 +259,30 @@ class Source(Protocol):
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Take custody of ``messages`` away from this process, and return those secured.
 
-        Called after each :meth:`receive` and before any callback.  A source whose messages are
-        secured by their very receipt returns them unchanged.
+        Called with what each :meth:`receive` returned, nothing too, and before any callback.  A
+        call with nothing means nothing: that a run ends is told by :meth:`stop` alone.  A source
+        whose messages are secured by their very receipt returns them unchanged.
+        """
+        ...
+
+    def stop(self) -> Sequence[Message]:
+        """Take nothing more, and return what is secured and was never handed out.
+
+        Called however the run ends, before its account is closed.  Waits until each message under
+        way is either secured or certain to go back.  From its return on :attr:`lease` tells of all
+        that the generation holds, the broker hears no acknowledgement from this source any more,
+        and :meth:`receive` returns nothing.  What it returns is at most what the last receive asked
+        for and did not get; the run has received it.  Safe to repeat: then there is nothing more.
+
+        :raises ProducerUnavailable: If the broker does not say what became of messages under way.
         """
         ...
 
     def close(self) -> None:
-        """Release connections.  Secured messages stay leased; others go back.  Safe to repeat."""
+        """Stop, and release connections.  Secured messages stay leased; others go back.
+
+        Safe to repeat.
+        """
         ...
 
 
@@ -279,7 +305,12 @@ class Custodian(Protocol):
         ...
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        """Carry out ``entries`` and keep the lease for the other messages (``ack_immediately``)."""
+        """Carry out ``entries`` and keep the lease for the other messages (``ack_immediately``).
+
+        :param entries: Of distinct messages.
+        :returns: A report of them alone, which names in ``undone`` those that were not carried out;
+            a second call with the same reports the same.
+        """
         ...
 
     def close(self) -> None:

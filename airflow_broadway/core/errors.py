@@ -12,6 +12,7 @@
     │   └── ProducerUnavailable   the broker could not be reached; trying again may help
     ├── LeaseLapsed           the run no longer holds its messages
     └── StagingError          the staging directory cannot be used
+        └── StagingDamaged    a file there is not as it was written
 
 Third-party errors are translated at the border, so a caller needs no client library to catch one.
 """
@@ -21,6 +22,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from airflow_broadway.core.masking import redacted, shown
+
 
 class BroadwayError(Exception):
     """The root of all errors here."""
@@ -29,13 +32,18 @@ class BroadwayError(Exception):
 class OptionsError(BroadwayError, ValueError):
     """An option breaks its rule.
 
+    Its text shows the value only as far as that can be no secret.
+
     :param path: Where the option stands, e.g. ``"batchers.delayed.batch_size"``.
     :param rule: What is expected, as a phrase: ``"a positive integer"``.
     :param value: What was given.
     """
 
     def __init__(self, path: str, rule: str, value: object) -> None:
-        super().__init__(f"invalid value for option {path!r}: expected {rule}, got: {value!r}")
+        told = shown(value, _name_of(path))
+        super().__init__(
+            f"invalid value for option {redacted(path)!r}: expected {rule}, got: {told}"
+        )
         self.path = path
         self.rule = rule
         self.value = value
@@ -47,21 +55,28 @@ class OptionsError(BroadwayError, ValueError):
     def unknown(cls, path: str, value: object, valid: Iterable[str]) -> OptionsError:
         """Report a name that no option has, with the valid ones and the nearest of them."""
         names = sorted(valid)
-        name = path.rpartition(".")[2]
+        name = _name_of(path)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         error = cls(path, f"one of {names}", value)
-        error.args = (
-            f"unknown option {path!r} (value {value!r}), valid options are: {names}{hint}",
-        )
+        told = f"{redacted(path)!r} (value {shown(value, name)})"
+        error.args = (f"unknown option {told}, valid options are: {names}{hint}",)
         return error
 
     @classmethod
-    def missing(cls, path: str) -> OptionsError:
-        """Report a required option that was not given."""
+    def missing(cls, path: str, example: str = "") -> OptionsError:
+        """Report a required option that was not given.
+
+        :param example: How to give it, such as ``SqliteProducer(queue="orders")``.
+        """
         error = cls(path, "a value", None)
-        error.args = (f"required option {path!r} not found",)
+        hint = f"; give it, such as {example}" if example else ""
+        error.args = (f"required option {path!r} not found{hint}",)
         return error
+
+
+def _name_of(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _options_error(path: str, rule: str, value: object, text: str) -> OptionsError:
@@ -107,3 +122,17 @@ class LeaseLapsed(BroadwayError):
 
 class StagingError(BroadwayError):
     """The staging directory cannot be read or written, or is another host's."""
+
+
+class StagingDamaged(StagingError):
+    """A staged file is gone, or is not as it was written: nothing is settled by it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}.  Nothing of its generation is acknowledged: restore the file and clear the"
+            " task that failed, or leave it: the next run gives these messages back"
+        )
+        self.what = what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.acknowledger import is_settled
 from airflow_broadway.core.clock import Clock
@@ -16,8 +16,12 @@ from airflow_broadway.core.custody import Source
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.core.text import many
 
-__all__ = ["Budget", "Intake", "transformed"]
+if TYPE_CHECKING:
+    from airflow_broadway.core.broadway import Broadway
+
+__all__ = ["Budget", "Intake", "demand_of", "transformed"]
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,12 @@ _PATIENCE = 1.0
 
 #: The least time worth waiting: what is less is the rounding of floats.
 _TICK = 1e-6
+
+#: Of how many seconds' work is asked for at a time, how much faster than before at most, and how
+#: many messages at most, unless the processors can take more at once.
+_PACE = 0.5
+_GROWTH = 4
+_MOST = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +54,13 @@ class Budget:
     max_seconds: float | None = None
     wait_seconds: float = 0.0
     idle_seconds: float = 0.0
+
+
+def demand_of(pipeline: Broadway) -> int:
+    """Messages that the processors of ``pipeline`` can take together."""
+    options = pipeline.processors
+    taken: int = options.concurrency * options.max_demand
+    return taken
 
 
 def transformed(
@@ -113,9 +130,13 @@ def _of_delivery(made: Message, delivery: Message) -> Message:
 
 
 class Intake:
-    """Iterates over dispatches: what one receive returned, or nothing when nothing came.
+    """Iterates over dispatches: what the processors can take, or nothing when nothing came.
 
-    :param demand: Messages asked for at a time.
+    Asks its source for as much as is handled in half a second, so that a broker's round trip is
+    shared by many messages where these are handled fast, and little is taken in vain where they are
+    not.  Hands out ``demand`` messages at a time: what a stop finds not handed out goes back.
+
+    :param demand: Messages that all processors together can take.
     :param accept: Called with secured messages before they are transformed; returns what goes on.
     :param patience: After how many seconds at most a dispatch, if empty, is wanted; ``None``: any.
     :param stop: Why to stop, or ``""``.
@@ -138,15 +159,21 @@ class Intake:
         self._budget = budget
         self._clock = clock
         self._limiter = limiter
-        self._demand = demand
+        self._portion = self._demand = demand
         self._transformer = transformer
         self._accept = accept
         self._patience = patience
         self._stop = stop
+        self._started = 0.0
+        self._waiting: list[Message] = []  # received, and not yet handed out
+        self._stopped = False
         self.received = 0
         self.received_bytes = 0
         #: Seconds spent in receiving and securing.
         self.seconds = 0.0
+        #: Whether messages are on their way from the source to where they wait, the transformer's
+        #: work included: what ends that from outside leaves no account.
+        self.receiving = False
         #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
         #: ``rate_limiting``, ``error``, or what ``stop`` said.
         self.ended = ""
@@ -154,21 +181,44 @@ class Intake:
         self.error: PipelineError | None = None
 
     def __iter__(self) -> Iterator[list[Message]]:
+        self._started = self._clock.monotonic()
+        yield from self._dispatches()
+        if self.ended in ("empty", "max_messages", "max_bytes"):
+            self._bring_in()
+            yield from self._hand_out()
+        elif self.ended == "rate_limiting":
+            self._bring_in()
+            yield from self._hand_out(self._limiter.take(len(self._waiting)))
+
+    def stop(self) -> Sequence[Message]:
+        """Have the source take nothing more; what was received and never handed out.
+
+        Called when the run ends, however it does, before its lease is noted.  Safe to repeat.
+        """
+        self._bring_in()
+        return list(self._waiting)
+
+    def _bring_in(self) -> None:
+        """Receive what the source had secured already, and have it take nothing more."""
+        if not self._stopped:
+            self._stopped = True
+            self._taken_in(self._source.stop)
+
+    def _dispatches(self) -> Iterator[list[Message]]:
         clock, budget, limiter = self._clock, self._budget, self._limiter
-        started = clock.monotonic()
         quiet_since: float | None = None
         while True:
             now = clock.monotonic()
-            demand = self._wanted(now - started)
+            demand = self._wanted(now)
             if not demand:
                 return
             left = [_PATIENCE]
             if budget.max_seconds is not None:
-                left.append(started + budget.max_seconds - now)
+                left.append(self._started + budget.max_seconds - now)
             granted = limiter.take(demand)
             if not granted:
                 pause = limiter.wait_seconds()
-                if budget.max_seconds is None or now + pause >= started + budget.max_seconds:
+                if budget.max_seconds is None or now + pause >= self._started + budget.max_seconds:
                     self.ended = "rate_limiting"
                     return
                 clock.sleep(self._least([*left, pause]))
@@ -185,31 +235,59 @@ class Intake:
                 limiter.refund(granted - len(messages))
             if messages:
                 quiet_since = None
-                dispatch = self._transform(self._accept(messages))
-                if self.error is not None:
+                began = clock.monotonic()
+                yield from self._hand_out()
+                if self.ended:
                     return
-                yield dispatch
+                self._adapt(len(messages), clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
-                self.ended = "empty"
+                # A source that was told to stop does not know whether anything is left.
+                self.ended = self._stop() or "empty"
                 return
             else:
                 yield []
 
-    def _wanted(self, elapsed: float) -> int:
+    def _hand_out(self, most: int | None = None) -> Iterator[list[Message]]:
+        """What waits, in portions, until the time is over."""
+        waiting, portion = self._waiting, self._portion
+        left = len(waiting) if most is None else most
+        while left > 0:
+            ended = self._told(self._clock.monotonic())
+            if ended:
+                self.ended = ended
+                return
+            count = min(portion, left)
+            dispatch = waiting[:count]
+            del waiting[:count]
+            left -= count
+            yield dispatch
+
+    def _adapt(self, handled: int, seconds: float) -> None:
+        """Ask next for what is handled in half a second, by what was handled in ``seconds``."""
+        fits = handled * _PACE / seconds if seconds > 0 else _MOST
+        grown = int(min(fits, _GROWTH * self._demand, _MOST))
+        self._demand = max(self._portion, grown)
+
+    def _told(self, now: float) -> str:
+        """Why nothing more is handed out, or ``""``."""
+        seconds = self._budget.max_seconds
+        if seconds is not None and now - self._started >= seconds:
+            return self._stop() or "max_seconds"
+        return self._stop()
+
+    def _wanted(self, now: float) -> int:
         """Messages to ask for now; 0 when a bound is reached."""
         budget = self._budget
         demand = self._demand
         if budget.max_messages is not None:
             demand = min(demand, budget.max_messages - self.received)
-        stop = self._stop()
-        if stop:
-            self.ended = stop
+        told = self._told(now)
+        if told:
+            self.ended = told
         elif demand <= 0:
             self.ended = "max_messages"
         elif budget.max_bytes is not None and self.received_bytes >= budget.max_bytes:
             self.ended = "max_bytes"
-        elif budget.max_seconds is not None and elapsed >= budget.max_seconds:
-            self.ended = "max_seconds"
         else:
             return demand
         return 0
@@ -222,26 +300,41 @@ class Intake:
         return max(_TICK, least) if least > 0 else 0.0
 
     def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
-        started = self._clock.monotonic()
-        messages = self._source.secure(self._source.receive(demand, timeout=timeout))
-        self.received += len(messages)
-        self.received_bytes += sum([message.size for message in messages])
+        source, started = self._source, self._clock.monotonic()
+        messages = self._taken_in(lambda: source.secure(source.receive(demand, timeout=timeout)))
         passed = self._clock.monotonic() - started
         if not messages and passed < timeout:  # a source that does not wait
             self._clock.sleep(timeout - passed)
-        self.seconds += self._clock.monotonic() - started
+            self.seconds += timeout - passed
         return messages
 
-    def _transform(self, messages: Sequence[Message]) -> list[Message]:
+    def _taken_in(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
+        """What the source gives by ``work``; all of it then waits, or none of it counts."""
+        started = self._clock.monotonic()
+        self.receiving = True
+        messages = work()
+        self.received += len(messages)
+        self.received_bytes += sum([message.size for message in messages])
+        self.seconds += self._clock.monotonic() - started
+        self._take_in(messages)
+        self.receiving = False
+        return messages
+
+    def _take_in(self, messages: Sequence[Message]) -> None:
+        """Transform what was received; it then waits for a processor."""
+        if not messages:
+            return
+        accepted = self._accept(messages)
+        if self.error is not None:
+            return
         try:
-            return transformed(self._transformer, messages)
+            self._waiting += transformed(self._transformer, accepted)
         except PipelineError as error:
             log.error(
-                "%s; its %d messages go back, and the run ends",
+                "%s; the run ends, and gives back %s",
                 error,
-                len(messages),
+                many(len(messages), "message"),
                 exc_info=error.__cause__,
                 extra={"code": "producer_crash"},
             )
             self.error, self.ended = error, "error"
-            return []

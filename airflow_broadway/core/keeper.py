@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from airflow_broadway.core.custody import Custodian, Lease
+from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 
 __all__ = ["Keeper"]
@@ -15,6 +16,16 @@ log = logging.getLogger(__name__)
 
 #: A lease is renewed so many times within its length, so that some renewals may fail.
 RENEWALS = 4
+
+
+class Renewer(Protocol):
+    """What a keeper needs of a custodian."""
+
+    def renew(self, lease: Lease) -> Lease | None:
+        """As :meth:`airflow_broadway.core.custody.Custodian.renew`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Keeper:
@@ -29,7 +40,7 @@ class Keeper:
 
     def __init__(
         self,
-        custodian: Callable[[], Custodian],
+        custodian: Callable[[], Renewer],
         seconds: float,
         leases: Callable[[], Sequence[Lease]],
         *,
@@ -79,7 +90,7 @@ class Keeper:
             self._thread.join(timeout=30.0)
 
     def _keep(self) -> None:
-        custodian: Custodian | None = None
+        custodian: Renewer | None = None
         wait = self._first
         while not self._stop.wait(wait):
             wait = self._interval
@@ -101,7 +112,7 @@ class Keeper:
             _tell(error)
             return []
 
-    def _renew(self, custodian: Custodian, lease: Lease) -> None:
+    def _renew(self, custodian: Renewer, lease: Lease) -> None:
         held = custodian.renew(lease)
         if held is None:
             self._lapsed.add(lease.generation)

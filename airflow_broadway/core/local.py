@@ -12,27 +12,31 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.account import (
+    REASONS,
+)
 from airflow_broadway.core.acknowledger import RunAcknowledger, ack_messages, is_settled
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody import SettleReport, Source
 from airflow_broadway.core.engine import Engine, check_engines
-from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed
-from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
+from airflow_broadway.core.intake import Budget, Intake, demand_of
 from airflow_broadway.core.keeper import Keeper
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.producer import Connection, Connections, ProducerEnv
 from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.core.run_report import RunReport
 from airflow_broadway.core.settler import Settler, Tally
+from airflow_broadway.core.stop import Stop
+from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -40,45 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["RunReport", "run_local"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """What a run did.
-
-    :param received: Messages taken from the source, or given.
-    :param failed: Messages that a callback failed, at either stage.
-    :param settled: Each message in one class: the sum is ``received``.
-    :param batches: Batches handled, by batcher and by trigger.
-    :param seconds: Of each stage, in the run's own thread: ``receive``, ``process``, ``batch``,
-        ``handle_batch``, ``settle``; and ``total``.
-    :param ended: Why it stopped taking messages: ``empty``, ``max_messages``, ``max_bytes``,
-        ``max_seconds``, ``rate_limiting``, ``given``, ``error`` or ``stopped``.
-    """
-
-    pipeline: str
-    generation: str
-    received: int
-    received_bytes: int
-    failed: int
-    settled: SettleReport
-    batches: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    ended: str = ""
-
-    @property
-    def balanced(self) -> bool:
-        """Whether every message received is accounted for."""
-        return self.settled.total == self.received
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as a JSON value."""
-        return {
-            **asdict(self),
-            "settled": self.settled.to_json(),
-            "balanced": self.balanced,
-            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
-        }
 
 
 class _Given:
@@ -96,49 +61,6 @@ class _Given:
             ) from None
 
 
-class _Stop:
-    """Whether the run is told to stop, and until when it may finish."""
-
-    def __init__(
-        self, clock: Clock, shutdown: float, asked: Callable[[], str], signals: bool
-    ) -> None:
-        self._signals = signals
-        self._clock = clock
-        self._shutdown = shutdown
-        self._asked = asked
-        self._reason = ""
-        self._deadline: float | None = None
-
-    def reason(self) -> str:
-        """Why to stop, or ``""``."""
-        reason = self._reason or self._asked()
-        if reason and self._deadline is None:
-            self._deadline = self._clock.monotonic() + self._shutdown
-        self._reason = reason
-        return reason
-
-    def late(self) -> bool:
-        """Whether the time for finishing is over."""
-        self.reason()
-        return self._deadline is not None and self._clock.monotonic() >= self._deadline
-
-    @contextmanager
-    def on_sigterm(self) -> Iterator[None]:
-        """Stop on SIGTERM, where signals can be handled: in the main thread."""
-        if not self._signals or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: object) -> None:
-            self._reason = "stopped"
-
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-
 def run_local(
     pipeline: Broadway | type[Broadway],
     messages: Iterable[Any] | None = None,
@@ -152,8 +74,9 @@ def run_local(
     clock: Clock | None = None,
     env: ProducerEnv | None = None,
     limiter: RateLimiter | None = None,
-    stop: Callable[[], str] = lambda: "",
+    stop: Callable[[], str] | Stop = lambda: "",
     on_lease: Callable[[Any], None] = lambda lease: None,
+    on_end: Callable[[RunReport], None] = lambda report: None,
     on_sigterm: bool = True,
 ) -> RunReport:
     """Run a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
@@ -162,7 +85,8 @@ def run_local(
         asked.  Those without an acknowledger are only counted, by the producer's verdicts.
     :param max_messages: Stop after this many messages.
     :param max_bytes: Stop once payloads of this many bytes were received.
-    :param max_seconds: Stop taking messages after this long, even if there are more.
+    :param max_seconds: Begin no message after this long; what was taken then goes back, and batches
+        are delivered all the same.
     :param wait_seconds: How long to wait for the first message.
     :param idle_seconds: Stop after this long without a message.
     :param connections: Where connection ids are looked up.
@@ -170,47 +94,62 @@ def run_local(
     :param limiter: Of the producer's ``rate_limiting``; one that forgets with the run, unless
         given.
     :param stop: Asked often: why to stop now, or ``""``.  The run then has the pipeline's
-        ``shutdown`` seconds to finish; a run that ends by itself has no bound.
+        ``shutdown`` seconds to finish what was handed out; a run that ends by itself has no bound.
     :param on_lease: Called with the lease before the first message is received.
+    :param on_end: Called with the report once all is settled or given back, before an error that
+        ended the run is raised.
     :param on_sigterm: Whether SIGTERM stops too, in the main thread.
     :returns: What was done; ``report.balanced`` says whether every message is accounted for.
-    :raises PipelineError: If a batcher runs on Spark; if the transformer, ``partition_by`` or a
-        custom splitter broke: messages without an outcome have then been released.
+    :raises PipelineError: If a batcher runs on Spark; if the transformer raised, or the processors'
+        ``partition_by`` or a custom splitter returned nonsense.  What these two raise is raised
+        here.  Messages without an outcome are released then.
     :raises LeaseLapsed: If the run took so long that its messages went to another.
     :raises ProducerError: If the broker fails.
     """
     made = pipeline() if isinstance(pipeline, type) else pipeline
     check_engines(made)
     used = clock or (env.clock if env is not None else SystemClock())
-    run = _Run(made, used, _Stop(used, made.shutdown, stop, on_sigterm))
-    if messages is not None:
-        return run.given(messages)
-    if env is None:
-        known = _Given(connections) if isinstance(connections, Mapping) else connections
-        about: dict[str, Any] = {} if known is None else {"connections": known}
-        env = ProducerEnv(
-            pipeline=made.name,
-            generation=uuid.uuid4().hex,
-            owner={"dag_id": "local", "run_id": f"local-{os.getpid()}"},
-            clock=used,
-            **about,
+    told = stop if isinstance(stop, Stop) else Stop(used, made.shutdown, stop)
+    run = _Run(made, used, told)
+    with told.on_sigterm() if on_sigterm else nullcontext():
+        if messages is not None:
+            return run.given(messages)
+        budget = Budget(
+            max_messages=max_messages,
+            max_bytes=max_bytes,
+            max_seconds=max_seconds,
+            wait_seconds=wait_seconds,
+            idle_seconds=idle_seconds,
         )
-    budget = Budget(
-        max_messages=max_messages,
-        max_bytes=max_bytes,
-        max_seconds=max_seconds,
-        wait_seconds=wait_seconds,
-        idle_seconds=idle_seconds,
-    )
-    return run.pulled(
-        env, budget, limiter or RateLimiter(made.producer.rate_limiting, used), on_lease
+        return run.pulled(
+            env or _env(made, used, connections),
+            budget,
+            limiter or RateLimiter(made.producer.rate_limiting, used),
+            on_lease,
+            on_end,
+        )
+
+
+def _env(
+    pipeline: Broadway,
+    clock: Clock,
+    connections: Connections | Mapping[str, Connection] | None,
+) -> ProducerEnv:
+    known = _Given(connections) if isinstance(connections, Mapping) else connections
+    about: dict[str, Any] = {} if known is None else {"connections": known}
+    return ProducerEnv(
+        pipeline=pipeline.name,
+        generation=uuid.uuid4().hex,
+        owner={"dag_id": "local", "run_id": f"local-{os.getpid()}"},
+        clock=clock,
+        **about,
     )
 
 
 class _Run:
     """One call of :func:`run_local`."""
 
-    def __init__(self, pipeline: Broadway, clock: Clock, stop: _Stop) -> None:
+    def __init__(self, pipeline: Broadway, clock: Clock, stop: Stop) -> None:
         self._pipeline = pipeline
         self._clock = clock
         self._stop = stop
@@ -240,8 +179,7 @@ class _Run:
         if own:
             engine.on_settled = counted
         try:
-            with self._stop.on_sigterm():
-                engine.run([dispatch])
+            engine.run([dispatch])
         finally:
             tally.closed = True
             engine.close()
@@ -256,64 +194,100 @@ class _Run:
         budget: Budget,
         limiter: RateLimiter,
         on_lease: Callable[[Any], None],
+        on_end: Callable[[RunReport], None],
     ) -> RunReport:
         """Handle messages of the producer's source."""
-        producer = self._pipeline.producer
-        source = producer.source(env)
+        engine, stop = self._engine(), self._stop
         try:
-            on_lease(source.lease)
-            settler = Settler(
-                lambda: producer.custodian(env),
-                lambda: source.lease,
-                threaded=_is_threaded(self._pipeline),
+            source = self._pipeline.producer.source(
+                replace(env, stopping=lambda: bool(stop.reason()))
             )
-            keeper = Keeper(
-                lambda: producer.custodian(env),
-                source.lease.seconds,
-                lambda: [source.lease] if settler.received else [],
-            )
-            if producer.renews:
-                keeper.start()
-            acknowledger = RunAcknowledger(producer, settler)
             try:
-                engine = self._engine()
-                intake = Intake(
-                    source,
-                    budget,
-                    clock=self._clock,
-                    limiter=limiter,
-                    demand=_demand(self._pipeline),
-                    transformer=producer.transformer,
-                    accept=lambda taken: _accept(taken, acknowledger, settler, env.generation),
-                    patience=engine.patience,
-                    stop=lambda: self._stop.reason() or ("lapsed" if keeper.lapsed else ""),
-                )
-                try:
-                    with self._stop.on_sigterm():
-                        engine.run(_settling(intake, settler))
-                finally:
-                    engine.close()
+                on_lease(source.lease)
+                return self._pulled(engine, source, env, budget, limiter, on_end)
             finally:
-                keeper.stop()
-                settled = settler.finish()
+                source.close()
         finally:
-            source.close()
-        engine.seconds["receive"] = intake.seconds
-        engine.seconds["settle"] = settler.seconds
-        report = self._report(
-            env.generation, engine, settled, intake.received, intake.received_bytes, intake.ended
+            engine.close()
+
+    def _pulled(
+        self,
+        engine: Engine,
+        source: Source,
+        env: ProducerEnv,
+        budget: Budget,
+        limiter: RateLimiter,
+        on_end: Callable[[RunReport], None],
+    ) -> RunReport:
+        producer, stop = self._pipeline.producer, self._stop
+        settler = Settler(
+            lambda: producer.custodian(env),
+            lambda: source.lease,
+            threaded=_is_threaded(self._pipeline),
         )
+        keeper = Keeper(
+            lambda: producer.custodian(env),
+            source.lease.seconds,
+            lambda: [source.lease] if settler.received else [],
+        )
+        acknowledger = RunAcknowledger(producer, settler)
+        intake = Intake(
+            source,
+            budget,
+            clock=self._clock,
+            limiter=limiter,
+            demand=demand_of(self._pipeline),
+            transformer=producer.transformer,
+            accept=lambda taken: _accept(taken, acknowledger, settler, env.generation),
+            patience=engine.patience,
+            stop=lambda: stop.reason() or ("lapsed" if keeper.lapsed else ""),
+        )
+        broke = ""
+        if producer.renews:
+            keeper.start()
+        try:
+            self._feed(engine, intake, settler, budget)
+        except BaseException as error:  # for the report; it is raised all the same
+            broke = "error" if isinstance(error, Exception) else "interrupted"
+            raise
+        finally:
+            keeper.stop()
+            settled = settler.finish()
+            engine.seconds["receive"] = intake.seconds
+            engine.seconds["settle"] = settler.seconds
+            report = self._report(
+                env.generation,
+                engine,
+                settled,
+                intake.received,
+                intake.received_bytes,
+                intake.ended or broke,
+            )
+            on_end(report)
         if intake.error is not None:
             raise intake.error
         if keeper.lapsed:
             raise LeaseLapsed(
                 f"the lease of {source.lease.seconds} seconds has lapsed; {settled.lapsed} of"
-                f" {intake.received} messages are with another run, or will be"
+                f" {many(intake.received, 'message')} went to another run, or will"
             )
         return report
 
+    def _feed(self, engine: Engine, intake: Intake, settler: Settler, budget: Budget) -> None:
+        """Handle all that comes; on return, or an error, nothing more does."""
+        try:
+            self._stop.bound(budget.max_seconds)
+            engine.run(_settling(intake, settler))
+        except BaseException:  # raised again; before that the source takes nothing more
+            with suppress(BroadwayError):  # the first error is the one to show
+                intake.stop()
+            raise
+        finally:
+            engine.close()
+        intake.stop()
+
     def _engine(self) -> Engine:
-        return Engine(self._pipeline, clock=self._clock, ack=ack_messages, late=self._stop.late)
+        return Engine(self._pipeline, clock=self._clock, ack=ack_messages, stop=self._stop)
 
     def _report(
         self,
@@ -324,6 +298,9 @@ class _Run:
         size: int,
         ended: str,
     ) -> RunReport:
+        engine.reasons.tell(log, "this run")
+        if engine.dropped:
+            log.warning("Columns that the schema lacks were dropped: %s.", dict(engine.dropped))
         batches: dict[str, dict[str, int]] = {name: {} for name in self._pipeline.batchers}
         for (batcher, trigger), count in engine.batches.items():
             batches[batcher][trigger] = count
@@ -332,10 +309,11 @@ class _Run:
             generation=generation,
             received=received,
             received_bytes=size,
-            failed=engine.counts["failed"],
+            failed=engine.failed,
             settled=settled,
             batches=batches,
             seconds={**engine.seconds, "total": time.monotonic() - self._started},
+            reasons=engine.reasons.most(REASONS),
             ended=self._stop.reason() or ended,
         )
         if telemetry.handlers("run.stop"):
@@ -375,13 +353,6 @@ def _as_message(given: Any, index: int) -> Message:
 def _is_threaded(pipeline: Broadway) -> bool:
     batch_processors = sum(options.concurrency for options in pipeline.batchers.values())
     return pipeline.processors.concurrency > 1 or batch_processors > 1
-
-
-def _demand(pipeline: Broadway) -> int:
-    """Messages to ask for at a time: what the processors can take, and not too few."""
-    options = pipeline.processors
-    taken: int = options.concurrency * options.max_demand
-    return max(taken, 100)
 
 
 def _bytes(messages: list[Message]) -> int:

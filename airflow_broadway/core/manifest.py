@@ -15,8 +15,11 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         plan.jsonl                      a header line, then a line per batch
     outcomes/<batcher>/<inputs>/
         <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
-        *.entries.jsonl                 entries of its exceptions, named by the outcome
+        *.entries.jsonl                 entries of its exceptions, named by the outcome; few of them
+                                        are in the outcome itself
+        gathered-*.jsonl                copies of many outcomes, to be read at once
     work/<task>-<try>.json              what a Spark application does; a higher try fences it off
+    tries/<task>-<try>.json             a task runs the batches of a Python batcher; the same
     heartbeat.json                      when the ack sensor last looked
 
 All paths in these files are relative to the run's folder.  JSON lines and Parquet only: nothing
@@ -26,14 +29,15 @@ that meets a newer one refuses with one clear error.
 
 from __future__ import annotations
 
-import base64
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from airflow_broadway.core.custody import Action, Entry, Verdict
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.entries import EntryLine, dump_entry, load_line
+from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.sums import check_seal, checked, sealed
 
 __all__ = [
     "VERSION",
@@ -45,8 +49,8 @@ __all__ = [
     "PlannedBatch",
     "Work",
     "check_version",
+    "digest_of",
     "dump_entry",
-    "load_entry",
     "load_line",
     "paths",
     "plain_key",
@@ -55,8 +59,6 @@ __all__ = [
 
 #: The version of all formats here.
 VERSION = 1
-#: Bytes of a reason that are kept; brokers limit headers.
-MAX_REASON = 2048
 
 
 class Files(Protocol):
@@ -140,8 +142,21 @@ class paths:  # noqa: N801 - a namespace
         return f"{paths.outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
 
     @staticmethod
+    def gathered(plan: str, writer: str, number: int) -> str:
+        return f"{paths.outcomes(plan)}/gathered-{writer}-{number:04d}.jsonl"
+
+    @staticmethod
+    def is_gathered(name: str) -> bool:
+        """Whether a name in the folder of outcomes is one of :meth:`gathered`."""
+        return name.startswith("gathered-") and name.endswith(".jsonl")
+
+    @staticmethod
     def work(name: str, try_number: int) -> str:
         return f"work/{name}-{try_number:06d}.json"
+
+    @staticmethod
+    def python_try(name: str, try_number: int) -> str:
+        return f"tries/{name}-{try_number:06d}.json"
 
 
 def check_version(value: Mapping[str, Any], path: str) -> None:
@@ -160,17 +175,17 @@ def check_version(value: Mapping[str, Any], path: str) -> None:
 def read_json(text: str, path: str) -> dict[str, Any]:
     """The JSON object of a versioned file.
 
-    :raises StagingError: If it is damaged, or a newer release wrote it; names the file.
+    :raises StagingDamaged: If it is not as it was written.
+    :raises StagingError: If a newer release wrote it; names the file.
     """
     try:
         value: dict[str, Any] = json.loads(text)
         value.get("version")
     except (ValueError, AttributeError) as error:
-        raise StagingError(
-            f"{path} is damaged ({error}): restore it, or remove the run's folder once its lease"
-            " has lapsed"
-        ) from error
+        raise StagingDamaged(f"{path} is damaged ({error})") from error
     check_version(value, path)
+    if value.pop("seal", None):
+        check_seal(text, path)
     return value
 
 
@@ -191,6 +206,7 @@ class Manifest:
         So ``received`` is the sum of ``batchers`` and of the lines here.
     :param configured: Whether any staged message has an ack configuration of its own.
     :param dropped: Column → messages that carried it although the schema lacks it.
+    :param sums: Lines, bytes and SHA-256 of each file of entries, by its path.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
         ``"max_seconds"``, ``"own"`` (met its own), ``"signal"`` or ``"rate_limit"``.
     """
@@ -212,10 +228,11 @@ class Manifest:
     started_at: str
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = VERSION
 
     def dumps(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return sealed(asdict(self), sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Manifest:
@@ -263,6 +280,7 @@ class BatchPlan:
     :param batches: How many lines follow.
     :param triggers: Trigger → batches.
     :param notes: What people should know, e.g. that there are very many batches, and the cure.
+    :param lines: Lines, bytes and SHA-256 of what follows the header.
     """
 
     path: str
@@ -278,25 +296,48 @@ class BatchPlan:
     root_id: str
     host: str
     notes: list[str] = field(default_factory=list)
+    lines: dict[str, Any] | None = None
     version: int = VERSION
 
     def dumps(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return sealed(asdict(self), separators=(",", ":"))
 
     @classmethod
     def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
-        """The header, and the batches streamed in order."""
-        lines = files.lines(f"{path}/plan.jsonl")
-        head = read_json(next(lines), f"{path}/plan.jsonl")
-        return cls(**head), (PlannedBatch(**json.loads(line)) for line in lines)
+        """The header, and the batches streamed in order.
+
+        :raises StagingDamaged: Now, or at the latest when the last batch has been streamed, if the
+            file is not as it was written.
+        :raises StagingError: If a newer release wrote it, or it names files elsewhere.
+        :raises FileNotFoundError: If there is none.
+        """
+        name = f"{path}/plan.jsonl"
+        lines = files.lines(name)
+        first = next(lines, None)
+        if first is None:
+            raise StagingDamaged(f"{name} is empty")
+        head = cls(**read_json(first, name))
+        if head.path != path or any("/" in each or "\\" in each for each in head.data):
+            raise StagingError(f"{name} names files outside its folder: somebody has changed it")
+        return head, head._batches(lines, name)
+
+    def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:
+        for line in checked(lines, self.lines, name):
+            try:
+                batch = PlannedBatch(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise StagingDamaged(f"{name} is damaged ({error})") from error
+            yield batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of one batch; its existence is what settles its messages.
 
-    :param entries: The file of its exceptions: each message whose verdict is not that of a plain
-        success; ``None`` if there are none.
+    :param lines: Its exceptions, each message whose verdict is not that of a plain success, as the
+        lines of a file of entries; ``None`` if there are none, or too many.
+    :param entries: The file that has them if they are many.  ``entries_sum``: its lines, bytes and
+        SHA-256.
     :param successful: Messages that succeeded.
     :param failed: Messages that failed.
     :param missing: Messages that ``handle_batch`` (Python) did not return: they have an entry that
@@ -311,7 +352,9 @@ class Outcome:
     successful: int
     failed: int
     missing: int = 0
+    lines: list[str] | None = None
     entries: str | None = None
+    entries_sum: dict[str, Any] | None = None
     error: str = ""
     writer: str = ""
     try_number: int = 1
@@ -321,8 +364,14 @@ class Outcome:
     settled_now: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
+    @property
+    def exceptions(self) -> str | None:
+        """The path of what has its exceptions: a file of entries, or the outcome itself."""
+        return paths.outcome(self.plan, self.batch_id) if self.lines else self.entries
+
     def dumps(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return it as JSON, on one line."""
+        return sealed(asdict(self), sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:
@@ -333,11 +382,14 @@ class Outcome:
 class Work:
     """What one Spark application is to do: all that the driver needs, and no secret.
 
+    It names a class, so its :attr:`digest` goes to the driver on the command line: who may write
+    into the staging folder decides nothing about the code that runs.
+
     :param name: The task's name in the staging folder; with ``try_number`` the fence.
     :param pipeline: The pipeline's reference.
     :param run: :class:`RunInfo` as JSON.
     :param plans: Paths of plans, in order.
-    :param version_of_package: This package's version, logged by the driver.
+    :param package_version: This package's version, logged by the driver.
     """
 
     name: str
@@ -351,83 +403,21 @@ class Work:
     def dumps(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of :meth:`dumps`, in hexadecimal."""
+        return digest_of(self.dumps())
+
     @classmethod
     def loads(cls, text: str, path: str) -> Work:
         return cls(**read_json(text, path))
 
 
+def digest_of(text: str) -> str:
+    """The SHA-256 of a file's text, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
 def plain_key(key: Any) -> Any:
     """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
     return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
-
-
-def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False) -> str:
-    """One line of an entries file.
-
-    :param source: In a batch of several generations: whose message it is, the row's ``source``.
-    :param settled: A callback settled it at once: it only says that nothing is left to do.
-    """
-    value: dict[str, Any] = {
-        "id": entry.message_id,
-        "action": entry.verdict.action.value,
-        "attempt": entry.attempt,
-    }
-    if entry.receipt:
-        value["receipt"] = entry.receipt
-    if entry.verdict.delay:
-        value["delay"] = round(entry.verdict.delay, 3)
-    if entry.verdict.reason:
-        value["reason"] = cut(entry.verdict.reason, MAX_REASON)
-    if entry.verdict.stage:
-        value["stage"] = entry.verdict.stage
-    if entry.payload is not None:
-        value["payload"] = base64.b64encode(entry.payload).decode("ascii")
-    if entry.properties is not None:
-        value["properties"] = entry.properties
-    if source is not None:
-        value["source"] = source
-    if settled:
-        value["settled"] = True
-    return json.dumps(value, separators=(",", ":"))
-
-
-class EntryLine(NamedTuple):
-    """A line of an entries file, whole; see :func:`dump_entry`."""
-
-    entry: Entry
-    source: int | None
-    settled: bool
-
-
-def load_entry(line: str) -> Entry:
-    """Read the entry that :func:`dump_entry` wrote."""
-    return _entry(json.loads(line))
-
-
-def load_line(line: str) -> EntryLine:
-    """Read all that :func:`dump_entry` wrote."""
-    value = json.loads(line)
-    return EntryLine(_entry(value), value.get("source"), value.get("settled", False))
-
-
-def _entry(value: Mapping[str, Any]) -> Entry:
-    payload = value.get("payload")
-    return Entry(
-        value["id"],
-        value.get("receipt", ""),
-        Verdict(
-            Action(value["action"]),
-            value.get("delay", 0.0),
-            value.get("reason", ""),
-            value.get("stage", ""),
-        ),
-        value.get("attempt", 1),
-        None if payload is None else base64.b64decode(payload),
-        value.get("properties"),
-    )
-
-
-def cut(text: str, limit: int) -> str:
-    """``text`` cut to ``limit`` bytes of UTF-8, at a character's edge."""
-    raw = text.encode("utf-8", "replace")
-    return text if len(raw) <= limit else raw[: limit - 3].decode("utf-8", "ignore") + "…"

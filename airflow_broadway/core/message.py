@@ -7,11 +7,14 @@ the Spark driver alike, so this module needs Python 3.10 and nothing else.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
+
+from airflow_broadway.core.batch_info import BatchInfo, Trigger
 
 __all__ = [
     "NO_ACK",
@@ -38,40 +41,50 @@ class BatchMode(str, Enum):
     FLUSH = "flush"
 
 
-class Trigger(str, Enum):
-    """Why a batch was closed."""
-
-    SIZE = "size"
-    BYTES = "bytes"
-    TIMEOUT = "timeout"
-    FLUSH = "flush"
-
-
 class Status(NamedTuple):
     """How a message stands.
 
     :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
         ``SystemExit``.
-    :param reason: What the user gave, or the exception.
-    :param stacktrace: Where an exception was raised, as text.
+    :param reason: What the user gave, the exception, or the code of ``SystemExit``.
+    :param trace: Where an exception was raised, as text, if it cannot tell itself.
     """
 
     kind: str
     reason: Any = None
-    stacktrace: str = ""
+    trace: str = ""
+
+    @property
+    def stacktrace(self) -> str:
+        """Where an exception was raised, as text; made when it is asked for, since that costs more
+        than handling a message.
+        """
+        if self.trace or not isinstance(self.reason, BaseException):
+            return self.trace
+        return "".join(traceback.format_exception(self.reason))
+
+    def __reduce__(self) -> tuple[type[Status], tuple[str, Any, str]]:
+        return Status, (self.kind, self.reason, self.stacktrace)
 
     @property
     def text(self) -> str:
-        """The reason as one line for people: an exception with its type.  Never raises."""
-        if self.reason is None:
+        """The reason for people: an exception with its type, an exit with its code.  Never raises,
+        and any broker or file takes it: half a surrogate pair is written as its escape.
+        """
+        kind, reason, _ = self
+        if kind == "exit":
+            reason = SystemExit(0 if reason is None else reason)
+        if reason is None:
             return ""
-        name = type(self.reason).__name__
+        name = type(reason).__name__
         try:
-            text = str(self.reason)
-        except Exception:
+            text = str(reason)
+        except Exception:  # whatever a user's __str__ raises; no kill is one
             # A verdict needs a text: what has none is a failure all the same.
             return f"{name}: (its text cannot be had)"
-        return f"{name}: {text}" if isinstance(self.reason, BaseException) else text
+        if not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+        return f"{name}: {text}" if isinstance(reason, BaseException) else text
 
 
 OK: Final = Status("ok")
@@ -324,6 +337,14 @@ class Message(_Draft):
         draft.message_id = message_id
         return _seal(draft)
 
+    def with_content(self, data: Any, batch_key: Any, metadata: Mapping[str, Any]) -> Message:
+        """Set what a batch gets of it; for the pipeline itself."""
+        draft = _copy(self)
+        draft.data = data
+        draft.batch_key = batch_key
+        draft.metadata = metadata
+        return _seal(draft)
+
     def with_acknowledger(self, acknowledger: AckRef) -> Message:
         """Set who settles it; for producers and the pipeline itself."""
         draft = _copy(self)
@@ -373,35 +394,3 @@ def ack_immediately(messages: Iterable[Message]) -> list[Message]:
         raise ValueError("ack_immediately expects at least one message, got none")
     ack_messages_now(given)
     return [message.with_acknowledger(NO_ACK) for message in given]
-
-
-class BatchInfo(NamedTuple):
-    """What a batch is, handed to ``handle_batch``.
-
-    :param batcher: The batcher's name.
-    :param batch_key: The key that its messages share; with ``merge_keys``, ``None``.
-    :param partition: The value of ``partition_by`` modulo ``concurrency``; ``None`` without it.
-    :param size: Messages in it.
-    :param trigger: Why it was closed.
-    :param batch_id: The same whenever the same batch is run again: a hash of the pipeline, batcher,
-        key and message ids; usable as a path segment and as a transaction id.
-    :param redelivered: How many of its messages may have been handled before.
-    :param attempt: Which try at this batch this is; 1 at first.
-    """
-
-    batcher: str
-    batch_key: Any
-    partition: int | None
-    size: int
-    trigger: Trigger
-    batch_id: str = ""
-    redelivered: int = 0
-    attempt: int = 1
-
-    def path(self, root: str, *parts: str) -> str:
-        """A folder of this batch's own below ``root``: ``<root>/<parts…>/batch_id=<id>``.
-
-        Writing it with mode ``overwrite`` makes the batch safe to repeat, and keeps two batches
-        that write at once out of each other's temporary files.
-        """
-        return "/".join([root.rstrip("/"), *parts, f"batch_id={self.batch_id}"])

@@ -80,7 +80,7 @@ class Options:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             rule: Rule = field.metadata["rule"]
-            if value is AUTO or _is_template(value) or rule.holds(value):
+            if value is AUTO or _is_template(value) or rule.admits(value):
                 continue
             raise OptionsError(f"{name}.{field.name}", rule.text, value)
         self._resolve()
@@ -115,7 +115,7 @@ def options(cls: type[T]) -> type[T]:
                 raise OptionsError.unknown(f"{cls.__name__}.{name}", value, valid)
         for name in required:
             if name not in given:
-                raise OptionsError.missing(f"{cls.__name__}.{name}")
+                raise OptionsError.missing(f"{cls.__name__}.{name}", f"{cls.__name__}({name}=…)")
         build(self, **given)
 
     __init__.__wrapped__ = build  # type: ignore[attr-defined] # for inspect.signature
@@ -184,7 +184,7 @@ def _checked(where: str, rule: Rule, value: Any, rendered: bool) -> Any:
             value = rule.read(value)
         except ValueError:
             raise OptionsError(where, rule.text, value) from None
-    if rule.holds(value) or (not rendered and _is_template(value)):
+    if rule.admits(value) or (not rendered and _is_template(value)):
         return value
     raise OptionsError(where, rule.text, value)
 
@@ -225,7 +225,7 @@ class RetryPolicy(Options):
         doc="Seconds before the second attempt; doubled for each more.",
     )
     max_backoff: float = option(
-        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds."
+        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds, before `jitter`."
     )
     jitter: float = option(
         default=0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
@@ -357,7 +357,8 @@ class Batcher(Options):
     schema: str | None = option(
         default=None,
         rule=TEXT.or_none(),
-        doc='The columns of ``data`` as Spark DDL, e.g. ``"origin string, delay double"``.',
+        doc='The columns of ``data`` as Spark DDL, e.g. ``"origin string, delay double"``; a Python'
+        " batcher gets a ``dict`` of them.",
     )
     own_application: bool = option(
         default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
@@ -382,7 +383,24 @@ class Batcher(Options):
                     "Batcher.merge_keys", "False when batch_size is a pair", self.merge_keys
                 )
         self._default("max_demand", self.batch_size)
-        if isinstance(self.schema, str) and not _is_template(self.schema):
-            from airflow_broadway.core.schema import parse_schema
+        if self.own_application and self.engine != "spark":
+            raise OptionsError(
+                "Batcher.own_application",
+                f"False with engine={self.engine!r}: only Spark batchers run in an application",
+                self.own_application,
+            )
 
+    def check_schema(self, path: str) -> None:
+        """Check that the schema can be read.  Not when it is made: then its name is not known.
+
+        :param path: Where the batcher stands.
+        :raises OptionsError: Saying where the DDL goes wrong.
+        """
+        if self.schema is None or _is_template(self.schema):
+            return
+        from airflow_broadway.core.schema import SchemaError, parse_schema
+
+        try:
             parse_schema(self.schema)
+        except SchemaError as error:
+            raise OptionsError(f"{path}.schema", f"Spark DDL ({error})", self.schema) from None

@@ -47,9 +47,9 @@ class _Worker(Generic[P, R]):
             try:
                 result: Any = self._work(piece)
             except BaseException as error:
-                self._pool.finished(self, ticket, piece, None, error)
+                self._pool.finished(self, ticket, None, error)
             else:
-                self._pool.finished(self, ticket, piece, result, None)
+                self._pool.finished(self, ticket, result, None)
 
 
 class WorkerPool(Generic[P, R]):
@@ -77,7 +77,8 @@ class WorkerPool(Generic[P, R]):
         self._error: BaseException | None = None
         self._given = 0  # tickets handed out
         self._taken = 0  # results taken
-        self._done: dict[int, tuple[P, R]] = {}
+        self._done: dict[int, R] = {}
+        self._pieces: dict[int, P] = {}  # ticket → its piece, until its result is taken
         self._keys: dict[int, Sequence[Hashable]] = {}  # ticket → its keys, while under way
         self._at: dict[Hashable, tuple[_Worker[P, R], int]] = {}  # key → its worker, its pieces
         self._workers = [
@@ -118,6 +119,7 @@ class WorkerPool(Generic[P, R]):
             self._load[worker] += 1
             ticket = self._given
             self._given += 1
+            self._pieces[ticket] = piece
             if keys:
                 self._keys[ticket] = keys
                 for key in keys:
@@ -159,14 +161,26 @@ class WorkerPool(Generic[P, R]):
             if self._ordered:
                 taken = []
                 while self._taken in self._done:
-                    taken.append(self._done.pop(self._taken))
+                    taken.append(self._pair(self._taken))
                     self._taken += 1
             else:
-                taken = [self._done.pop(ticket) for ticket in sorted(self._done)]
+                taken = [self._pair(ticket) for ticket in sorted(self._done)]
                 self._taken += len(taken)
             if taken:
                 self._change.notify_all()
             return taken
+
+    def _pair(self, ticket: int) -> tuple[P, R]:
+        return self._pieces.pop(ticket), self._done.pop(ticket)
+
+    def left(self) -> tuple[list[tuple[P, R]], list[P]]:
+        """All that was not taken, in order of :meth:`put`: results, and pieces without one.
+
+        For whoever takes nothing more: a result that comes after this is nobody's.
+        """
+        with self._change:
+            done = [self._pair(ticket) for ticket in sorted(self._done)]
+            return done, [self._pieces[ticket] for ticket in sorted(self._pieces)]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until :meth:`take` has something or nothing is under way; whether that came."""
@@ -186,7 +200,6 @@ class WorkerPool(Generic[P, R]):
         self,
         worker: _Worker[P, R],
         ticket: int,
-        piece: P,
         result: Any,
         error: BaseException | None,
     ) -> None:
@@ -195,7 +208,7 @@ class WorkerPool(Generic[P, R]):
             if error is not None:
                 self._error = self._error or error
             else:
-                self._done[ticket] = (piece, result)
+                self._done[ticket] = result
             for key in self._keys.pop(ticket, ()):
                 at, count = self._at[key]
                 if count > 1:

@@ -16,15 +16,21 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.acknowledger import Scope, ack_messages
 from airflow_broadway.core.callbacks import (
     PROTECTED,
+    Returned,
     context_of,
     fail_all,
+    is_of,
     log_failure,
     run_handle_failed,
     status_of,
 )
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody import Action
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.failures import forget_trace
 from airflow_broadway.core.message import Message
+from airflow_broadway.core.stop import Stop
+from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -63,6 +69,9 @@ class ProcessorStage:
     :param ack: Settles a chunk's result: ``ack(successful, failed)``.
     :param convert: The last step of judging a message a success: makes of the pipeline what turns
         each into what goes on; what that raises fails the message.
+    :param stop: When no further message is begun; those not begun are in neither list of a result.
+    :param traces: Whether failures are to tell where they were raised beyond the first of a kind,
+        which are logged: frames are dear.  ``handle_failed`` and telemetry can always ask.
     """
 
     def __init__(
@@ -72,11 +81,16 @@ class ProcessorStage:
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,
         convert: Convert | None = None,
+        stop: Stop | None = None,
+        traces: bool = True,
     ) -> None:
         self.pipeline = pipeline
         self.index = index
         self._ack = ack
         self._convert = None if convert is None else convert(pipeline)
+        self._run_stop = stop or Stop(SystemClock())
+        self._interrupts = self._run_stop.interrupts
+        self._traces = traces or pipeline.defines("handle_failed")
         self._key: str = pipeline.processors.name
         self._known = frozenset(pipeline.batchers)
         self._prepares = pipeline.defines("prepare_messages")
@@ -93,13 +107,14 @@ class ProcessorStage:
         """
         context = context_of(self.pipeline)
         span = None
-        if telemetry.handlers(*_CHUNK):
+        heard = telemetry.heard()
+        if heard and telemetry.handlers(*_CHUNK):
             span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
         # What goes on may be converted; handlers get messages as the callbacks know them.
         told: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope, told)
+                result = self._handle(chunk, context, scope, told, heard)
         except BaseException as error:
             if span is not None:
                 status = status_of(error)
@@ -138,17 +153,23 @@ class ProcessorStage:
         )
 
     def _handle(
-        self, chunk: list[Message], context: Any, scope: Scope, told: list[Message] | None
+        self,
+        chunk: list[Message],
+        context: Any,
+        scope: Scope,
+        told: list[Message] | None,
+        heard: bool,
     ) -> ChunkResult:
         """Handle a chunk.
 
         :param told: Filled with the successes as ``handle_message`` left them, unconverted.
+        :param heard: Whether any event has a handler.
         """
         successful: list[Message] = []
         failed: list[Message] = []
         prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
         each = self._handle_each
-        if told is not None or telemetry.handlers(*_MESSAGE):
+        if told is not None or (heard and telemetry.handlers(*_MESSAGE)):
             each = partial(self._handle_each_told, told=told)
         if self._keeps_order:
             self._in_order(each, prepared, context, successful, failed, scope)
@@ -185,6 +206,14 @@ class ProcessorStage:
                         f" {each!r:.200}",
                         code="callback_error",
                     )
+            found = Returned.of(chunk, prepared, scope)
+            if len(found.own) != len(chunk):
+                raise PipelineError(
+                    f"expected the messages of the chunk from prepare_messages, each once: of"
+                    f" {len(chunk)} it returned {len(found.own)}{found.odd}"
+                    + (f", {len(found.anew)} without what settles them" if found.anew else ""),
+                    code="prepare_messages_count_mismatch",
+                )
         except PROTECTED as error:
             log_failure("prepare_messages", self.pipeline, error, len(chunk))
             failed.extend(fail_all(chunk, status_of(error), scope))
@@ -215,8 +244,8 @@ class ProcessorStage:
             self._block(failed[before:])
         if held:
             log.info(
-                "%d messages are held back: one of their group before them failed and comes again.",
-                held,
+                "%s held back: an earlier one of the group failed and comes again.",
+                many(held, "message"),
             )
 
     def _block(self, failed: list[Message]) -> None:
@@ -239,9 +268,11 @@ class ProcessorStage:
     ) -> None:
         # The loop that every message goes through: _check inlined, no telemetry.
         handle, key, known = self.pipeline.handle_message, self._key, self._known
-        convert = self._convert
+        convert, stop, now = self._convert, self._run_stop, self._run_stop.now
         succeed = successful.append
         for message in messages:
+            if now() >= stop.look_at and stop.enough():
+                return
             try:
                 result = handle(key, message, context)
                 if (
@@ -257,10 +288,24 @@ class ProcessorStage:
                 if result.ok and convert is not None:
                     result = convert(result)
             except PROTECTED as error:
-                log_failure("handle_message", self.pipeline, error, 1)
+                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
+                if not self._traces:
+                    forget_trace(error)
                 failed.append(scope.restored(message).with_status(status_of(error)))
+            except self._interrupts as error:
+                self._interrupted(message, error)
             else:
                 (successful if result.ok else failed).append(result)
+
+    def _interrupted(self, message: Message, error: BaseException) -> None:
+        """Let what is done stand, and the message at work go back."""
+        log.error(
+            "%s ended handle_message while it was at message %r, which goes back without using up"
+            " an attempt; what was done before it stands",
+            type(error).__name__,
+            message.message_id,
+        )
+        self._run_stop.tell("interrupted", at_once=True)
 
     def _handle_each_told(
         self,
@@ -273,6 +318,8 @@ class ProcessorStage:
     ) -> None:
         about = self._about(context)
         for message in messages:
+            if self._run_stop.enough():
+                return
             span = telemetry.Span("processor.message", {**about, "message": message})
             try:
                 result = self.pipeline.handle_message(self._key, message, context)
@@ -282,13 +329,15 @@ class ProcessorStage:
                     result = self._convert(result)
             except PROTECTED as error:
                 status = status_of(error)
-                log_failure("handle_message", self.pipeline, error, 1)
+                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
                 failed.append(scope.restored(message).with_status(status))
                 span.exception(status.kind, status.reason, status.stacktrace)
             except BaseException as error:
                 status = status_of(error)
                 span.exception(status.kind, status.reason, status.stacktrace)
-                raise
+                if not isinstance(error, self._interrupts):
+                    raise
+                self._interrupted(message, error)
             else:
                 (successful if result.ok else failed).append(result)
                 if result.ok and told is not None:
@@ -302,10 +351,7 @@ class ProcessorStage:
                 f"expected a Message from handle_message, got: {result!r:.200}",
                 code="handle_message_bad_return",
             )
-        if result.message_id != message.message_id or not (
-            result.acknowledger.acknowledger is message.acknowledger.acknowledger
-            or scope.has_settled(message)
-        ):
+        if not is_of(result, message, scope):
             raise PipelineError(
                 f"expected from handle_message the message that it was given"
                 f" ({message.message_id!r}), changed by its put_… functions; got another:"

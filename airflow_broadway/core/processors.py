@@ -9,14 +9,17 @@ processes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from airflow_broadway.core.acknowledger import ack_messages
 from airflow_broadway.core.batcher import partition_of
+from airflow_broadway.core.failures import tell_stuck
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.pool import WorkerPool
 from airflow_broadway.core.processor import ChunkResult, Convert, ProcessorStage
+from airflow_broadway.core.stop import Stop
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -38,7 +41,10 @@ class ProcessorPool:
 
     :param ack: Settles a chunk's result; called in the thread of its processor.
     :param convert: As for :class:`ProcessorStage`; made once per processor.
+    :param stop: When no further message is begun; those handed out by then are in :meth:`left`, or
+        in neither list of their chunk's result.
     :param inline: Do without threads whatever the concurrency, for tests: processors take turns.
+    :param traces: As for :class:`ProcessorStage`.
     """
 
     def __init__(
@@ -47,14 +53,18 @@ class ProcessorPool:
         *,
         ack: Ack = ack_messages,
         convert: Convert | None = None,
+        stop: Stop | None = None,
         inline: bool = False,
+        traces: bool = True,
     ) -> None:
         options = pipeline.processors
         self._size: int = options.chunk_size
         self._count: int = options.concurrency
         self._partition = partition_of(options.partition_by, self._count)
         self._closers: list[Callable[[], None]] = []
-        handles = self._handles(pipeline, ack, convert, inline)
+        self._undivided: list[Message] = []  # a dispatch that is being parted
+        self._waiting: deque[tuple[int | None, list[Message]]] = deque()  # its chunks
+        handles = self._handles(pipeline, ack, convert, stop, inline, traces)
         self._inline = handles if inline or len(handles) == 1 else None
         self._turn = 0
         self._pool: WorkerPool[list[Message], ChunkResult] | None = None
@@ -62,18 +72,32 @@ class ProcessorPool:
             self._pool = WorkerPool(handles, name=f"{pipeline.name}-processor")
 
     def _handles(
-        self, pipeline: Broadway, ack: Ack, convert: Convert | None, inline: bool
+        self,
+        pipeline: Broadway,
+        ack: Ack,
+        convert: Convert | None,
+        stop: Stop | None,
+        inline: bool,
+        traces: bool,
     ) -> list[Handle]:
         indices = range(self._count)
         if pipeline.processors.executor == "processes" and not inline:
             from airflow_broadway.core.worker import ProcessProcessor
 
             remote = [
-                ProcessProcessor(pipeline, index=i, ack=ack, convert=convert) for i in indices
+                ProcessProcessor(
+                    pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces
+                )
+                for i in indices
             ]
             self._closers = [each.close for each in remote]
             return [each.handle for each in remote]
-        return [ProcessorStage(pipeline, index=i, ack=ack, convert=convert).handle for i in indices]
+        return [
+            ProcessorStage(
+                pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces
+            ).handle
+            for i in indices
+        ]
 
     def map(
         self,
@@ -95,14 +119,18 @@ class ProcessorPool:
         if self._pool is None:
             yield from self._map_inline(dispatches)
             return
-        pool = self._pool
+        pool, waiting = self._pool, self._waiting
         for dispatch in dispatches:
-            for lane, chunk in self._chunks(dispatch):
-                while not pool.put(chunk, lane, timeout=0.0):
-                    taken = pool.take()
-                    yield from taken
-                    if not taken and not pool.wait_for(lane, wait()):
-                        yield TICK
+            self._part(dispatch)
+            while waiting:
+                lane, chunk = waiting[0]
+                if pool.put(chunk, lane, timeout=0.0):
+                    waiting.popleft()
+                    continue
+                taken = pool.take()
+                yield from taken
+                if not taken and not pool.wait_for(lane, wait()):
+                    yield TICK
             yield from pool.take()
             if not dispatch:
                 yield TICK
@@ -115,14 +143,39 @@ class ProcessorPool:
     def _map_inline(
         self, dispatches: Iterable[list[Message]]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        handles = self._inline or []
+        handles, waiting = self._inline or [], self._waiting
         for dispatch in dispatches:
-            for lane, chunk in self._chunks(dispatch):
+            self._part(dispatch)
+            while waiting:
+                lane, chunk = waiting[0]
                 if lane is None:
                     lane, self._turn = self._turn, (self._turn + 1) % self._count
-                yield chunk, handles[lane](chunk)
+                result = handles[lane](chunk)
+                waiting.popleft()
+                yield chunk, result
             if not dispatch:
                 yield TICK
+
+    def left(self) -> tuple[list[tuple[list[Message], ChunkResult]], list[Message]]:
+        """What was handed out, once :meth:`map` is left before its end, and was not yielded.
+
+        :returns: The chunks with their results, such as those behind one that is stuck; and the
+            messages that have no result, and get none any more.
+        """
+        done, chunks = ([], []) if self._pool is None else self._pool.left()
+        tell_stuck("the process stage", chunks)
+        chunks += [chunk for _, chunk in self._waiting]
+        chunks.append(self._undivided)
+        return done, [message for chunk in chunks for message in chunk]
+
+    def _part(self, dispatch: list[Message]) -> None:
+        """Have the chunks of a dispatch wait; however ``partition_by`` ends, :meth:`left` names
+        each of its messages once.
+        """
+        self._undivided = dispatch
+        chunks = list(self._chunks(dispatch))
+        self._waiting.extend(chunks)
+        self._undivided = []
 
     def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
         if self._partition is None:

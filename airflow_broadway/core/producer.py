@@ -6,16 +6,12 @@ opens it; only then is the broker's client imported.  ``docs/producers.md`` show
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import (
-    ACK,
-    LEAVE,
-    RELEASE,
     Action,
     Custodian,
     Delivery,
@@ -33,6 +29,7 @@ from airflow_broadway.core.options import (
     options,
 )
 from airflow_broadway.core.rules import FUNCTION, POSITIVE, SECONDS, Rule
+from airflow_broadway.core.verdicts import Facts, decide
 
 __all__ = ["Connection", "Connections", "Producer", "ProducerEnv"]
 
@@ -72,6 +69,13 @@ class NoConnections:
         )
 
 
+def _never() -> bool:
+    return False
+
+
+_NO_DELIVERY = Delivery()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerEnv:
     """What a producer is opened in.
@@ -82,6 +86,8 @@ class ProducerEnv:
     :param index: Which of ``concurrency`` producers this is, from 0.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
+    :param stopping: Whether the run was told to stop: a source then waits for nothing that takes
+        long, since Airflow kills its task five seconds later.
     """
 
     pipeline: str = "pipeline"
@@ -91,6 +97,7 @@ class ProducerEnv:
     clock: Clock = field(default_factory=SystemClock)
     connections: Connections = field(default_factory=NoConnections)
     staging: str | None = None
+    stopping: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
 
 @options
@@ -106,7 +113,8 @@ class Producer(Options):
         "dead_letter": Action.DEAD_LETTER,
         "noop": Action.LEAVE,
     }
-    #: Whether settling publishes messages again, so that staging must keep their bodies.
+    #: Whether settling may publish messages again, so that staging must keep bodies: of which
+    #: messages, :meth:`publishes` says.
     keeps_payload: ClassVar[bool] = False
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
@@ -121,6 +129,19 @@ class Producer(Options):
     def group_of(self, message: Message) -> str | None:
         """The group within which the message stays in order; ``None``: it may go alone."""
         return None
+
+    def publishes(self, action: Action) -> bool:
+        """Whether to carry out this action a message is published again, with its body."""
+        return self.keeps_payload
+
+    def may_publish(self, own: Delivery) -> bool:
+        """Whether settling a message may publish it again, as it is configured by now."""
+        success = self.actions.get(own.on_success or self.on_success)
+        failure = self.actions.get(own.on_failure or self.on_failure)
+        found = {action for action in (success, failure) if action is not None}
+        if Action.RETRY in found and self.retry.dead_letter:
+            found.add(Action.DEAD_LETTER)
+        return any(map(self.publishes, found))
 
     concurrency: int = option(
         default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
@@ -198,36 +219,28 @@ class Producer(Options):
         return {}
 
     def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
-        """What is done with a message that succeeded or failed, by its own configuration first.
-
-        A failure whose action is ``retry`` becomes a dead letter once ``retry.max_attempts`` is
-        reached.
+        """What is done with a message that succeeded or failed, by its own configuration first:
+        :meth:`judge` of its facts.
         """
         data = message.acknowledger.data
-        own = data if isinstance(data, Delivery) else Delivery()
+        own = data if isinstance(data, Delivery) else _NO_DELIVERY
         name = (
             (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
         )
-        return self.decide(
-            self.actions[name], message.attempt, message.status.text if failed else "", stage
+        facts = (
+            name,
+            message.attempt,
+            message.redelivered,
+            message.status.text if failed else "",
+            stage,
+            message.message_id,
         )
+        return self.judge(tuple.__new__(Facts, facts))  # half the cost of calling the class
 
-    def decide(self, action: Action, attempt: int, reason: str, stage: str) -> Verdict:
-        """The verdict of ``action`` on the ``attempt``-th failure."""
-        if action is Action.ACK:
-            return ACK
-        if action is Action.LEAVE:
-            return LEAVE
-        if action is Action.RELEASE:
-            return RELEASE
-        if action is Action.RETRY:
-            if attempt < self.retry.max_attempts:
-                return Verdict(Action.RETRY, self._delay(attempt), reason, stage)
-            if not self.retry.dead_letter:
-                return Verdict(Action.LEAVE, 0.0, reason, stage)
-        return Verdict(Action.DEAD_LETTER, 0.0, reason, stage)
+    def judge(self, facts: Facts) -> Verdict:
+        """The verdict by plain facts; nothing else decides, at whatever stage and in whatever task.
 
-    def _delay(self, attempt: int) -> float:
-        policy = self.retry
-        delay = min(policy.backoff * 2.0 ** min(attempt - 1, 60), policy.max_backoff)
-        return delay * (1.0 + policy.jitter * random.uniform(-1.0, 1.0))
+        A producer that overrides it goes by ``facts`` alone, and acks by whatever ``actions`` maps
+        to an ack.
+        """
+        return decide(self.actions[facts.name], facts, self.retry)

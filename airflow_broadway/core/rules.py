@@ -11,6 +11,7 @@ __all__ = [
     "ANY",
     "AUTO",
     "BOOL",
+    "CONN_ID",
     "FRACTION",
     "FUNCTION",
     "JSON",
@@ -48,6 +49,13 @@ class Rule:
     text: str
     holds: Callable[[Any], bool]
     read: Callable[[str], Any] | None = None
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value obeys it, of whatever type it is."""
+        try:
+            return bool(self.holds(value))
+        except TypeError:  # it cannot even be asked, such as for what is not hashable
+            return False
 
     def or_none(self) -> Rule:
         """The same rule, with ``None`` allowed."""
@@ -92,6 +100,10 @@ SECONDS_OR_ZERO = Rule(
 FRACTION = Rule("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1, float)
 BOOL = Rule("True or False", lambda v: type(v) is bool, _read_bool)
 TEXT = Rule("a non-empty string", lambda v: isinstance(v, str) and v != "")
+CONN_ID = Rule(
+    "the id of an Airflow connection, not an address",
+    lambda v: isinstance(v, str) and v != "" and "://" not in v and "@" not in v,
+)
 ANY = Rule("any value", lambda v: True)
 FUNCTION = Rule("a function of one argument", lambda v: callable(v) and takes(v, 1))
 

@@ -1,4 +1,4 @@
-"""Schemas: what the data of a Spark batcher looks like, written as Spark DDL.
+"""Schemas: what the data of a batcher looks like, written as Spark DDL.
 
 ``Batcher(schema="origin string not null, dep_delay double")`` is read while a Dag is parsed, where
 neither Spark nor a session exists, hence our own parser::
@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from airflow_broadway.core.errors import ConversionError, SchemaError
 from airflow_broadway.core.schema_convert import Converter
 from airflow_broadway.core.schema_json import encode_json, encode_metadata
+from airflow_broadway.core.schema_read import reader_of
 from airflow_broadway.core.schema_types import (
     Array,
     Atomic,
@@ -95,6 +96,10 @@ class Schema:
         Each call makes a new one, for one thread: it counts the keys that it drops.
         """
         return Converter(self.fields)
+
+    def reader(self) -> Callable[[tuple[Any, ...]], dict[str, Any]]:
+        """Compile the function that turns a tuple of column values into a message's data again."""
+        return reader_of(self.fields)
 
 
 def parse_schema(ddl: str) -> Schema:

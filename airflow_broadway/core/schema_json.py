@@ -13,7 +13,7 @@ import base64
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -21,6 +21,9 @@ from typing import Any
 from airflow_broadway.core.schema_values import UTC, MisfitError, describe, encodable
 
 __all__ = ["BASE64", "encode_json", "encode_metadata"]
+
+#: Integers below it are shown in any Python, whatever its limit of digits.
+_LARGE = 10**18
 
 #: What stands before metadata bytes that are not UTF-8 text.
 BASE64 = "base64:"
@@ -61,25 +64,63 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     encoded: dict[str, str] = {}
     for key, value in metadata.items():
-        if type(key) is str and key.isascii():  # what most are
-            if type(value) is str and value.isascii():
-                encoded[key] = value
+        kind = type(value)
+        if type(key) is str and key.isascii():  # what most are, and most brokers send
+            if kind is str:
+                if value.isascii():
+                    encoded[key] = value
+                    continue
+            elif kind is int:
+                if -_LARGE < value < _LARGE:
+                    encoded[key] = repr(value)
+                    continue
+            elif kind is bool:
+                encoded[key] = "true" if value else "false"
                 continue
-            if type(value) is dict and not value:
-                encoded[key] = "{}"
+            elif value is None:
+                encoded[key] = "null"
                 continue
-        path = f"metadata[{key!r}]"
-        if not isinstance(key, str) or not encodable(key):
-            raise MisfitError("metadata", "keys that are text", describe(key))
-        try:
-            plain = value if type(value) is str else _plain(value)
-        except RecursionError:
-            plain = value
-        if isinstance(plain, str) and encodable(plain):
-            encoded[key] = str.__str__(plain)
-        else:
-            encoded[key] = encode_json(plain, path=path)
+            elif kind is list or kind is dict:
+                text = _flat(value)
+                if text is not None:
+                    encoded[key] = text
+                    continue
+        encoded[key] = _encoded(key, value)
     return encoded
+
+
+def _encoded(key: Any, value: Any) -> str:
+    """One entry of metadata, whatever it is."""
+    if not isinstance(key, str) or not encodable(key):
+        raise MisfitError("metadata", "keys that are text", describe(key))
+    try:
+        plain = value if type(value) is str else _plain(value)
+    except RecursionError:
+        plain = value
+    if isinstance(plain, str) and encodable(plain):
+        return str.__str__(plain)
+    return encode_json(plain, path=f"metadata[{key!r}]")
+
+
+def _flat(value: list[Any] | dict[Any, Any]) -> str | None:
+    """JSON of a list, or a dictionary, of short plain values; ``None`` for any other."""
+    if not value:
+        return "[]" if type(value) is list else "{}"
+    items: Any = value
+    if type(value) is dict:
+        for each in value:
+            if type(each) is not str:
+                return None
+        items = value.values()
+    for each in items:
+        kind = type(each)
+        if kind is int:
+            if not -_LARGE < each < _LARGE:
+                return None
+        elif kind is not str and kind is not bool and each is not None:
+            return None
+    text = "".join(_encode(value, 0))
+    return text if text.isascii() else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,6 +157,21 @@ def _default(value: Any) -> Any:
 _dumps = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_default
 ).encode
+
+
+def _encoder() -> Callable[[Any, int], Iterable[str]]:
+    """The encoder's own function, made once: ``JSONEncoder.encode`` makes one for each call."""
+    made: Any = getattr(json.encoder, "c_make_encoder", None)
+    if made is None:  # a Python without its C helpers
+        return lambda value, level: (_dumps(value),)
+    text = json.encoder.encode_basestring
+    encoder: Callable[[Any, int], Iterable[str]] = made(
+        None, _default, text, None, ":", ",", False, False, False
+    )
+    return encoder
+
+
+_encode = _encoder()
 
 
 def _has_other_keys(value: Any) -> bool:

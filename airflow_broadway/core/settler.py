@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 from airflow_broadway.core.acknowledger import Judged
 from airflow_broadway.core.custody import (
     RELEASE,
-    Action,
     Custodian,
     Delivery,
     Entry,
@@ -27,8 +27,10 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.message import Message
+from airflow_broadway.core.text import many
+from airflow_broadway.core.verdicts import COUNTED
 
-__all__ = ["Settler", "Tally", "entry_of", "settled"]
+__all__ = ["Settler", "Tally", "done_of", "entry_of", "settle_at_once", "settled"]
 
 log = logging.getLogger(__name__)
 
@@ -36,20 +38,12 @@ log = logging.getLogger(__name__)
 _BULK: Final = 1000
 _DELAY: Final = 1.0
 
-_COUNTED: Final = {
-    Action.ACK: "acked",
-    Action.RETRY: "requeued",
-    Action.DEAD_LETTER: "dead_lettered",
-    Action.LEAVE: "left",
-    Action.RELEASE: "released",
-}
-
 
 def entry_of(message: Message, verdict: Verdict) -> Entry:
     """The entry that settles ``message`` by ``verdict``."""
     data = message.acknowledger.data
     delivery = data if isinstance(data, Delivery) else Delivery()
-    return Entry(
+    made = (
         message.message_id,
         delivery.receipt,
         verdict,
@@ -57,33 +51,61 @@ def entry_of(message: Message, verdict: Verdict) -> Entry:
         delivery.payload,
         delivery.properties,
     )
+    return tuple.__new__(Entry, made)  # half the cost of calling the class
 
 
 def settled(report: SettleReport) -> SettleReport:
     """What ``settle_now`` did, if it did all of it.
 
     :raises ProducerError: If the broker refuses, or :class:`LeaseLapsed` if the lease has lapsed:
-        the callback that asked is told, and nothing counts as settled at once.
+        the callback that asked is told.
     """
     if report.failed:
         raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
     if report.lapsed:
-        raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {report.total} messages")
+        total = many(report.total, "message")
+        raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {total}")
     return report
+
+
+def settle_at_once(
+    custodian: Custodian, lease: Lease, entries: Iterable[Entry]
+) -> tuple[SettleReport, list[Entry], list[Entry]]:
+    """Carry out verdicts at once: the report, the entries that are done, and those that are not.
+
+    Of several verdicts on one message the last counts.
+
+    :raises ProducerError: If the broker refuses it all, or the report does not say which are done.
+    """
+    given = {entry.message_id: entry for entry in entries}
+    report = custodian.settle_now(lease, list(given.values()))
+    undone = [entry for key, entry in given.items() if key in report.undone]
+    if len(undone) != report.failed + report.lapsed:
+        raise ProducerError(
+            f"{type(custodian).__name__}.settle_now reports {report.failed + report.lapsed} of"
+            f" {many(len(given), 'message')} as not settled, and names {len(undone)} of them in"
+            " 'undone'"
+        )
+    return report, [entry for key, entry in given.items() if key not in report.undone], undone
+
+
+def done_of(report: SettleReport) -> SettleReport:
+    """What of a report is done: the messages that are not are still to be accounted for."""
+    return replace(report, failed=0, lapsed=0, undone=frozenset())
 
 
 class Tally:
     """The sink of messages that no broker holds: counts the verdicts."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(_COUNTED.values(), 0)
+        self.counts = dict.fromkeys(COUNTED.values(), 0)
         self.closed = False
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         """Count the verdicts of one stage result."""
         if not self.closed:
             for _, verdict in (*successful, *failed):
-                self.counts[_COUNTED[verdict.action]] += 1
+                self.counts[COUNTED[verdict.action]] += 1
 
     settle_now = record
 
@@ -110,6 +132,11 @@ class Settler:
         self._lock = threading.Lock()
         self._held: dict[str, Message] = {}
         self._entries: list[Entry] = []
+        #: What the broker refused, or the lease no longer held; tried once more at the end.
+        self._undone: list[Entry] = []
+        #: What was settled at once though others of the same call were not: the callback that asked
+        #: does not know.
+        self._done: set[str] = set()
         self._since = 0.0
         self._report = SettleReport()
         self._received = 0
@@ -149,12 +176,15 @@ class Settler:
         with self._lock:
             if self._closed:
                 raise LeaseLapsed("the run has ended and given its messages back")
-        entries = [entry_of(*judged) for judged in (*successful, *failed)]
-        report = settled(self._in_thread(lambda: self._settle(entries)))
+            entries = self._not_done([*successful, *failed])
+        report, done, undone = self._in_thread(lambda: self._settle(entries))
         with self._lock:
-            self._report += report
-            for entry in entries:
+            self._report += done_of(report)
+            for entry in done:
                 self._held.pop(entry.message_id, None)
+            if undone:
+                self._done.update(entry.message_id for entry in done)
+        settled(report)
 
     def tick(self, *, force: bool = False) -> None:
         """Carry out what has waited long enough."""
@@ -163,20 +193,21 @@ class Settler:
                 return
             entries, self._entries = self._entries, []
         try:
-            report = self._in_thread(lambda: self._settle(entries))
+            report, _, undone = self._in_thread(lambda: self._settle(entries))
         except BroadwayError as error:
-            log.warning("could not settle %d messages yet: %s", len(entries), error)
+            log.warning("could not settle %s yet: %s", many(len(entries), "message"), error)
             with self._lock:
                 self._entries, self._since = entries + self._entries, time.monotonic()
             return
         with self._lock:
-            self._report += report
+            self._report += done_of(report)
+            self._undone += undone
 
     def finish(self) -> SettleReport:
         """Settle what has a verdict, release the rest, end the lease; returns the whole account."""
         with self._lock:
             self._closed = True
-            entries, self._entries = self._entries, []
+            entries, self._entries, self._undone = self._undone + self._entries, [], []
         named = [*entries, *(entry_of(message, RELEASE) for message in self._held.values())]
         settlement = Settlement(
             rest=RELEASE,
@@ -200,19 +231,24 @@ class Settler:
             self._thread.shutdown(wait=True)
 
     def _entries_of(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
-        entries = [entry_of(*judged) for judged in successful]
-        entries += [entry_of(*judged) for judged in failed]
+        entries = self._not_done([*successful, *failed])
         for entry in entries:
             self._held.pop(entry.message_id, None)
         return entries
+
+    def _not_done(self, judged: list[Judged]) -> list[Entry]:
+        entries = [entry_of(*each) for each in judged]
+        if not self._done:
+            return entries
+        return [entry for entry in entries if entry.message_id not in self._done]
 
     def _opened(self) -> Custodian:
         if self._custodian is None:
             self._custodian = self._open()
         return self._custodian
 
-    def _settle(self, entries: list[Entry]) -> SettleReport:
-        return self._opened().settle_now(self._lease(), entries)
+    def _settle(self, entries: list[Entry]) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        return settle_at_once(self._opened(), self._lease(), entries)
 
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         started = time.monotonic()

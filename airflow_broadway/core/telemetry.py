@@ -21,7 +21,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-__all__ = ["EVENTS", "Handler", "Span", "attach", "detach", "emit", "handlers", "log_handler"]
+__all__ = [
+    "EVENTS",
+    "Handler",
+    "Span",
+    "attach",
+    "detach",
+    "emit",
+    "handlers",
+    "heard",
+    "log_handler",
+]
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +108,11 @@ def handlers(*events: str) -> bool:
     return not events or any(event in table for event in events)
 
 
+def heard() -> bool:
+    """Whether any event has a handler: the cheapest question, for what is asked at each chunk."""
+    return bool(_table)
+
+
 def wanted() -> list[str]:
     """The events that have a handler."""
     return list(_table)
@@ -108,7 +123,7 @@ def emit(event: str, measurements: Mapping[str, float], metadata: Mapping[str, A
     for name, handler in _table.get(event, ()):
         try:
             handler(event, measurements, metadata)
-        except Exception:
+        except (Exception, SystemExit):  # it may be a program's, meant to end that
             detach(name)
             log.exception("telemetry handler %r raised on %r and has been detached", name, event)
 

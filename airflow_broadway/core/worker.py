@@ -22,13 +22,18 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.acknowledger import Scope, ack_messages, is_settled
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.message import NO_ACK, Message, NoopAcknowledger, Status
+from airflow_broadway.core.stop import Stop
+from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.broadway import Broadway
@@ -61,7 +66,7 @@ class _Channel:
         head = self._reader.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             raise EOFError
-        # Written by our own child or parent, over a pipe that nobody else holds.
+        # Written by our own child or parent, over a pipe that nobody else holds: ADR 7.
         return pickle.loads(self._reader.read(_LENGTH.unpack(head)[0]))  # noqa: S301
 
     def close(self) -> None:
@@ -142,17 +147,9 @@ class RemoteAcknowledger:
 
 def _portable(messages: list[Message]) -> list[Message]:
     """``messages`` such that they can be pickled: what cannot fails its message."""
-    if _are_portable(messages):
+    if _pickles((messages,)):
         return messages
-    return [each if _are_portable([each]) else _made_portable(each) for each in messages]
-
-
-def _are_portable(messages: list[Message]) -> bool:
-    try:
-        pickle.loads(_pickled((messages,)))  # noqa: S301 - what was just pickled
-    except Exception:
-        return False
-    return True
+    return [each if _pickles(([each],)) else _made_portable(each) for each in messages]
 
 
 def _made_portable(message: Message) -> Message:
@@ -162,8 +159,9 @@ def _made_portable(message: Message) -> Message:
             f"with executor='processes' a message must be picklable, got: {message.data!r:.200}"
         )
         return message.with_status(Status("error", error)).put_data(None)
-    plain = message.with_status(Status(status.kind, status.text, status.stacktrace))
-    return plain if _are_portable([plain]) else plain.put_data(None)
+    text = status.text.removeprefix("SystemExit: ") if status.kind == "exit" else status.text
+    plain = message.with_status(Status(status.kind, text, status.stacktrace))
+    return plain if _pickles(([plain],)) else plain.put_data(None)
 
 
 class ProcessProcessor:
@@ -171,6 +169,8 @@ class ProcessProcessor:
 
     :param ack: Settles a chunk's result; called in the thread that calls :meth:`handle`.
     :param convert: As for ``ProcessorStage``; a class or function of a module, made in the child.
+    :param stop: When no further message is begun, in the child too.
+    :param traces: As for ``ProcessorStage``.
     """
 
     def __init__(
@@ -180,27 +180,44 @@ class ProcessProcessor:
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,
         convert: Convert | None = None,
+        stop: Stop | None = None,
+        traces: bool = True,
     ) -> None:
         self._pipeline = pipeline
         self._index = index
         self._ack = ack
         self._convert = convert
+        self._traces = traces
         self._ref = pipeline.ref()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: _Channel | None = None
+        self._stop = stop
+        if stop is not None:
+            stop.on_told.append(self._tell_child)
+
+    def _tell_child(self) -> None:
+        """Let the child begin nothing after its time; it has this signal from Airflow as well."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
 
     def _start(self) -> _Channel:
+        # With this process's path: -P leaves out the working folder, which -m would put before it.
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "airflow_broadway.core.worker"],
+            [sys.executable, "-P", "-m", "airflow_broadway.core.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": path},
         )
         if process.stdin is None or process.stdout is None:  # pragma: no cover - we asked for both
             raise PipelineError("a processor's process has no pipes")
         self._process = process
         self._channel = _Channel(process.stdout, process.stdin)
-        self._channel.send((self._ref, self._pipeline.run, self._index, self._convert))
+        shutdown = None if self._stop is None else self._stop.shutdown
+        about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
+        self._channel.send(about)
         return self._channel
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
@@ -208,9 +225,13 @@ class ProcessProcessor:
 
         :raises PipelineError: If the child dies or cannot load the pipeline.
         """
+        from airflow_broadway.core.processor import ChunkResult
+
         channel = self._channel or self._start()
         try:
-            channel.send((telemetry.wanted(), chunk))
+            left = None if self._stop is None else self._stop.left()
+            until = None if left is None else time.monotonic() + left  # the machine's, in both
+            channel.send((telemetry.wanted(), until, chunk))
             while True:
                 kind, *rest = channel.receive()
                 if kind == "result":
@@ -225,9 +246,11 @@ class ProcessProcessor:
             process = self._process
             code = None if process is None else process.wait(10.0)
             self.close()
+            if code == -signal.SIGTERM and self._stop is not None and self._stop.reason():
+                return ChunkResult([], [])  # told to stop before it could listen: it began nothing
             raise PipelineError(
                 f"the process of processor {self._index} of {self._pipeline.name!r} died with exit"
-                f" code {code} while it handled {len(chunk)} messages"
+                f" code {code} while it handled {many(len(chunk), 'message')}"
             ) from None
 
     def _result(self, successful: list[Message], failed: list[Message]) -> ChunkResult:
@@ -245,7 +268,7 @@ class ProcessProcessor:
         with Scope("process"):
             try:
                 return "ok", getattr(_away[number], method)(*arguments)
-            except Exception as error:
+            except Exception as error:  # the callback's to handle; a kill ends this process
                 return "raise", _portable_error(error)
 
     def _tell(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
@@ -276,18 +299,37 @@ def main() -> None:
     from airflow_broadway.core.processor import ProcessorStage
 
     global _channel  # noqa: PLW0603 - the child has one channel
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends this process
+    stop: Stop | None = None
+
+    def told(number: int, frame: object) -> None:
+        if stop is not None:
+            stop.tell("signal")
+
+    # The parent decides, and ends this process; a signal to the group reaches it too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, told)
     logging.basicConfig(level=logging.INFO)
-    own_output = os.fdopen(os.dup(1), "wb")
+    # The pipes are this module's: callbacks, and what they start, read nothing, and print to
+    # where the log goes.
+    own_input, own_output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    _channel = channel = _Channel(sys.stdin.buffer, own_output)
-    ref, run, index, convert = channel.receive()
+    _channel = channel = _Channel(own_input, own_output)
+    ref, run, index, convert, shutdown, traces = channel.receive()
+    if shutdown is not None:
+        stop = Stop(SystemClock(), shutdown)
     try:
         pipeline = Broadway.load(ref, run)
         stage = ProcessorStage(
-            pipeline, index=index, ack=lambda successful, failed: None, convert=convert
+            pipeline,
+            index=index,
+            ack=lambda successful, failed: None,
+            convert=convert,
+            stop=stop,
+            traces=traces,
         )
-    except BaseException as error:
+    except BaseException as error:  # raised again in the parent, whatever it is
         channel.receive()
         channel.send(("raise", _portable_error(error)))
         return
@@ -307,13 +349,15 @@ def main() -> None:
 
     while True:
         try:
-            wanted, chunk = channel.receive()
+            wanted, until, chunk = channel.receive()
         except EOFError:
             return
+        if stop is not None and until is not None:
+            stop.bound(until - time.monotonic())
         handler = telemetry.attach(tell, events=wanted) if wanted else None
         try:
             result = stage.handle(chunk)
-        except BaseException as error:
+        except BaseException as error:  # raised again in the parent, whatever it is
             channel.send(("raise", _portable_error(error)))
         else:
             successful = _portable(result.successful)
@@ -327,9 +371,10 @@ def main() -> None:
 
 
 def _pickles(value: Any) -> bool:
+    """Whether the other end can read it: what goes in may be refused only as it comes out."""
     try:
-        pickle.loads(pickle.dumps(value))  # noqa: S301 - what was just pickled
-    except Exception:
+        pickle.loads(_pickled(value))  # noqa: S301 - what was just pickled
+    except Exception:  # whatever a user's __reduce__ or constructor raises; no kill is one
         return False
     return True
 

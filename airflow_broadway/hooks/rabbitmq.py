@@ -17,9 +17,8 @@ __all__ = ["RabbitMQHook"]
 class RabbitMQHook(BaseHook):
     """Open RabbitMQ by an Airflow connection; see ``docs/rabbitmq.md``.
 
-    The schema is the virtual host.  Extras: ``tls`` (true, or an object with ``ca``, ``cert``,
-    ``key``, ``server_name`` and ``verify``); ``heartbeat``, ``timeout`` and
-    ``blocked_connection_timeout`` in seconds; ``management_url`` (an address, or false).
+    The host may name several, the schema is the virtual host, and the form has fields for the
+    extras that are wanted most.
 
     :param rabbitmq_conn_id: The connection.
     """
@@ -40,10 +39,9 @@ class RabbitMQHook(BaseHook):
             "hidden_fields": [],
             "relabeling": {"schema": "Virtual host"},
             "placeholders": {
-                "host": "rabbitmq.example.org",
+                "host": "rabbit.example.org, or several: a.example.org, b.example.org:5673",
                 "port": "5672, or 5671 with TLS",
                 "schema": "/",
-                "extra": '{"tls": true, "heartbeat": 60}',
             },
         }
 
@@ -72,14 +70,14 @@ class RabbitMQHook(BaseHook):
         """A ``pika.BlockingConnection``; close it when done."""
         import pika
 
-        return pika.BlockingConnection(self.address.parameters())
+        return pika.BlockingConnection([each.parameters() for each in self.address.hosts()])
 
     def test_connection(self) -> tuple[bool, str]:
         """Whether one can log in, and why not."""
         from airflow_broadway.producers.rabbitmq.link import Link
 
         try:
-            link = Link(self.address)
+            link = Link.to(self.address)
         except BroadwayError as error:
             return False, str(error)
         properties = link.raw.server_properties or {}

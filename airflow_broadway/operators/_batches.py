@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
-import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from airflow_broadway.core.acknowledger import (
     Judged,
@@ -20,31 +20,42 @@ from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import RELEASE, Action, Entry, SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
+from airflow_broadway.core.failures import Reasons
 from airflow_broadway.core.manifest import (
+    VERSION,
     BatchPlan,
     Outcome,
     PlannedBatch,
-    Work,
     dump_entry,
     paths,
-    plain_key,
 )
 from airflow_broadway.core.message import AckRef, BatchInfo, Message, Trigger
+from airflow_broadway.core.plain import load_key
 from airflow_broadway.core.pool import WorkerPool
-from airflow_broadway.core.settler import entry_of, settled
-from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.spark.fence import Fence
+from airflow_broadway.core.recording import Recorder
+from airflow_broadway.core.settler import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.stop import Stop
+from airflow_broadway.core.text import many
+from airflow_broadway.operators._common import MAX_SHUTDOWN, AirflowConnections, producer_env
+from airflow_broadway.spark.fence import Fence, Fenced, highest_try
 from airflow_broadway.spark.turns import chains
+from airflow_broadway.staging.plans import Recorded
 from airflow_broadway.staging.reader import BatchReader, StagedReceipt
 from airflow_broadway.staging.run import StagedRun
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether to stop, while batches are at work.
+_LOOK = 0.5
 
 
 class PythonBatches:
     """Runs ``handle_batch`` on each batch of ``plan`` that has no outcome yet.
 
     ``concurrency`` batches at a time; those of one partition or key one after another, in order.
+
+    :param name: The task's name in the staging folder: a later run of the task, which may overlap
+        one that Airflow has lost, fences it off.  Without a name nobody is fenced off.
     """
 
     def __init__(
@@ -53,6 +64,7 @@ class PythonBatches:
         pipeline: Broadway,
         plan: BatchPlan,
         *,
+        name: str = "",
         try_number: int = 1,
         connections: AirflowConnections | None = None,
         clock: Clock | None = None,
@@ -60,42 +72,81 @@ class PythonBatches:
         self.run_folder = run
         self.pipeline = pipeline
         self.plan = plan
+        self._name = name
         self._try_number = try_number
+        self._reasons = Reasons()
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
         # Unique, for a host and a process's number come again: in containers it is always 1.
         self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._stopped = threading.Event()
-        # The fence of Spark's driver; a Python batcher's task has no later try beside it.
-        self._fence = Fence(
-            run.files, Work(name="", try_number=0, pipeline={}, run={}, plans=[]), clock=self._clock
-        )
+        self._recorder = Recorder(run.files, plan, self._writer)
+        self._stop = Stop(self._clock, min(pipeline.shutdown, MAX_SHUTDOWN))
+        self._fence = Fence(run.files, clock=self._clock)
 
     def stop(self) -> None:
-        """Start no further batch.  Called from a signal handler."""
-        self._stopped.set()
+        """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
+
+        Called from a signal handler.
+        """
+        self._stop.tell("signal")
 
     def run(self) -> dict[str, int]:
-        """Run them; counts of batches, of messages by result, and of batches without an outcome."""
+        """Run them; counts of batches, of messages by result, and of batches without an outcome.
+
+        :raises Fenced: If a later run of the task has begun.
+        """
         options = self.pipeline.batchers[self.plan.batcher]
-        stages = [_Stage(self, index) for index in range(options.concurrency)]
+        counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
+        self._begin()
+        # Only now: what the run before records from now on, it records as one that is fenced off.
+        recorded = Recorded(self.run_folder).recorded(self.plan)
+        reader = BatchReader(self.run_folder, self.plan)
+        stages = [_Stage(self, index, reader) for index in range(options.concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
             [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
         )
-        counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
         try:
             for planned in self._batches():
+                if planned.batch_id in recorded:
+                    _count(counts, [recorded[planned.batch_id]])
+                    continue
+                lane: int | None = None
+                keys: Sequence[str] = ()
                 if planned.partition is None:
-                    pool.put(planned, keys=sorted(chains(planned, merged=options.merge_keys)))
+                    keys = sorted(chains(planned, merged=options.merge_keys))
                 else:  # a plan stands, though the options may have changed since
-                    pool.put(planned, planned.partition % options.concurrency)
-                _count(counts, pool)
-            while pool.under_way:
-                pool.wait()
-                _count(counts, pool)
+                    lane = planned.partition % options.concurrency
+                while not self._stop.reason() and not pool.put(planned, lane, keys, _LOOK):
+                    _count(counts, (outcome for _, outcome in pool.take()))
+                if self._stop.reason():
+                    break
+                _count(counts, (outcome for _, outcome in pool.take()))
+            while pool.under_way and not self._stop.late():
+                pool.wait(_LOOK)
+                _count(counts, (outcome for _, outcome in pool.take()))
+        except BaseException:  # a kill and a time-out too; it goes on at once
+            self._stop.tell("error", at_once=True)  # what waits for a worker is not begun
+            raise
         finally:
             pool.close()
+            reader.close()
+            self._reasons.tell(log, f"batcher {self.plan.batcher!r}")
+        self._recorder.finish()
+        # What a stop did not wait for has no outcome, or one that this task has not seen.
+        counts["without_outcome"] += self.plan.batches - counts["batches"]
+        counts["batches"] = self.plan.batches
         return counts
+
+    def _begin(self) -> None:
+        """Fence off whatever runs of this task there were before."""
+        if not self._name:
+            return
+        files, text = self.run_folder.files, json.dumps({"version": VERSION, "by": self._writer})
+        while True:
+            number = highest_try(files, self._name, "tries") + 1
+            if files.create(paths.python_try(self._name, number), text):
+                break
+        self._fence = Fence(files, self._name, number, folder="tries", clock=self._clock)
 
     def _batches(self) -> Iterator[PlannedBatch]:
         _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
@@ -104,11 +155,8 @@ class PythonBatches:
     # -- one batch -----------------------------------------------------------------------------
 
     def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
-        """Run one batch, unless it has an outcome or its messages are no longer held."""
-        path = paths.outcome(self.plan.path, planned.batch_id)
-        if self.run_folder.files.exists(path):
-            return Outcome.loads(self.run_folder.files.read(path), path)
-        if self._stopped.is_set() or not self._held(planned):
+        """Run one batch, unless its messages are no longer held."""
+        if self._stop.reason() or not self._held(planned):
             return None
         started = self._clock.now()
         tick = self._clock.monotonic()
@@ -116,12 +164,13 @@ class PythonBatches:
         messages = stage.reader.read(planned, stage.ack_ref_of)
         if len(messages) != planned.size:  # what was not read would count as a success
             raise StagingError(
-                f"batch {planned.batch_id} holds {planned.size} messages, but {len(messages)} were"
-                f" read from {self.plan.path}: its files are damaged; clear the process task"
+                f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
+                f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
+                " the process task"
             )
         info = BatchInfo(
             self.plan.batcher,
-            plain_key(planned.batch_key),
+            load_key(planned.batch_key),
             planned.partition,
             planned.size,
             Trigger(planned.trigger),
@@ -131,14 +180,17 @@ class PythonBatches:
         )
         result = stage.processor.handle(messages, info)
         stage.sink.give_back(messages, result)
-        if not self._held(planned, fresh=True):
+        self._reasons.add(result.failed)
+        if not self._held(planned):
             return None
         seconds = self._clock.monotonic() - tick
         return self._record(planned, result, stage.sink, started.isoformat(), seconds)
 
-    def _held(self, planned: PlannedBatch, *, fresh: bool = False) -> bool:
+    def _held(self, planned: PlannedBatch) -> bool:
         try:
-            self._fence.check(planned.sources, fresh=fresh)
+            self._fence.check(planned.sources)
+        except Fenced:
+            raise
         except LeaseLapsed as error:
             log.error("Batch %s: %s.", planned.batch_id, error)
             return False
@@ -152,18 +204,15 @@ class PythonBatches:
         started_at: str,
         seconds: float,
     ) -> Outcome:
-        name: str | None = None
-        if sink.lines:
-            name = paths.outcome_entries(self.plan.path, planned.batch_id, self._writer)
-            self.run_folder.files.write_lines(name, sink.lines)
+        exceptions = self._recorder.keep(planned.batch_id, sink.lines)
         outcome = Outcome(
             batch_id=planned.batch_id,
             batcher=self.plan.batcher,
             plan=self.plan.path,
             successful=len(result.successful),
-            failed=len(result.failed),
+            failed=len({message.message_id for message in result.failed}),
             missing=len(result.missing),
-            entries=name,
+            **exceptions._asdict(),
             error=_common_error(result, planned.size),
             writer=self._writer,
             try_number=self._try_number,
@@ -171,14 +220,16 @@ class PythonBatches:
             seconds=round(seconds, 6),
             settled_now=sink.settled_now.to_json(),
         )
-        path = paths.outcome(self.plan.path, planned.batch_id)
-        if not self.run_folder.files.create(path, outcome.dumps()):
+        if not self._recorder.record(outcome):
+            path = paths.outcome(self.plan.path, planned.batch_id)
             log.warning("Another try recorded batch %s first; this one's result is void.", path)
             return Outcome.loads(self.run_folder.files.read(path), path)
         return outcome
 
-    def settle_now(self, generation: str, entries: list[Entry]) -> SettleReport:
-        """Carry out verdicts at the broker, for ``ack_immediately``."""
+    def settle_now(
+        self, generation: str, entries: list[Entry]
+    ) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        """Carry out verdicts at the broker, for ``ack_immediately``; see :func:`settle_at_once`."""
         record = self.run_folder.generation(generation)
         custodian = self.pipeline.producer.custodian(
             producer_env(
@@ -191,7 +242,7 @@ class PythonBatches:
             )
         )
         try:
-            return settled(custodian.settle_now(self.run_folder.lease(generation), entries))
+            return settle_at_once(custodian, self.run_folder.lease(generation), entries)
         finally:
             custodian.close()
 
@@ -199,14 +250,14 @@ class PythonBatches:
 class _Stage:
     """One of the batch processors: what its thread needs."""
 
-    def __init__(self, batches: PythonBatches, index: int) -> None:
+    def __init__(self, batches: PythonBatches, index: int, reader: BatchReader) -> None:
         plan, pipeline = batches.plan, batches.pipeline
         self._batches = batches
         self.processor = BatchProcessorStage(
             pipeline, plan.batcher, index=index, ack=ack_messages_or_raise
         )
         self.sink = _BatchSink(batches)
-        self.reader = BatchReader(batches.run_folder, plan)
+        self.reader = reader
         self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)
         self._generations = plan.generations
 
@@ -234,42 +285,39 @@ class _BatchSink:
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         # A plain success needs no line: it gets what the settlement gives the rest.
-        self.keep([judged for judged in successful if judged[1].action is not Action.ACK])
-        self.keep(failed)
+        named = [judged for judged in successful if judged[1].action is not Action.ACK]
+        for message, verdict in (*named, *failed):
+            # What was settled at once has its line, though its callback heard of an error.
+            if message.message_id not in self._now:
+                self._keep(message.acknowledger.ref, entry_of(message, verdict))
 
-    def keep(self, judged: Sequence[Judged], *, settled: bool = False) -> None:
-        """Keep a line for each."""
-        for message, verdict in judged:
-            source = self._sources[message.acknowledger.ref]
-            entry = entry_of(message, verdict)
-            self.lines.append(dump_entry(entry, source=source, settled=settled))
+    def _keep(self, generation: str, entry: Entry, *, settled: bool = False) -> None:
+        source = self._sources[generation]
+        self.lines.append(dump_entry(entry, source=source, settled=settled))
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         by_generation: dict[str, list[Entry]] = {}
         for message, verdict in (*successful, *failed):
-            entries = by_generation.setdefault(message.acknowledger.ref, [])
-            entries.append(entry_of(message, verdict))
+            if message.message_id not in self._now:
+                entries = by_generation.setdefault(message.acknowledger.ref, [])
+                entries.append(entry_of(message, verdict))
         for generation, entries in by_generation.items():
-            self.settled_now += self._batches.settle_now(generation, entries)
-        self.keep([*successful, *failed], settled=True)
-        self._now.update(message.message_id for message, _ in (*successful, *failed))
+            report, done, _ = self._batches.settle_now(generation, entries)
+            # What is done counts, though the callback may hear of an error.
+            self.settled_now += done_of(report)
+            for entry in done:
+                self._keep(generation, entry, settled=True)
+            self._now.update(entry.message_id for entry in done)
+            settled(report)
 
     def give_back(self, messages: Sequence[Message], result: BatchResult) -> None:
-        """Release what the callbacks did not return, and failures that they made anew without what
-        settles them: neither may be taken for a success.
-        """
+        """Release what the callbacks did not return: it may not be taken for a success."""
         lost = {message.message_id for message in result.missing}
-        lost.update(message.message_id for message in result.failed if is_settled(message))
         if lost:
-            self.keep(
-                [
-                    (message, RELEASE)
-                    for message in messages
-                    if message.message_id in lost
-                    and message.message_id not in self._now
-                    and not is_settled(message)
-                ]
-            )
+            for message in messages:
+                key = message.message_id
+                if key in lost and key not in self._now and not is_settled(message):
+                    self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
 
 
 def _common_error(result: BatchResult, size: int) -> str:
@@ -280,8 +328,8 @@ def _common_error(result: BatchResult, size: int) -> str:
     return reasons.pop() if len(reasons) == 1 else ""
 
 
-def _count(counts: dict[str, int], pool: WorkerPool[PlannedBatch, Outcome | None]) -> None:
-    for _, outcome in pool.take():
+def _count(counts: dict[str, int], outcomes: Iterable[Outcome | None]) -> None:
+    for outcome in outcomes:
         counts["batches"] += 1
         if outcome is None:
             counts["without_outcome"] += 1

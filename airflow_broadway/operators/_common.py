@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import (
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
     from airflow_broadway.staging.run import StagedRun
     from airflow_broadway.staging.store import Store
+
+
+#: Seconds that a task which is told to stop takes at most to finish what it is at, whatever the
+#: pipeline's ``shutdown``: Airflow kills it after five, and what is done must be stored by then.
+MAX_SHUTDOWN = 2.0
 
 
 class AirflowConnections:
@@ -68,7 +74,11 @@ def pipeline_ref(pipeline: object) -> dict[str, Any]:
 
     :raises OptionsError: Naming the option and the rule.
     """
-    return make_ref(pipeline)
+    ref = make_ref(pipeline)
+    known = declared(ref)
+    if known is not None:
+        known.check_callbacks(known.batchers)
+    return ref
 
 
 def declared(ref: Mapping[str, Any]) -> Broadway | None:
@@ -168,6 +178,15 @@ def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
     return StagedRun(open_store(staging), pipeline=pipeline, dag_id=ti.dag_id, run_id=ti.run_id)
 
 
+def task_name(ti: Any) -> str:
+    """The name in the staging folder of a task instance, by which a later try fences it off.
+
+    Different for different tasks, or one would fence the other off: no task id has a ``!``.
+    """
+    index = getattr(ti, "map_index", -1)
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", ti.task_id) + (f"!{index}" if index >= 0 else "")
+
+
 def owner_of(context: Context) -> dict[str, Any]:
     """Who holds a lease, for people and sweeps."""
     ti = context["ti"]
@@ -200,3 +219,18 @@ def producer_env(
         connections=connections or AirflowConnections(),
         staging=None if store is None else f"{store.uri.rstrip('/')}/{pipeline.name}",
     )
+
+
+def references(rendered: Any) -> Iterator[Mapping[str, Any]]:
+    """The references in whatever a template renders: one, a list, a mapped task's outputs.
+
+    Those of tasks that pushed none are left out.
+    """
+    if isinstance(rendered, Mapping):
+        if rendered:
+            yield rendered
+    elif rendered is not None and not isinstance(rendered, str):
+        # A slice gets a mapped task's outputs at once; going through them asks for each, and for
+        # one after the last, which Airflow logs as an error.
+        for each in rendered[:] if isinstance(rendered, Sequence) else rendered:
+            yield from references(each)

@@ -7,16 +7,19 @@ messages that their lease gives back.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from airflow.providers.common.compat.sdk import AirflowTaskTimeout
+
+from airflow_broadway.core.account import settling_trouble
 from airflow_broadway.core.acknowledger import (
     Judged,
     RunAcknowledger,
     ack_messages_or_raise,
     is_settled,
-    once,
 )
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import (
@@ -28,17 +31,21 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Source,
 )
-from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
-from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, StagingError
+from airflow_broadway.core.failures import Reasons, forget_trace
+from airflow_broadway.core.intake import Budget, Intake, demand_of
 from airflow_broadway.core.keeper import Keeper
 from airflow_broadway.core.manifest import Manifest
-from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.message import NO_ACK, AckRef, Message
 from airflow_broadway.core.processor import ChunkResult
 from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.core.rate_limiter import RateLimiter, RateState
-from airflow_broadway.core.settler import entry_of, settled
-from airflow_broadway.staging.rows import Rows
+from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.settler import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.stop import Stop
+from airflow_broadway.core.text import many
+from airflow_broadway.operators._common import MAX_SHUTDOWN
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import host_name
@@ -46,9 +53,8 @@ from airflow_broadway.staging.writer import ProcessWriter, Written
 
 log = logging.getLogger(__name__)
 
-#: Messages asked for at a time: enough that a broker's round trip is shared by many, few enough
-#: that what a stop gives back unprocessed is soon handled elsewhere.
-DEMAND = 1000
+#: Seconds between two looks at whether the run is to stop, while processors are at work.
+_LOOK = 0.5
 
 
 class Process:
@@ -73,18 +79,32 @@ class Process:
         self._budget = budget
         self._clock = env.clock
         self._rate_state = rate_state
-        self._stopped = ""
+        #: Whether the task's ``execution_timeout`` ended it; what it did by then is published.
+        self.timed_out = False
+        self._stop = Stop(
+            env.clock,
+            min(pipeline.shutdown, MAX_SHUTDOWN),
+            interrupts=(AirflowTaskTimeout,),
+        )
         self._failed = 0
+        self._reasons = Reasons()
         self._settled_now = SettleReport()
         #: What callbacks have settled at once, until their chunk is done.
         self._now: set[str] = set()
+        #: Held while something is settled at once, and to close: nothing is settled so afterwards.
+        self._settling = threading.Lock()
+        self._closed = False
         self._custodian: Custodian | None = None
+        #: Why people should look at what was settled here; empty if nothing is wrong with it.
+        self.trouble = ""
         self._intake_now: Intake | None = None
         self._renewed: Lease | None = None
 
     def stop(self, reason: str) -> None:
-        """Stop pulling; what was received is finished.  Called from a signal handler."""
-        self._stopped = self._stopped or reason
+        """Stop pulling: what was handed out is finished within the pipeline's ``shutdown``, what is
+        done then is published, and the rest goes back.  Called from a signal handler.
+        """
+        self._stop.tell(reason)
 
     def run(self) -> dict[str, Any]:
         """Do it all; returns the reference that later tasks get.
@@ -92,8 +112,10 @@ class Process:
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
         started, self._tick = self._clock.now(), self._clock.monotonic()
-        source = self._pipeline.producer.source(self._env)
-        self._source_lease = source.lease
+        stop = self._stop
+        source = self._source = self._pipeline.producer.source(
+            replace(self._env, stopping=lambda: bool(stop.reason()))
+        )
         try:
             owner = self._env.owner
             self._run.open_generation(
@@ -111,9 +133,13 @@ class Process:
                     keeper.check()
                     lease = self._lease_now(source)
                     manifest = self._publish(lease, writer, intake, started.isoformat())
-            except BaseException:
+            except BaseException:  # a kill and a time-out too; raised again
                 # Nothing of this execution counts: give back now what would else wait for the
                 # lease to lapse.
+                try:
+                    source.stop()
+                except BroadwayError as error:  # the first error is the one to show
+                    log.warning("The source could not be stopped: %s", error)
                 self._give_back(source.lease)
                 raise
         finally:
@@ -151,48 +177,87 @@ class Process:
 
     def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
-        pool = ProcessorPool(self._pipeline, ack=ack_messages_or_raise, convert=Rows)
+        # Verdicts are kept when a result is staged: one that nobody takes has none.
+        pool = ProcessorPool(
+            self._pipeline, ack=_later, convert=Rows, stop=self._stop, traces=False
+        )
         intake = self._intake_now = self._intake(source, acknowledger)
+        self._stop.bound(self._budget.max_seconds)
         number = 0
         try:
-            for chunk, result in pool.map(intake):
-                if not chunk:
-                    continue
-                # handle_failed may have returned a message twice.
-                result = result._replace(failed=once([], result.failed)[1])
-                self._check_settled(result)
-                self._failed += len(result.failed)
-                if self._pipeline.batchers:
-                    writer.messages(number, result.successful)
-                else:
-                    self._note_settled(result.successful, writer)
-                self._note_settled(result.failed, writer)
-                for message in _unaccounted(chunk, result):
-                    at_once = message.message_id in self._now
-                    self._now.discard(message.message_id)
-                    writer.entry(entry_of(message, ACK if at_once else RELEASE), settled=at_once)
-                number += 1
+            for chunk, result in self._results(pool, intake):
+                if chunk:
+                    self._stage(number, chunk, result, writer)
+                    number += 1
+                elif self._stop.over():
+                    break
         finally:
+            done, rest = pool.left()
+            with self._settling:
+                self._closed = True
             pool.close()
+        for chunk, result in done:
+            self._stage(number, chunk, result, writer)
+            number += 1
+        for message in (*rest, *intake.stop()):
+            self._not_done(message, writer)
         if intake.error is not None:
             raise intake.error
+        self.timed_out = self._stop.reason() == "interrupted"
         return intake
 
-    def _check_settled(self, result: ChunkResult) -> None:
-        """Tell what a callback settled at once from what has lost its acknowledger.
+    def _results(
+        self, pool: ProcessorPool, intake: Intake
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        """Each chunk with its result; a time-out while callbacks are at work ends them."""
+        try:
+            yield from pool.map(intake, wait=lambda: _LOOK)
+        except AirflowTaskTimeout:
+            if intake.receiving:  # nobody knows what the source gave, or was about to give
+                raise
+            self._stop.tell("interrupted", at_once=True)
+            # What other processors were at ends with their present message.
+            yield from pool.map([], wait=lambda: _LOOK)
 
-        The latter would count as settled, and a failure of it, in a batch, as a success.
+    def _stage(
+        self, number: int, chunk: list[Message], result: ChunkResult, writer: ProcessWriter
+    ) -> None:
+        if self._now:
+            result = ChunkResult(*(self._settled_at_once(messages) for messages in result))
+        self._forget_settled(result)
+        self._failed += len(result.failed)
+        self._reasons.add(result.failed)
+        ack_messages_or_raise([] if self._pipeline.batchers else result.successful, result.failed)
+        if self._pipeline.batchers:
+            writer.messages(number, result.successful)
+        else:
+            self._note_settled(result.successful, writer)
+        self._note_settled(result.failed, writer)
+        for message in _unaccounted(chunk, result):
+            self._not_done(message, writer)
+        if self._pipeline.defines("handle_failed"):  # else nobody could ask for them till now
+            for message in result.failed:
+                forget_trace(message.status.reason)
+
+    def _settled_at_once(self, messages: list[Message]) -> list[Message]:
+        """Mark what was settled while others of the same call were refused: its callback, which
+        heard of an error, does not know.
         """
-        for messages in result:
-            for message in messages:
-                if is_settled(message):
-                    if message.message_id not in self._now:
-                        raise PipelineError(
-                            f"the callbacks returned message {message.message_id!r} without what"
-                            " settles it; return each message as it was given, changed by its"
-                            " put_… functions"
-                        )
-                    self._now.discard(message.message_id)
+        return [
+            message.with_acknowledger(NO_ACK) if message.message_id in self._now else message
+            for message in messages
+        ]
+
+    def _not_done(self, message: Message, writer: ProcessWriter) -> None:
+        """Give back what has no outcome, unless a callback settled it at once."""
+        at_once = message.message_id in self._now
+        self._now.discard(message.message_id)
+        writer.entry(entry_of(message, ACK if at_once else RELEASE), settled=at_once)
+
+    def _forget_settled(self, result: ChunkResult) -> None:
+        """Take what a callback settled at once, and returned, from what is still to be told."""
+        if self._now:
+            self._now.difference_update(each.message_id for some in result for each in some)
 
     @staticmethod
     def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
@@ -208,7 +273,7 @@ class Process:
             self._budget,
             clock=self._clock,
             limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
-            demand=max(DEMAND, self._pipeline.processors.chunk_size),
+            demand=demand_of(self._pipeline),
             transformer=producer.transformer,
             accept=lambda messages: [
                 message.with_acknowledger(
@@ -216,15 +281,21 @@ class Process:
                 )
                 for message in messages
             ],
-            stop=lambda: self._stopped,
+            stop=self._stop.reason,
         )
 
     def settle_now(self, judged: list[Judged]) -> None:
         """Carry verdicts out at the broker, for ``ack_immediately``."""
-        entries = [entry_of(message, verdict) for message, verdict in judged]
-        report = self._open_custodian().settle_now(self._source_lease, entries)
-        self._settled_now += settled(report)
-        self._now.update(entry.message_id for entry in entries)
+        with self._settling:
+            if self._closed:
+                raise LeaseLapsed("the run has ended and given this message back")
+            source, custodian = self._source, self._open_custodian()
+            entries = [entry_of(*each) for each in judged if each[0].message_id not in self._now]
+            report, done, _ = settle_at_once(custodian, self._lease_now(source), entries)
+            # What is done counts, though the callback hears of an error.
+            self._settled_now += done_of(report)
+            self._now.update(entry.message_id for entry in done)
+        settled(report)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -235,8 +306,8 @@ class Process:
         staged = sum(written.batchers.values()) + written.entry_count
         if staged != intake.received:
             raise StagingError(
-                f"received {intake.received} messages and staged {staged}: all of them are given"
-                " back; this is an error in airflow-broadway, please report it"
+                f"received {many(intake.received, 'message')} and staged {staged}: all of them"
+                " are given back; this is an error in airflow-broadway, please report it"
             )
         manifest = Manifest(
             generation=self._env.generation,
@@ -250,9 +321,10 @@ class Process:
             batchers=written.batchers,
             files=written.files,
             entries=written.entries,
+            sums=written.sums,
             configured=written.configured,
             dropped=written.dropped,
-            stopped=intake.ended,
+            stopped=intake.ended or self._stop.reason(),
             started_at=started_at,
             ended_at=self._clock.now().isoformat(),
             seconds={
@@ -263,15 +335,15 @@ class Process:
         self._run.put_lease(lease)
         self._run.publish(manifest)
         log.info(
-            "Received %d messages (%d bytes) in generation %s; %d failed; to batchers: %s;"
-            " stopped by %s.",
-            manifest.received,
+            "Received %s (%d bytes) in generation %s; %d failed; to batchers: %s; stopped by %s.",
+            many(manifest.received, "message"),
             manifest.received_bytes,
             manifest.generation,
             manifest.failed,
             manifest.batchers or "none",
             manifest.stopped,
         )
+        self._reasons.tell(log, "the process stage")
         if manifest.dropped:
             log.warning("Columns that the schema lacks were dropped: %s.", manifest.dropped)
         return manifest
@@ -288,6 +360,7 @@ class Process:
             self._run, record, self._open_custodian(), settlement, progress=progress
         )
         log.info("Settled: %s.", report)
+        self.trouble = settling_trouble(report.lapsed, report.failed, report.errors)
         self._close_custodian()
 
     def _give_back(self, lease: Lease) -> None:
@@ -302,7 +375,7 @@ class Process:
                 # A full disk takes no journal: the sweep after this one will note what it hears.
                 log.warning("Could not note that messages are given back: %s", error)
                 report = custodian.settle(lease, settlement)
-            log.warning("Gave back %d messages of this execution.", report.released)
+            log.warning("Gave back %s of this execution.", many(report.released, "message"))
             for told in report.errors:
                 log.error("%s", told)
         except (BroadwayError, OSError) as error:
@@ -322,13 +395,20 @@ class Process:
 
     @staticmethod
     def _reference(manifest: Manifest) -> dict[str, Any]:
+        # Messages that the source set aside before any callback: no part of what was received.
+        aside = sum(manifest.lease["state"].get("set_aside", {}).values())
         return {
+            **({"set_aside": aside} if aside else {}),
             "generation": manifest.generation,
             "received": manifest.received,
             "failed": manifest.failed,
             "batchers": manifest.batchers,
             "stopped": manifest.stopped,
         }
+
+
+def _later(successful: list[Message], failed: list[Message]) -> None:
+    """Settle nothing in a processor's thread."""
 
 
 class _Sink:
@@ -339,8 +419,7 @@ class _Sink:
         self._writer = writer
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        for message, verdict in [*successful, *failed]:
-            self._writer.entry(entry_of(message, verdict))
+        self._writer.entries(entry_of(*judged) for judged in (*successful, *failed))
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         self._process.settle_now([*successful, *failed])
@@ -348,17 +427,7 @@ class _Sink:
 
 def _unaccounted(chunk: list[Message], result: ChunkResult) -> list[Message]:
     """Those of a chunk that no callback returned: they must not be taken for successes."""
-    given = [message.message_id for message in chunk]
-    if not result.failed and given == [message.message_id for message in result.successful]:
-        return []
-    seen = Counter(message.message_id for message in result.successful)
-    seen.update(message.message_id for message in result.failed)
-    known = set(given)
-    for message_id, times in seen.items():
-        if message_id not in known or times > 1:
-            raise PipelineError(
-                f"the callbacks returned message {message_id!r} {times} times, in a chunk that"
-                f" {'holds it once' if message_id in known else 'does not hold it'}; return each"
-                " message as it was given, changed by its put_… functions"
-            )
+    if len(chunk) == len(result.successful) + len(result.failed):
+        return []  # a stage returns each of its messages once at most, and no other
+    seen = {message.message_id for some in result for message in some}
     return [message for message in chunk if message.message_id not in seen]

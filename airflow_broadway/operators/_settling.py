@@ -1,33 +1,36 @@
-"""Settle the generations of one run, and account for every message of it."""
+"""Settle the generations of one run, once all outcomes are known."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Collection, Sequence
-from datetime import datetime
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody import Custodian, SettleReport
+from airflow_broadway.core.custody import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.keeper import Keeper
 from airflow_broadway.core.manifest import paths
+from airflow_broadway.operators._account import (
+    REPORT,
+    batchers_of,
+    keep_report,
+    kept_report,
+    reasons_of,
+)
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.operators._metrics import Metric, Metrics
-from airflow_broadway.staging.plans import counted_plans, outcomes_of, plans_of
-from airflow_broadway.staging.retention import mark_balanced
+from airflow_broadway.staging.plans import Recorded
 from airflow_broadway.staging.run import SETTLED, SETTLING, GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement import (
-    build_settlement,
-    settle_generation,
-    settled_journal,
-)
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
 
 log = logging.getLogger(__name__)
 
-REPORT = "report.json"
 _HOLD = "hold.json"
 
 #: A heartbeat older than this many seconds means that no sensor looks: its Dag is paused, or it was
@@ -60,6 +63,7 @@ class RunSettler:
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
         self._custodian: Custodian | None = None
+        self._recorded = Recorded(run)
         self._metrics = Metrics(pipeline.name, run.dag_id)
 
     def close(self) -> None:
@@ -95,16 +99,19 @@ class RunSettler:
         now = self._clock.now()
         holds = self._holds()
         since = datetime.fromisoformat(holds.get(self._group, now.isoformat()))
-        if self._group not in holds:
-            self._run.files.replace(_HOLD, json.dumps({**holds, self._group: now.isoformat()}))
         left = seconds - (now - since).total_seconds()
-        if left > 0:
+        if self._group not in holds:  # said once, not at every look
+            self._run.files.replace(_HOLD, json.dumps({**holds, self._group: now.isoformat()}))
+            until = now + timedelta(seconds=left)
             log.warning(
-                "Tasks %s failed. The messages of %d generations are held for %.0f s more: mend the"
-                " cause and clear these tasks; then everything is given back.",
+                "Tasks %s failed. Their messages stay held until %s: mend the cause and clear these"
+                " tasks before then, and the run goes on with them. What is not cleared by then is"
+                " given back. Held: %s.",
                 list(failed),
-                len(open_records),
-                left,
+                until.strftime("%Y-%m-%d %H:%M:%S UTC"),
+                ", ".join(
+                    f"{task} ({generation})" for generation, task in map(_about, open_records)
+                ),
             )
         return left > 0
 
@@ -173,29 +180,60 @@ class RunSettler:
             settled all the same.
         """
         first: BroadwayError | None = None
-        for record in self._generations():
-            if record.state == SETTLED:
-                continue
-            try:
-                self._settle(record, final=final)
-            except BroadwayError as error:
-                log.error("Could not settle generation %s of %s: %s", *_about(record), error)
-                first = first or error
+        self._recorded = Recorded(self._run)
+        records = [each for each in self._generations() if each.state != SETTLED]
+        with self._renewing(records) as renewing:
+            for record in records:
+                try:
+                    self._settle(record, renewing, final=final)
+                except BroadwayError as error:
+                    log.error("Could not settle generation %s of %s: %s", *_about(record), error)
+                    first = first or error
         if first is not None:
             raise first
 
-    def _settle(self, record: GenerationRecord, *, final: bool) -> None:
-        plans = plans_of(self._run, self._pipeline, record.generation)
+    def _settle(self, record: GenerationRecord, renewing: _Renewing, *, final: bool) -> None:
+        plans = self._recorded.deciding(self._pipeline.batchers, record.generation)
         settlement, complete, progress = build_settlement(
-            self._run, record.generation, self._pipeline, plans, final=final
+            self._run,
+            record.generation,
+            self._pipeline,
+            plans,
+            final=final,
+            recorded=self._recorded,
         )
         # What somebody began to settle is finished whatever the outcomes: no more will come.
         if complete or final or record.state == SETTLING:
+            renewing.leave(record.generation)
             report = settle_generation(
                 self._run, record, self._open(), settlement, progress=progress
             )
             log.info("Settled generation %s of %s: %s.", *_about(record), report)
             self._metrics.settled(report + progress.settled_now)
+
+    @contextmanager
+    def _renewing(self, records: Sequence[GenerationRecord]) -> Iterator[_Renewing]:
+        """Renew, meanwhile, the leases of generations that wait for their turn: to read ten
+        thousand outcomes takes a while, and so may a broker.
+        """
+        renewing = _Renewing(self.custodian)
+        leases: list[Lease] = []
+        for record in records if self._pipeline.producer.renews else ():
+            if record.published:
+                try:
+                    leases.append(self._run.lease(record))
+                except StagingError as error:
+                    log.warning("The lease of %s of %s is not renewed: %s", *_about(record), error)
+        if not leases:
+            yield renewing
+            return
+        with Keeper(
+            renewing.opened,
+            min(lease.seconds for lease in leases),
+            lambda: [lease for lease in leases if lease.generation not in renewing.left],
+            renewed=self._run.put_lease,
+        ):
+            yield renewing
 
     def custodian(self) -> Custodian:
         """A custodian of this run's messages; a generation is named by its lease."""
@@ -224,52 +262,30 @@ class RunSettler:
 
     def report(self, *, failed_tasks: Sequence[str]) -> dict[str, Any]:
         """Account for every message of every execution, and keep it as ``report.json``."""
-        generations = [self._account(record) for record in self._generations()]
-        counts = Counter[str]()
-        for each in generations:
-            counts.update({k: v for k, v in each.items() if isinstance(v, int)})
-        totals = {
-            name: counts[name]
-            for name in (
-                "received",
-                "failed",
-                "acked",
-                "requeued",
-                "dead_lettered",
-                "left",
-                "released",
-                "lapsed",
-                "settle_failed",
-                "still_leased",
-                "accounted",
-            )
-        }
-        report = {
-            "pipeline": self._pipeline.name,
-            "dag_id": self._run.dag_id,
-            "run_id": self._run.run_id,
-            "path": f"{self._run.store.uri}/{self._run.path}/{REPORT}",
-            "totals": totals,
-            "balanced": all(each["balanced"] for each in generations),
-            "generations": generations,
-            "batchers": self._batchers(),
-            "failed_tasks": list(failed_tasks),
-            "errors": sorted({error for each in generations for error in each["errors"]}),
-            "at": self._clock.now().isoformat(),
-        }
-        if not self._run.files.exists(REPORT):
-            self._tell_batches()
-        self._run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
-        if report["balanced"]:
-            mark_balanced(self._run)
-        return report
+        # What is recorded after it was settled by counts no more.
+        recorded, run = self._recorded, self._run
+        records = self._generations()
+        before = None if records else kept_report(run)
+        if before is not None:  # an empty run's, whose files are gone
+            return {**before, "failed_tasks": list(failed_tasks)}
+        if not run.files.exists(REPORT):
+            self._tell_batches(recorded)
+        return keep_report(
+            run,
+            records,
+            batchers=batchers_of(recorded, self._pipeline.batchers),
+            reasons=reasons_of(recorded, records, self._pipeline.batchers),
+            failed_tasks=failed_tasks,
+            at=self._clock.now(),
+        )
 
-    def _tell_batches(self) -> None:
+    def _tell_batches(self, recorded: Recorded) -> None:
         """Send the metrics of the run's batches."""
         for batcher in self._pipeline.batchers:
-            for plan in counted_plans(self._run, batcher):
-                for planned, outcome in outcomes_of(self._run, plan):
+            for plan in recorded.counted(batcher):
+                for planned, outcome in recorded.outcomes(plan):
                     if outcome is not None:
+                        self._metrics.count(Metric.FAILED, outcome.failed, batcher=batcher)
                         tags = {"batcher": batcher, "trigger": planned.trigger}
                         self._metrics.count(Metric.BATCHES, 1, **tags)
                         self._metrics.gauge(Metric.BATCH_SIZE, planned.size, batcher=batcher)
@@ -277,56 +293,38 @@ class RunSettler:
                             Metric.BATCH_DURATION, outcome.seconds, batcher=batcher
                         )
 
-    def _account(self, record: GenerationRecord) -> dict[str, Any]:
-        manifest = self._run.manifest(record.generation)
-        journal = settled_journal(self._run, record.generation)
-        report = journal.report + journal.settled_now if journal else SettleReport()
-        received = manifest.received if manifest else report.total
-        still_leased = 0 if journal else received
-        accounted = report.total + still_leased
-        return {
-            "generation": record.generation,
-            "task_id": record.task_id,
-            "map_index": record.map_index,
-            "try_number": record.try_number,
-            "published": manifest is not None,
-            "received": received,
-            "failed": manifest.failed if manifest else 0,
-            "acked": report.acked,
-            "requeued": report.requeued,
-            "dead_lettered": report.dead_lettered,
-            "left": report.left,
-            "released": report.released,
-            "lapsed": report.lapsed,
-            "settle_failed": report.failed,
-            "still_leased": still_leased,
-            "accounted": accounted,
-            "balanced": accounted == received and not still_leased,
-            "stopped": manifest.stopped if manifest else "",
-            "started_at": manifest.started_at if manifest else "",
-            "ended_at": manifest.ended_at if manifest else "",
-            "errors": list(report.errors),
-        }
 
-    def _batchers(self) -> dict[str, Any]:
-        """Batches by trigger and outcome, for each batcher."""
-        made: dict[str, Any] = {}
-        for name in self._pipeline.batchers:
-            counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
-            triggers = Counter[str]()
-            seconds = 0.0
-            for plan in counted_plans(self._run, name):
-                counts["messages"] += plan.messages
-                counts["batches"] += plan.batches
-                triggers.update(plan.triggers)
-                for _, outcome in outcomes_of(self._run, plan):
-                    if outcome is not None:
-                        counts["successful"] += outcome.successful
-                        counts["failed"] += outcome.failed
-                        counts["failed_batches"] += bool(outcome.error)
-                        seconds += outcome.seconds
-            made[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
-        return made
+class _Renewing:
+    """A custodian for a thread that renews leases, but none that is being settled."""
+
+    def __init__(self, custodian: Callable[[], Custodian]) -> None:
+        self._open = custodian
+        self._lock = threading.Lock()
+        #: Generations that are settled, or being settled.
+        self.left: set[str] = set()
+
+    def opened(self) -> _RenewingCustodian:
+        """The custodian; called in the thread that uses it."""
+        return _RenewingCustodian(self._open(), self._lock, self.left)
+
+    def leave(self, generation: str) -> None:
+        """Renew this one no more; returns when nobody is about to."""
+        with self._lock:
+            self.left.add(generation)
+
+
+class _RenewingCustodian:
+    def __init__(self, custodian: Custodian, lock: threading.Lock, left: set[str]) -> None:
+        self._custodian = custodian
+        self._lock = lock
+        self._left = left
+
+    def renew(self, lease: Lease) -> Lease | None:
+        with self._lock:
+            return lease if lease.generation in self._left else self._custodian.renew(lease)
+
+    def close(self) -> None:
+        self._custodian.close()
 
 
 def _about(record: GenerationRecord) -> tuple[str, str]:

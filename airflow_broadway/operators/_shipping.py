@@ -20,6 +20,7 @@ from typing import NamedTuple
 import airflow_broadway
 from airflow_broadway.core.broadway import import_class
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.text import many
 
 __all__ = ["Shipment", "check_import", "ship"]
 
@@ -91,10 +92,12 @@ def check_import(
     path += [str(Path(each).parent) if each.endswith(".py") else each for each in py_files]
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [python or sys.executable, str(shipment.launcher), "--check", json.dumps(ref)]
+    # Not on the command line, which everybody on the host may read: options are rendered.
+    command = [python or sys.executable, str(shipment.launcher), "--check"]
     try:
         done = subprocess.run(
             command,
+            input=json.dumps(ref),
             env=env,
             cwd=shipment.zip.parent,
             capture_output=True,
@@ -171,9 +174,9 @@ def _check_size(top: str, members: Mapping[str, Path]) -> None:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     shown = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
     raise PipelineError(
-        f"the package {top!r} of the pipeline has {sum(sizes.values()):,} bytes in {len(sizes)}"
-        f" files; at most {MAX_BYTES:,} are shipped to Spark.  The largest: {shown}.  Move data out"
-        " of the package, or the pipeline into a package of its own"
+        f"the package {top!r} of the pipeline has {sum(sizes.values()):,} bytes in"
+        f" {many(len(sizes), 'file')}; at most {MAX_BYTES:,} are shipped to Spark.  The largest:"
+        f" {shown}.  Move data out of the package, or the pipeline into a package of its own"
     )
 
 

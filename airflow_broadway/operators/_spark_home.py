@@ -18,12 +18,15 @@ from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.core.producer import Connection
+from airflow_broadway.spark.job import NO_CONNECT
 
 __all__ = [
     "SparkMissing",
     "SparkProgram",
+    "check_classic",
     "check_java",
     "default_conf",
+    "file_settings",
     "find_spark",
     "s3_settings",
 ]
@@ -32,6 +35,11 @@ MIN_JAVA = 17
 
 #: For a local master, where most of the time is the start: half the CPU of Java's own defaults.
 LIGHT_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+#: Out of memory in one of Spark's own threads otherwise leaves a driver that waits for ever.
+EXIT_ON_OUT_OF_MEMORY = "-XX:+ExitOnOutOfMemoryError"
+#: Stands before spark.driver.extraJavaOptions in every deploy mode, so users' own flags win.
+_DEFAULT_OPTIONS = "spark.driver.defaultJavaOptions"
 
 _MASTER = re.compile(r"local(\[.*\])?|yarn.*|spark://.+|k8s://.+|mesos://.+")
 
@@ -61,10 +69,25 @@ def check_master(conn_id: str, master: str) -> str:
     """
     if _MASTER.fullmatch(master):
         return master
+    if master.startswith("sc://"):
+        raise ConnectionMissing(f"the connection {conn_id!r} gives {master!r}: {NO_CONNECT}")
     raise ConnectionMissing(
         f"the connection {conn_id!r} gives the Spark master {master!r}; expected local[*], yarn,"
         " spark://host:7077 or k8s://https://host: put it into the connection's host"
     )
+
+
+def check_classic(env: Mapping[str, str], conf: Mapping[str, Any]) -> None:
+    """Return unless the driver would get a session of Spark Connect.
+
+    :raises SparkMissing: Naming what asks for it.
+    """
+    asked = [name for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED") if env.get(name)]
+    asked += [name for name in ("spark.remote",) if conf.get(name)]
+    if str(conf.get("spark.api.mode", "")).lower() == "connect":
+        asked.append("spark.api.mode=connect")
+    if asked:
+        raise SparkMissing(f"{asked[0]} is set for the driver: {NO_CONNECT}")
 
 
 def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:
@@ -116,7 +139,12 @@ def check_java(env: Mapping[str, str]) -> None:
     java = f"{home}/bin/java" if home else shutil.which("java", path=env.get("PATH"))
     where = f"JAVA_HOME is {home}" if home else "there is no JAVA_HOME"
     cure = f"install a JRE of version {MIN_JAVA} or newer, such as openjdk-17-jre-headless"
-    if not java or not os.access(java, os.X_OK):
+    if home and not os.access(java or "", os.X_OK):
+        raise SparkMissing(
+            f"JAVA_HOME is {home!r}, but there is no program {java}: set JAVA_HOME to the folder of"
+            f" a Java whose bin has it, or unset it and {cure}"
+        )
+    if not java:
         raise SparkMissing(f"Spark needs Java, and no java program was found ({where}): {cure}")
     try:
         done = subprocess.run(
@@ -138,10 +166,16 @@ def check_java(env: Mapping[str, str]) -> None:
 
 
 def default_conf(
-    master: str, given: Mapping[str, Any], *, properties_file: str | None, env: Mapping[str, str]
+    master: str, given: Mapping[str, Any], elsewhere: Mapping[str, str]
 ) -> dict[str, str]:
     """Settings that an application gets unless someone has set them: the operator, a properties
     file, or Spark's own defaults file.
+
+    One is always among them: the flag that ends a driver whose memory has run out, before whatever
+    default options of Java there are.
+
+    :param given: The operator's ``conf``.
+    :param elsewhere: What :func:`file_settings` found.
     """
     conf = {"spark.scheduler.mode": "FAIR"}
     if master.startswith("local"):
@@ -153,27 +187,43 @@ def default_conf(
             # Adaptive execution merges them again; a local batch never needs Spark's 200.
             "spark.sql.shuffle.partitions": "8",
         }
-    elsewhere = _names_in(properties_file or _defaults_file(env))
-    return {
-        name: value for name, value in conf.items() if name not in given and name not in elsewhere
-    }
+    options = str(given.get(_DEFAULT_OPTIONS) or elsewhere.get(_DEFAULT_OPTIONS) or "")
+    if "ExitOnOutOfMemoryError" not in options:
+        options = f"{EXIT_ON_OUT_OF_MEMORY} {options}".strip()
+    made = {name: each for name, each in conf.items() if name not in {**given, **elsewhere}}
+    return {**made, _DEFAULT_OPTIONS: options}
 
 
-def _defaults_file(env: Mapping[str, str]) -> str | None:
-    folder = env.get("SPARK_CONF_DIR") or (
-        f"{env['SPARK_HOME']}/conf" if env.get("SPARK_HOME") else None
-    )
-    return f"{folder}/spark-defaults.conf" if folder else None
+def file_settings(
+    properties_file: str | None, env: Mapping[str, str], binary: str = ""
+) -> dict[str, str]:
+    """The settings of a properties file, or of Spark's own defaults file.
+
+    :param binary: The program, with its path where that is known: its Spark's file counts.
+    """
+    if properties_file:
+        return _settings_in(Path(properties_file))
+    if env.get("SPARK_CONF_DIR"):
+        return _settings_in(Path(env["SPARK_CONF_DIR"]) / "spark-defaults.conf")
+    home = Path(env["SPARK_HOME"]) if env.get("SPARK_HOME") else None
+    if home is None and os.path.isabs(binary):
+        home = Path(binary).resolve().parent.parent
+    return _settings_in(home / "conf" / "spark-defaults.conf") if home else {}
 
 
-def _names_in(path: str | None) -> set[str]:
-    """The settings that a properties file names."""
+def _settings_in(path: Path) -> dict[str, str]:
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace") if path else ""
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return set()
+        return {}
+    text = re.sub(r"\\\r?\n\s*", "", text)  # a line that goes on in the next
     lines = (line.strip() for line in text.splitlines())
-    return {re.split(r"[\s=:]", line, maxsplit=1)[0] for line in lines if line and line[0] != "#"}
+    parts = (
+        re.split(r"\s*[\s=:]\s*", line, maxsplit=1)
+        for line in lines
+        if line and line[0] not in "#!"
+    )
+    return {name: "".join(value) for name, *value in parts}
 
 
 def s3_settings(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
+from airflow_broadway.spark.work import INCOMPLETE, REFUSED
+
 __all__ = ["SubmitHook", "python_variables"]
+
+#: What exit codes of the driver mean; 3 is Java's when its memory has run out.
+_MEANINGS = {
+    INCOMPLETE: "the driver ended before every batch had an outcome",
+    REFUSED: "the driver refused to start",
+    3: "the driver's memory had run out, if its log says OutOfMemoryError",
+}
 
 
 class SubmitHook(SparkSubmitHook):
@@ -48,6 +59,19 @@ class SubmitHook(SparkSubmitHook):
             process = self._submit_sp
             if process is not None and process.poll() is not None:
                 process.stdout.close()
+
+    @property
+    def ending(self) -> str:
+        """How the program ended, in words; empty if it has not, or was not started."""
+        code = None if self._submit_sp is None else self._submit_sp.poll()
+        if code is None:
+            return ""
+        # A shell, which spark-submit is, tells a signal by 128 and its number.
+        number = -code if code < 0 else code - 128 if code > 128 else 0
+        with suppress(ValueError):
+            return f"exit code {code}: killed by {signal.Signals(number).name}"
+        meaning = _MEANINGS.get(code)
+        return f"exit code {code}{f': {meaning}' if meaning else ''}"
 
     def _build_spark_submit_command(self, application: str) -> list[str]:
         command: list[str] = super()._build_spark_submit_command(application)

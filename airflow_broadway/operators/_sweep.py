@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.custody import RELEASE, Custodian, Settlement
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, StagingDamaged
+from airflow_broadway.core.text import many
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.plans import plans_of
+from airflow_broadway.staging.plans import Recorded
 from airflow_broadway.staging.run import SETTLING, GenerationRecord, StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settlement import Progress, build_settlement, settle_generation
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -71,14 +72,7 @@ def _settle(
     at once.
     """
     try:
-        plans = plans_of(run, pipeline, record.generation)
-        settlement, _, progress = build_settlement(
-            run, record.generation, pipeline, plans, final=not void
-        )
-        if void:
-            settlement = Settlement(
-                rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
-            )
+        settlement, progress = _settlement(run, record, pipeline, void=void)
         report = settle_generation(run, record, custodian, settlement, progress=progress)
     except Exception as error:
         # Not in the way of this run: the lease lapses by itself.
@@ -88,13 +82,33 @@ def _settle(
         )
         return
     log.info(
-        "Settled the dead generation %s (run %s, %s, try %d): gave back %d messages, %d had an"
+        "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"
         " outcome, %d had lapsed.",
         record.generation,
         run.run_id,
         record.task_id,
         record.try_number,
-        report.released,
+        many(report.released, "message"),
         report.total - report.released - report.lapsed,
         report.lapsed,
     )
+
+
+def _settlement(
+    run: StagedRun, record: GenerationRecord, pipeline: Broadway, *, void: bool
+) -> tuple[Settlement, Progress]:
+    recorded = Recorded(run)
+    try:
+        plans = recorded.deciding(pipeline.batchers, record.generation)
+        settlement, _, progress = build_settlement(
+            run, record.generation, pipeline, plans, final=not void, recorded=recorded
+        )
+    except StagingDamaged as error:
+        # Nobody can say any more which of its messages failed: all of them come again.
+        log.error("Generation %s is given back whole: %s", record.generation, error)
+        return Settlement(rest=RELEASE), Progress()
+    if void:
+        settlement = Settlement(
+            rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
+        )
+    return settlement, progress

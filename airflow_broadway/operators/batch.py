@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     check_engine,
     declared,
     load_pipeline,
     open_run,
     pipeline_ref,
+    references,
+    task_name,
 )
 
 if TYPE_CHECKING:
@@ -26,8 +30,8 @@ class BroadwayBatcherOperator(BaseOperator):
     """Group the messages that process tasks staged for one batcher into batches.
 
     Returns a reference to the plan of batches, never payloads.  Skips itself when there is no
-    message for the batcher.  With ``engine="python"`` it also runs ``handle_batch`` on each batch
-    that has no outcome yet.
+    message for the batcher; its reference then has no plan.  With ``engine="python"`` it also runs
+    ``handle_batch`` on each batch that has no outcome yet.
 
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
     :param batcher: The batcher's name.
@@ -51,6 +55,7 @@ class BroadwayBatcherOperator(BaseOperator):
     ) -> None:
         # A process task that failed for good left nothing here; the others' messages go on.
         kwargs.setdefault("trigger_rule", "all_done")
+        kwargs.setdefault("doc_md", _docs.BATCH)
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
         check_engine(self.pipeline)
@@ -66,22 +71,30 @@ class BroadwayBatcherOperator(BaseOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
-        references = [each for each in _references(self.processed) if each]
         generations = [
-            each["generation"] for each in references if each["batchers"].get(self.batcher)
+            each["generation"]
+            for each in references(self.processed)
+            if each["batchers"].get(self.batcher)
         ]
-        if not generations:
-            raise AirflowSkipException(f"No message for the batcher {self.batcher!r}.")
         ti = context["ti"]
+        if not generations:
+            self._nothing(context)
+            raise AirflowSkipException(f"No message for the batcher {self.batcher!r}.")
         plan = plan_batches(
             run, pipeline, self.batcher, generations, try_label=f"{ti.try_number}-{ti.id}"[:40]
         )
         if not plan.messages:
+            self._nothing(context)
             raise AirflowSkipException(
-                f"No message for the batcher {self.batcher!r} that this run still holds."
+                f"No message for the batcher {self.batcher!r} that this run still holds: they are"
+                " settled, or were given back.  To handle batches again that were handled:"
+                f" airflow-broadway replay --dag-id {run.dag_id} --run-id {run.run_id}"
             )
         self.log.info(
-            "%d messages in %d batches, by trigger: %s.", plan.messages, plan.batches, plan.triggers
+            "%s in %s, by trigger: %s.",
+            many(plan.messages, "message"),
+            many(plan.batches, "batch"),
+            plan.triggers,
         )
         reference: dict[str, Any] = {
             "plan": plan.path,
@@ -94,11 +107,17 @@ class BroadwayBatcherOperator(BaseOperator):
             reference["outcomes"] = self._handle(run, pipeline, plan, context)
         return reference
 
+    def _nothing(self, context: Context) -> None:
+        """Push a reference without a plan: Airflow logs an error for an output that is missing."""
+        reference = {"plan": None, "batcher": self.batcher, "messages": 0, "batches": 0}
+        context["ti"].xcom_push(key="return_value", value=reference)
+
     def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
         from airflow_broadway.operators._batches import PythonBatches
         from airflow_broadway.operators._guard import Guard
 
-        batches = PythonBatches(run, pipeline, plan, try_number=context["ti"].try_number)
+        ti = context["ti"]
+        batches = PythonBatches(run, pipeline, plan, name=task_name(ti), try_number=ti.try_number)
         self._batches = batches
         guard = Guard(run, pipeline, plan.generations)
         guard.start()
@@ -108,7 +127,7 @@ class BroadwayBatcherOperator(BaseOperator):
             guard.finish()
         if counts["without_outcome"]:
             raise AirflowException(
-                f"{counts['without_outcome']} of {plan.batches} batches have no outcome: the run no"
+                f"{without_outcome(counts['without_outcome'], plan.batches)}: the run no"
                 " longer holds their messages, or was stopped; clear `process` to receive them"
                 " again"
             )
@@ -118,10 +137,3 @@ class BroadwayBatcherOperator(BaseOperator):
         batches = getattr(self, "_batches", None)
         if batches is not None:
             batches.stop()
-
-
-def _references(processed: Any) -> list[Mapping[str, Any] | None]:
-    """The references in whatever a template renders: one, a list, a mapped task's sequence."""
-    if processed is None or isinstance(processed, Mapping):
-        return [processed]
-    return [reference for each in processed for reference in _references(each)]

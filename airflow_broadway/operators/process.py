@@ -6,10 +6,15 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import AirflowException, BaseOperator
+from airflow.providers.common.compat.sdk import (
+    AirflowFailException,
+    BaseOperator,
+)
 
 from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
+from airflow_broadway.core.text import many
+from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
     check_engine,
@@ -70,7 +75,7 @@ def check_budgets(
                     value = rule.read(value)
                 except ValueError:
                     raise OptionsError(f"{owner}.{name}", rule.text, value) from None
-        if not rule.holds(value):
+        if not rule.admits(value):
             raise OptionsError(f"{owner}.{name}", rule.text, value)
         read[name] = value
     if read["max_messages"] is None and read["max_seconds"] is None:
@@ -108,6 +113,9 @@ class PullOperator(BaseOperator):
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e8f0fe"
 
+    #: What Airflow's UI shows about the task.
+    _about = _docs.PROCESS
+
     def __init__(
         self,
         *,
@@ -121,6 +129,7 @@ class PullOperator(BaseOperator):
         staging: str | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs.setdefault("doc_md", self._about)
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
         self._check_engine(self.pipeline)
@@ -147,6 +156,7 @@ class PullOperator(BaseOperator):
             str(kwargs.get("task_id", cls.__name__)),
             {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
         )
+        kwargs.setdefault("doc_md", cls._about)
         return super().partial(**kwargs)
 
     @classmethod
@@ -208,7 +218,28 @@ class BroadwayProcessorOperator(PullOperator):
         reference = self._process.run()
         metrics.count(Metric.RECEIVED, reference["received"])
         metrics.count(Metric.FAILED, reference["failed"])
+        metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
+        if self._process.timed_out:
+            # A retry would void what was published: later tasks get the reference all the same.
+            context["ti"].xcom_push(key="return_value", value=reference)
+            raise AirflowFailException(
+                f"The execution_timeout of {self.execution_timeout} passed while callbacks were at"
+                f" work.  What was done by then is published and goes on; the rest is given back"
+            )
         self._tell_depth(pipeline, connections, metrics)
+        if self._process.trouble:  # all is settled: trying again would only take more
+            raise AirflowFailException(
+                f"All messages are settled or given back, but {self._process.trouble}"
+            )
+        ended = ended_sensor(self.task_id, context)
+        if ended and reference["received"] and pipeline.batchers:
+            # Cleared alone: without this the run would be green, and its messages held.
+            context["ti"].xcom_push(key="return_value", value=reference)
+            raise AirflowFailException(
+                f"{many(reference['received'], 'message')} are received and held, and {ended!r} of"
+                " this run, which would settle them, has ended: clear it, and the tasks between,"
+                " too.  Otherwise the next run gives these messages back"
+            )
         return reference
 
     def _clear_up(self, run: StagedRun) -> None:
@@ -239,15 +270,32 @@ class BroadwayProcessorOperator(PullOperator):
             self._process.stop("signal")
 
 
+def ended_sensor(task_id: str, context: Context) -> str | None:
+    """The ack sensor that watches this task, if it has ended in this run."""
+    from airflow_broadway.sensors.ack import BroadwayAckSensor
+    from airflow_broadway.triggers.ack import FINISHED
+
+    ti, dag = context["ti"], context.get("dag")
+    for task in dag.tasks if dag is not None else ():
+        if isinstance(task, BroadwayAckSensor) and task_id in task.watched(context):
+            states = ti.get_task_states(
+                dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=[task.task_id]
+            )
+            if states.get(ti.run_id, {}).get(task.task_id) in FINISHED:
+                return str(task.task_id)
+    return None
+
+
 def refuse_backfill(context: Context, kind: str) -> None:
     """Keep a backfill off a live queue.
 
-    :raises AirflowException: Saying what to read instead.
+    :raises AirflowFailException: Another try would find the same.
     """
     dag_run = context["dag_run"]
     if str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill":
-        raise AirflowException(
+        raise AirflowFailException(
             f"run {dag_run.run_id!r} is a backfill, and the producer {kind!r} reads a live queue,"
-            " which knows nothing of the past interval: nothing was received.  Backfill from an"
-            " archive of received messages or from a Kafka log"
+            " which knows nothing of the past interval: nothing was received.  Trigger the Dag"
+            " instead: a run takes what is in the queue, whenever it was sent.  To handle the"
+            " messages of a past run again: airflow-broadway replay --dag-id … --run-id …"
         )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import AirflowException
+from airflow.providers.common.compat.sdk import AirflowFailException
 
+from airflow_broadway.core.account import check_fail_when, lines_of
+from airflow_broadway.core.custody import SettleReport
 from airflow_broadway.core.engine import check_engines
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.manifest import Manifest
+from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
+    MAX_SHUTDOWN,
     AirflowConnections,
     declared,
     load_pipeline,
@@ -18,6 +24,7 @@ from airflow_broadway.operators._common import (
     owner_of,
     producer_env,
 )
+from airflow_broadway.operators._metrics import Metric, Metrics
 from airflow_broadway.operators.process import PullOperator, budget_of, refuse_backfill
 
 if TYPE_CHECKING:
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.custody import Lease
     from airflow_broadway.core.local import RunReport
+    from airflow_broadway.core.stop import Stop
     from airflow_broadway.staging.run import StagedRun
 
 __all__ = ["BroadwayRunOperator"]
@@ -37,13 +45,20 @@ class BroadwayRunOperator(PullOperator):
     come.  The choice for low latency, with ``schedule="@continuous"`` and ``wait_seconds``, so that
     a quiet queue does not fill the metadata database with empty runs.
 
-    The arguments are those of :class:`BroadwayProcessorOperator`.
+    The arguments are those of :class:`BroadwayProcessorOperator`, and:
 
+    :param fail_when: As for :class:`BroadwayAckSensor`.
     :raises PipelineError: If a batcher runs on Spark: while the Dag is parsed where the pipeline is
         given as a class or an instance, else when the task runs.
     """
 
-    _stopped = ""
+    _about = _docs.RUN
+
+    _stop: Stop | None = None
+
+    def __init__(self, *, fail_when: str | float = "all", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
 
     @classmethod
     def _check_engine(cls, ref: Mapping[str, Any]) -> None:
@@ -53,11 +68,12 @@ class BroadwayRunOperator(PullOperator):
             check_engines(pipeline)
 
     def execute(self, context: Context) -> dict[str, Any]:
+        from airflow_broadway.core.clock import SystemClock
         from airflow_broadway.core.local import run_local
         from airflow_broadway.core.rate_limiter import RateLimiter
+        from airflow_broadway.core.stop import Stop
         from airflow_broadway.operators._sweep import give_back
         from airflow_broadway.staging.rate import StagedRateState
-        from airflow_broadway.staging.settlement import record_settled
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
@@ -67,6 +83,7 @@ class BroadwayRunOperator(PullOperator):
         generation = uuid.uuid4().hex
         ti = context["ti"]
         budget = budget_of(self, context)
+        self._stop = Stop(SystemClock(), min(pipeline.shutdown, MAX_SHUTDOWN))
 
         def opened(lease: Lease) -> None:
             run.open_generation(
@@ -76,49 +93,116 @@ class BroadwayRunOperator(PullOperator):
                 try_number=ti.try_number,
             )
 
-        report = run_local(
-            pipeline,
-            max_messages=budget.max_messages,
-            max_bytes=budget.max_bytes,
-            max_seconds=budget.max_seconds,
-            wait_seconds=budget.wait_seconds,
-            idle_seconds=budget.idle_seconds,
-            env=producer_env(
+        ended: list[RunReport] = []
+        started = SystemClock().now()
+        try:
+            report = run_local(
                 pipeline,
-                generation=generation,
-                owner=owner_of(context),
-                index=self.producer_index,
-                store=run.store,
-                connections=connections,
-            ),
-            # Of all runs together: each may be over within seconds.
-            limiter=RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run)),
-            stop=lambda: self._stopped,
-            on_lease=opened,
+                max_messages=budget.max_messages,
+                max_bytes=budget.max_bytes,
+                max_seconds=budget.max_seconds,
+                wait_seconds=budget.wait_seconds,
+                idle_seconds=budget.idle_seconds,
+                env=producer_env(
+                    pipeline,
+                    generation=generation,
+                    owner=owner_of(context),
+                    index=self.producer_index,
+                    store=run.store,
+                    connections=connections,
+                ),
+                # Of all runs together: each may be over within seconds.
+                limiter=RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run)),
+                stop=self._stop,
+                on_sigterm=False,  # Airflow's own calls on_kill
+                on_lease=opened,
+                on_end=ended.append,
+            )
+        except BaseException:
+            for report in ended:  # none, if it broke before it had settled
+                try:
+                    self._record(run, report, started, failed=True)
+                except BroadwayError as error:  # the first error is the one to show
+                    self.log.warning("What the run did could not be recorded: %s", error)
+            raise
+        trouble = report.trouble(self.fail_when)
+        self._record(run, report, started, failed=bool(trouble))
+        self._clear_up(run)
+        if trouble:  # everything is settled: trying again would only take more
+            raise AirflowFailException(f"All messages are settled or given back, but {trouble}")
+        return {**report.totals(), "errors": list(report.settled.errors)}
+
+    def _record(
+        self, run: StagedRun, report: RunReport, started: datetime, *, failed: bool
+    ) -> None:
+        """Keep and tell what the run did, however it ended."""
+        from airflow_broadway.operators._account import keep_report
+        from airflow_broadway.staging.settlement import Progress, record_settled
+        from airflow_broadway.staging.store import host_name
+
+        record = run.generation(report.generation)
+        record_settled(run, record, report.settled, progress=Progress(received=report.received))
+        self._tell(report, Metrics(run.pipeline, run.dag_id))
+        about = {"totals": report.totals(), "balanced": report.balanced, "reasons": report.reasons}
+        for line in lines_of(about):
+            self.log.info("%s", line)
+        self.log.info("All of it: %s", report.to_json())
+        if not report.received:
+            # With @continuous there are thousands of runs in a day, most of them empty.
+            try:
+                run.forget(report.generation)
+            except StagingError as error:
+                self.log.warning("Could not remove the files of an empty run: %s", error)
+            return
+        now = run.clock.now()
+        run.publish(
+            Manifest(
+                generation=report.generation,
+                root_id=run.store.root_id(),
+                host=host_name(),
+                lease=record.lease,
+                received=report.received,
+                received_bytes=report.received_bytes,
+                failed=report.failed,
+                settled_now=SettleReport().to_json(),
+                batchers={},
+                files={},
+                entries=[],
+                configured=False,
+                dropped={},
+                stopped=report.ended,
+                started_at=started.isoformat(),
+                ended_at=now.isoformat(),
+                seconds=dict(report.seconds),
+            )
         )
-        record_settled(run, run.generation(generation), report.settled)
-        self.log.info("Done: %s", report.to_json())
-        if not report.balanced:
-            raise AirflowException(f"The sum does not balance: {report.to_json()}")
-        self._clear_up(run, generation, report)
-        settled = report.settled.to_json()
-        return {"received": report.received, "failed": report.failed, **settled}
+        keep_report(
+            run,
+            run.generations(),
+            batchers={},
+            reasons=report.reasons,
+            failed_tasks=[self.task_id] if failed else [],
+            at=now,
+        )
 
-    def _clear_up(self, run: StagedRun, generation: str, report: RunReport) -> None:
-        """Remove what has been kept for long enough, and at once what tells of nothing.
+    @staticmethod
+    def _tell(report: RunReport, metrics: Metrics) -> None:
+        metrics.count(Metric.RECEIVED, report.received)
+        metrics.count(Metric.FAILED, report.failed)
+        metrics.settled(report.settled)
+        for batcher, triggers in report.batches.items():
+            for trigger, count in triggers.items():
+                metrics.count(Metric.BATCHES, count, batcher=batcher, trigger=trigger)
 
-        With ``@continuous`` there are thousands of runs in a day, most of them empty.
-        """
-        from airflow_broadway.staging.retention import mark_balanced, sweep_retention
+    def _clear_up(self, run: StagedRun) -> None:
+        """Remove what has been kept for long enough."""
+        from airflow_broadway.staging.retention import sweep_retention
 
         try:
-            if report.received:
-                mark_balanced(run)
-            else:
-                run.forget(generation)
             sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
         except BroadwayError as error:
             self.log.warning("Could not remove the files of old runs: %s", error)
 
     def on_kill(self) -> None:
-        self._stopped = "signal"
+        if self._stop is not None:
+            self._stop.tell("signal")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,21 +23,27 @@ import airflow_broadway
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
 from airflow_broadway.core.manifest import BatchPlan, PlannedBatch, Work, paths
+from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
     check_engine,
     load_pipeline,
     open_run,
     pipeline_ref,
+    references,
     run_info,
+    task_name,
 )
 from airflow_broadway.operators._guard import Guard
 from airflow_broadway.operators._outcomes import is_settled, outcomes, tell_settled
 from airflow_broadway.operators._shipping import check_import, ship
 from airflow_broadway.operators._spark_home import (
+    check_classic,
     check_java,
     check_master,
     default_conf,
+    file_settings,
     find_spark,
     s3_settings,
 )
@@ -109,6 +113,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # task looks for itself.
         kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
+        kwargs.setdefault("doc_md", _docs.SPARK)
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
         check_engine(self.pipeline)
@@ -145,13 +150,13 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         total = sum(plan.head.batches for plan in plans)
         left = sum(len(plan.open) for plan in plans)
         if not left:
-            self.log.info("All %d batches have an outcome: nothing to do.", total)
+            self.log.info("%s, each with an outcome: nothing to do.", many(total, "batch"))
             tell_settled(self.log, run, [plan.head for plan in plans])
             return self._reference(run, plans)
         void = self._void(run, plans)
         if len(void) == left:
             return self._nothing_held(run, plans, void)
-        self.log.info("%d of %d batches have no outcome yet.", left - len(void), total)
+        self.log.info("%s yet.", without_outcome(left - len(void), total))
         error = self._submit(context, run, pipeline, plans)
         after = [_Plan(plan.head, self._without_outcome(run, plan)) for plan in plans]
         self._check_complete(run, after, total, error)
@@ -166,7 +171,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     def _paths(self) -> list[str]:
         """The plans that the batcher tasks made."""
-        return list(dict.fromkeys(str(each["plan"]) for each in _references(self.batches)))
+        planned = (each.get("plan") for each in references(self.batches))
+        return list(dict.fromkeys(str(path) for path in planned if path))
 
     def _read(self, run: StagedRun, path: str) -> _Plan:
         head, batches = BatchPlan.read(run.files, path)
@@ -180,8 +186,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     def _void(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, str]:
         """Batches without an outcome whose messages this run no longer holds, and why."""
-        work = Work(name="", try_number=sys.maxsize, pipeline=self.pipeline, run={}, plans=[])
-        fence = Fence(run.files, work, clock=run.clock, fresh_for=float("inf"))
+        fence = Fence(run.files, clock=run.clock, fresh_for=float("inf"))
         void: dict[str, str] = {}
         for plan in plans:
             for batch in plan.open:
@@ -198,14 +203,15 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         generations = {name for plan in plans for each in plan.open for name in each.sources}
         if all(is_settled(run, name) for name in generations):
             self.log.info(
-                "%d batches have no outcome, and their messages went back to the broker: the run"
-                " was settled before they were handled.",
-                len(void),
+                "%s without an outcome; the messages went back to the broker: the run was settled"
+                " before they were handled.",
+                many(len(void), "batch"),
             )
             tell_settled(self.log, run, [plan.head for plan in plans])
             return self._reference(run, plans)
         raise AirflowFailException(
-            f"{len(void)} batches have no outcome, and cannot get one: {next(iter(void.values()))}"
+            f"{many(len(void), 'batch')} without an outcome that cannot get one:"
+            f" {next(iter(void.values()))}"
         )
 
     # -- the application ---------------------------------------------------------------------------
@@ -245,6 +251,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         program = find_spark(binary, env)
         client = deploy_mode != "cluster"
         env = {**program.env, **env}
+        conf = dict(self.conf or {})
+        elsewhere = file_settings(self.properties_file, env, program.binary)
+        check_classic(env, {**elsewhere, **conf})
         if program.bundled and client:
             check_java(env)
         own = [each.strip() for each in (self.py_files or "").split(",") if each.strip()]
@@ -255,8 +264,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 self.log.warning("%s", warning)
         self.py_files = ",".join([str(shipment.zip), *own])
         self.application = str(shipment.launcher)
-        conf = dict(self.conf or {})
-        conf |= default_conf(master, conf, properties_file=self.properties_file, env=env)
+        conf |= default_conf(master, conf, elsewhere)
         s3_conf, secret = self._s3(uri, conf)
         self.conf = {**conf, **s3_conf}
         variables = dict(program.env)
@@ -306,9 +314,18 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _get_hook(self) -> SparkSubmitHook:
         return super()._get_hook() if self._hook_of is None else self._hook_of()
 
-    def _make_hook(self, uri: str, prepare: Callable[[], str]) -> SubmitHook:
+    def _make_hook(self, uri: str, prepare: Callable[[], tuple[str, Work]]) -> SubmitHook:
+        """Make the hook; ``prepare`` writes the work file, and returns its path and content."""
+
         def arguments() -> list[str]:
-            return ["--run", uri, "--work", prepare(), "--host", socket.gethostname()]
+            path, work = prepare()
+            given = {
+                "--run": uri,
+                "--work": path,
+                "--sha256": work.digest,
+                "--host": socket.gethostname(),
+            }
+            return [each for pair in given.items() for each in pair]
 
         return SubmitHook.of(
             super()._get_hook(),
@@ -317,15 +334,15 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             prepare=arguments,
         )
 
-    def _write_work(self, context: Context, run: StagedRun, heads: Sequence[BatchPlan]) -> str:
-        """Write the work file, which fences earlier tries off; returns its path.
+    def _write_work(
+        self, context: Context, run: StagedRun, heads: Sequence[BatchPlan]
+    ) -> tuple[str, Work]:
+        """Write the work file, which fences earlier tries off; returns its path and content.
 
         Its number rises over retries and clears alike.
         """
         ti = context["ti"]
-        index = getattr(ti, "map_index", -1)
-        # Different for different tasks, or one would fence the other off: no task id has a "!".
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", ti.task_id) + (f"!{index}" if index >= 0 else "")
+        name = task_name(ti)
         while True:
             number = highest_try(run.files, name) + 1
             path = paths.work(name, number)
@@ -338,7 +355,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 package_version=airflow_broadway.__version__,
             )
             if run.files.create(path, work.dumps()):
-                return path
+                return path, work
 
     def is_job_succeeded(self, status: str) -> bool:
         # A job of a cluster may have ended well long ago, and its batches have been cleared since.
@@ -358,14 +375,17 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 self.log.warning("Every batch has an outcome, but Spark ended with: %s", error)
             return
         void = self._void(run, plans)
-        text = f"{left} of {total} batches have no outcome"
+        text = without_outcome(left, total)
         if len(void) == left:
             raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
         if void:
             text += f" ({len(void)} of them never will: {CURE})"
+        ending = self._hook.ending if isinstance(self._hook, SubmitHook) else ""
+        ended = f"  Spark ended with {ending}." if ending else ""
         cause = f".\n{error}" if error else ""
         raise AirflowException(
-            f"{text}; the others stand.  A retry, or clearing this task, runs only those{cause}"
+            f"{text}; the others stand.{ended}  A retry, or clearing this task, runs only"
+            f" those{cause}"
         ) from error
 
     def _reference(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, Any]:
@@ -378,18 +398,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 counts["failed_messages"] += outcome.failed
         if counts["failed"]:
             self.log.error(
-                "%d of %d batches failed whole: see their outcomes, and the driver's log.",
+                "%d of %s failed whole: see the outcomes, and the driver's log.",
                 counts["failed"],
-                counts["batches"],
+                many(counts["batches"], "batch"),
             )
         return {**counts, "plans": [plan.head.path for plan in plans]}
-
-
-def _references(batches: Any) -> Iterator[Mapping[str, Any]]:
-    """The references in whatever a template renders, without those of skipped tasks."""
-    if isinstance(batches, Mapping):
-        if batches.get("plan"):
-            yield batches
-    elif batches is not None and not isinstance(batches, str):
-        for each in batches:
-            yield from _references(each)

@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from airflow_broadway.producers.rabbitmq import RabbitMQProducer
     from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
     from airflow_broadway.producers.sqs import SqsProducer
 
-__all__ = ["SqliteProducer", "SqliteQueue", "SqsProducer"]
+__all__ = ["RabbitMQProducer", "SqliteProducer", "SqliteQueue", "SqsProducer"]
 
 _HOMES = {
+    "RabbitMQProducer": "airflow_broadway.producers.rabbitmq",
     "SqliteProducer": "airflow_broadway.producers.sqlite",
     "SqliteQueue": "airflow_broadway.producers.sqlite",
     "SqsProducer": "airflow_broadway.producers.sqs",

@@ -18,8 +18,16 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
+from airflow_broadway.core.account import (
+    check_fail_when,
+    failures_trouble,
+    handled_of,
+    lines_of,
+    settling_trouble,
+)
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.rules import SECONDS, SECONDS_OR_ZERO
+from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
     declared,
@@ -55,19 +63,24 @@ class BroadwayAckSensor(BaseSensorOperator):
     It starts with the run (``trigger_rule="always"``) and is the last to end: when every watched
     task has finished it settles what has an outcome, releases what has none, checks that each
     message received is accounted for exactly once, and then fails the run if any watched task
-    failed or the sum does not balance.  Red means look, never that settling was skipped.
+    failed, the sum does not balance, messages had lapsed or could not be settled, or so many failed
+    as ``fail_when`` says.  Red means look, never that settling was skipped.
 
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
     :param watch: Ids of the process, batch and Spark tasks.
     :param hold_failed: Seconds for which leases are kept after a batch or Spark task failed for
         good, so that it can be mended and cleared.
+    :param fail_when: When failed messages make the run fail, once all are settled: ``"all"``
+        (default), if every message that was handled failed; an integer, from so many on; a share
+        below 1, such as ``0.05``, from that share of them on; ``"never"``.
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
         at most 15, unless given.  A young run is looked at more often.  With ``"reschedule"``, less
         than 10 is at the mercy of Airflow, which now and then takes a sensor that comes back
         before the supervisor of its last look has ended for killed.
     :param mode: ``"reschedule"`` (default) frees the worker between two looks, once the run is a
-        minute old or none of its tasks is running; ``"poke"`` never does.
+        minute old or none of its tasks is running; ``"poke"`` never does, except in ``dag.test()``,
+        which runs one task at a time.
     :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.
     """
 
@@ -81,6 +94,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         pipeline: Any,
         watch: Sequence[str],
         hold_failed: float = 0.0,
+        fail_when: str | float = "all",
         staging: str | None = None,
         poke_interval: timedelta | float | None = None,
         deferrable: bool | None = None,
@@ -93,6 +107,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         kwargs.setdefault("trigger_rule", "always")
         # Before its siblings: it renews their leases.
         kwargs.setdefault("priority_weight", 100)
+        kwargs.setdefault("doc_md", _docs.ACK)
         super().__init__(poke_interval=interval, **kwargs)
         self.pipeline = ref
         if isinstance(watch, str) or not watch:
@@ -101,6 +116,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         if not SECONDS_OR_ZERO.holds(hold_failed):
             raise OptionsError(f"{self.task_id}.hold_failed", SECONDS_OR_ZERO.text, hold_failed)
         self.hold_failed = hold_failed
+        self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
         self.staging = staging
         if deferrable is None:
             deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
@@ -109,6 +125,8 @@ class BroadwayAckSensor(BaseSensorOperator):
     # -- waiting -------------------------------------------------------------------------------
 
     def execute(self, context: Context) -> Any:
+        if _runs_inline():
+            self.mode = "reschedule"  # else it would wait for what only runs after it
         if not self.deferrable or _runs_inline():
             return super().execute(context)
         return self._look_or_defer(context)
@@ -131,7 +149,7 @@ class BroadwayAckSensor(BaseSensorOperator):
             trigger=BroadwayAckTrigger(
                 dag_id=context["ti"].dag_id,
                 run_id=context["ti"].run_id,
-                watch=self._watched(context),
+                watch=self.watched(context),
                 finished=sum(state in FINISHED for state in states.values()),
                 poke_interval=max(min(self.poke_interval, left), 1.0),
             ),
@@ -190,7 +208,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
         settler = RunSettler(
-            run, pipeline, task_ids=self._watched(context), connections=AirflowConnections()
+            run, pipeline, task_ids=self.watched(context), connections=AirflowConnections()
         )
         states = self._states(context)
         finished = _over(states)
@@ -216,37 +234,43 @@ class BroadwayAckSensor(BaseSensorOperator):
 
     def _conclude(self, report: dict[str, Any], failed: list[str]) -> dict[str, Any]:
         totals = report["totals"]
-        self.log.info("Received and settled: %s.", totals)
+        for line in lines_of(report):
+            self.log.info("%s", line)
+        self.log.info(
+            "All of it: airflow-broadway show --dag-id %s --run-id %s (%s)",
+            report["dag_id"],
+            report["run_id"],
+            report["path"],
+        )
         # Looking again would find the same: no retry.
         if not report["balanced"]:
             raise AirflowFailException(
                 f"The sum does not balance: received {totals['received']}, accounted for"
                 f" {totals['accounted']}: {totals}.  See {report['path']}"
             )
-        if failed:
+        troubles = [
+            f"tasks failed: {failed}; mend the cause, what was given back comes with the next run"
+            if failed
+            else "",
+            settling_trouble(totals["lapsed"], totals["settle_failed"], report["errors"]),
+            failures_trouble(totals["failed"], handled_of(totals), self.fail_when),
+        ]
+        told = [each for each in troubles if each]
+        if told:
             raise AirflowFailException(
-                f"All messages are settled or given back ({totals}), but tasks failed: {failed}."
-                "  Mend the cause; what was given back comes with the next run"
-            )
-        if totals["lapsed"] or totals["settle_failed"]:
-            self.log.error(
-                "%d messages had lapsed before they were settled and %d could not be settled: both"
-                " are delivered again, marked as redelivered.  %s",
-                totals["lapsed"],
-                totals["settle_failed"],
-                report["errors"],
+                f"All messages are settled or given back, but {'.  '.join(told)}.  "
+                + "  ".join(lines_of(report)[:1])
             )
         return {"report": report["path"], **totals}
 
     def _states(self, context: Context) -> dict[str, str | None]:
-        """The states of the watched task instances, by task id and map index."""
+        """The states of the watched task instances: ``process``, or ``process[0]`` and so on."""
         ti = context["ti"]
-        found = ti.get_task_states(
-            dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=self._watched(context)
-        )
-        return dict(found.get(ti.run_id, {}))
+        watched = self.watched(context)
+        found = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=watched)
+        return {_shown(name, watched): state for name, state in found.get(ti.run_id, {}).items()}
 
-    def _watched(self, context: Context) -> list[str]:
+    def watched(self, context: Context) -> list[str]:
         """The watched ids as Airflow knows them: those of a task group carry its prefix."""
         known = set(context["dag"].task_ids)
         group = self.task_group
@@ -292,3 +316,9 @@ def _runs_inline() -> bool:
 
     comms = getattr(task_runner, "SUPERVISOR_COMMS", None)
     return type(comms).__name__ == "InProcessSupervisorComms"
+
+
+def _shown(name: str, watched: Sequence[str]) -> str:
+    """``process_0``, as Airflow names an instance here, in the words of its UI: ``process[0]``."""
+    task_id, _, index = name.rpartition("_")
+    return f"{task_id}[{index}]" if task_id in watched and name not in watched else name

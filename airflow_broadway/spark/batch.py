@@ -5,8 +5,11 @@ What stands between a batch and a wrong outcome:
 * the fence is checked before the callback, and again, freshly, before the outcome is written;
 * what the callback raises fails the batch, unless Spark itself is gone or the application is being
   stopped: then nothing is recorded, and a retry runs the batch again under the same id;
-* the entries are written first, under a name of their own, and the outcome that names them is
-  created exclusively: of two writers one wins, and the other's entries are read by nobody.
+* rows that cannot be read back are a matter of their batch alone: it fails without
+  ``handle_failed``, which would get them, and if that cannot be either, it has no outcome, as one
+  whose files are not there;
+* many entries are written first, under a name of their own, few into the outcome, which is created
+  exclusively: of two writers one wins, and the other's entries are read by nobody.
 """
 
 from __future__ import annotations
@@ -22,31 +25,31 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.callbacks import PROTECTED, log_failure, status_of
+from airflow_broadway.core.entries import MAX_REASON, cut
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.manifest import (
-    MAX_REASON,
     BatchPlan,
     Files,
     Outcome,
     PlannedBatch,
     Work,
-    cut,
     dump_entry,
-    paths,
     plain_key,
 )
 from airflow_broadway.core.message import BatchInfo, Status, Trigger
+from airflow_broadway.core.recording import Exceptions, Recorder
+from airflow_broadway.core.text import many
 from airflow_broadway.spark.fence import Fence
 from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
 from airflow_broadway.spark.outcome import Counts, Judge
 from airflow_broadway.spark.results import Failed, Outcomes, read
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from airflow_broadway.core.broadway import Broadway
 
-__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "spark_loss"]
+__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable", "spark_loss"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,10 @@ class SparkLost(BroadwayError):
 
 class Stopped(BroadwayError):
     """The application is being stopped: what was running has no outcome."""
+
+
+class Unreadable(BroadwayError):
+    """Messages of one batch cannot be read back: it has no outcome, and others go on."""
 
 
 class _CallbackError(Exception):
@@ -123,7 +130,11 @@ class BatchRunner:
         self._app = application
         self._plan = plan
         self._frames = BatchFrames(application.uri, plan)
-        self._judge = Judge(application.pipeline, application.context, self._frames)
+        writer = f"{application.work.try_number:06d}-{uuid.uuid4().hex[:8]}"
+        self._recorder = Recorder(application.files, plan, writer)
+        about = application.pipeline, application.context, self._frames
+        self._judge = Judge(*about)
+        self._judge_without = Judge(*about, handle_failed=False)
 
     def run(self, batch: PlannedBatch, *, lane: int = 0) -> Outcome | None:
         """Handle one batch and record its outcome; ``None`` if another had recorded one first.
@@ -132,6 +143,7 @@ class BatchRunner:
         :raises LeaseLapsed: If the run no longer holds its messages, or a later try has begun.
         :raises SparkLost: If Spark is gone.
         :raises Stopped: If the application was told to stop.
+        :raises Unreadable: If its files are not there, or what failed cannot be read back.
         """
         self._app.fence.check(batch.sources)
         session = new_session(self._app.spark)
@@ -139,6 +151,10 @@ class BatchRunner:
             return self._run(session, batch, lane)
         finally:
             end_session(session)
+
+    def finish(self) -> None:
+        """Say that no further batch comes."""
+        self._recorder.finish()
 
     def _run(self, session: SparkSession, batch: PlannedBatch, lane: int) -> Outcome | None:
         app = self._app
@@ -155,13 +171,13 @@ class BatchRunner:
             attempt=app.work.try_number,
         )
         found = self._call(session, batch, info, lane)
-        path, counts, whole = self._write_entries(session, batch, found)
+        exceptions, counts, whole = self._keep(session, batch, found)
         if counts.unnamed:
             log.error(
-                "%s.handle_batch received %d messages and returned outcomes of only %d; one without"
+                "%s.handle_batch received %s and returned outcomes of only %d; one without"
                 " an outcome is not settled, and goes back to its broker when the run ends",
                 type(app.pipeline).__name__,
-                batch.size,
+                many(batch.size, "message"),
                 batch.size - counts.unnamed,
                 extra={"code": "handle_batch_count_mismatch"},
             )
@@ -172,7 +188,7 @@ class BatchRunner:
             successful=batch.size - counts.failed - counts.missing,
             failed=counts.failed,
             missing=counts.missing,
-            entries=path,
+            **exceptions._asdict(),
             error=cut(whole.text, MAX_REASON) if whole else "",
             writer=f"{app.work.name} try {app.work.try_number} on {app.host}",
             try_number=app.work.try_number,
@@ -182,7 +198,7 @@ class BatchRunner:
         )
         app.check_alive()
         app.fence.check(batch.sources, fresh=True)
-        if not app.files.create(paths.outcome(self._plan.path, batch.batch_id), outcome.dumps()):
+        if not self._recorder.record(outcome):
             log.warning(
                 "Batch %s has an outcome already; the one of this try is discarded.", batch.batch_id
             )
@@ -206,7 +222,7 @@ class BatchRunner:
     ) -> Failed | Outcomes | Status | None:
         """What ``handle_batch`` returned, checked; or the status of a batch that failed whole."""
         pipeline = self._app.pipeline
-        messages = self._frames.messages(session, batch)
+        messages = self._messages(session, batch)
         span = self._span(info, lane, messages)
         try:
             if not pipeline.defines("handle_batch"):
@@ -233,31 +249,45 @@ class BatchRunner:
             span.stop({**self._about(lane), "batch_info": info})
         return found
 
-    def _write_entries(
-        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
-    ) -> tuple[str | None, Counts, Status | None]:
-        """Write the entries file.
+    def _messages(self, session: SparkSession, batch: PlannedBatch) -> DataFrame:
+        try:
+            return self._frames.messages(session, batch)
+        except Exception as error:  # Spark looks whether the files are there
+            self._app.check_alive(error)
+            raise _unreadable("messages", batch, error) from error
 
-        Returns its path (``None`` without any), what it holds, and the status of a batch that
-        failed whole.
+    def _keep(
+        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
+    ) -> tuple[Exceptions, Counts, Status | None]:
+        """Keep the batch's exceptions.
+
+        Returns them, their counts, and the status of a batch that failed whole.
         """
         whole = found if isinstance(found, Status) else None
+        if whole is None:
+            try:
+                return *self._stream(session, batch, found, self._judge), None
+            except _CallbackError as carried:
+                # A frame is lazy: what was returned is computed, and may raise, only here.
+                error = carried.error
+                self._app.check_alive(error)
+                log_failure("handle_batch", self._app.pipeline, error, batch.size)
+                whole = status_of(error)
         try:
-            path, counts = self._stream(session, batch, found)
-        except _CallbackError as carried:
-            # A frame is lazy: what handle_batch returned is computed, and may raise, only here.
-            error = carried.error
-            self._app.check_alive(error)
-            log_failure("handle_batch", self._app.pipeline, error, batch.size)
-            whole = status_of(error)
-            path, counts = self._stream(session, batch, whole)
-        return path, counts, whole
+            return *self._stream(session, batch, whole, self._judge), whole
+        except Unreadable as error:
+            log.error("%s: they are settled without handle_failed", error)
+            return *self._stream(session, batch, whole, self._judge_without), whole
 
     def _stream(
-        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
-    ) -> tuple[str | None, Counts]:
+        self,
+        session: SparkSession,
+        batch: PlannedBatch,
+        found: Failed | Outcomes | Status | None,
+        judge: Judge,
+    ) -> tuple[Exceptions, Counts]:
         counts = Counts()
-        entries = self._judge.entries(session, batch, found, counts)
+        entries = judge.entries(session, batch, found, counts)
         own = not isinstance(found, Status)
 
         def lines() -> Iterator[str]:
@@ -268,19 +298,12 @@ class BatchRunner:
                     if own:
                         raise _CallbackError(error) from error
                     self._app.check_alive(error)
-                    raise
+                    raise _unreadable("failed messages", batch, error) from error
                 if line is None:
                     return
                 yield dump_entry(line.entry, source=line.source)
 
-        stream = lines()
-        first = next(stream, None)
-        if first is None:
-            return None, counts
-        writer = f"{self._app.work.try_number:06d}-{uuid.uuid4().hex[:8]}"
-        path = paths.outcome_entries(self._plan.path, batch.batch_id, writer)
-        self._app.files.write_lines(path, _again(first, stream))
-        return path, counts
+        return self._recorder.keep(batch.batch_id, lines()), counts
 
     def _about(self, lane: int) -> dict[str, Any]:
         name = f"{self._plan.pipeline}.Broadway.BatchProcessor_{self._plan.batcher}_{lane}"
@@ -301,6 +324,8 @@ class BatchRunner:
         return telemetry.Span("batch_processor", about)
 
 
-def _again(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
+def _unreadable(what: str, batch: PlannedBatch, error: BaseException) -> Unreadable:
+    return Unreadable(
+        f"{what} of the batch {batch.batch_id} cannot be read back"
+        f" ({type(error).__name__}: {cut(str(error), MAX_REASON)})"
+    )

@@ -1,10 +1,17 @@
 """Whether this application may still act for its run.
 
-After a SIGKILL of the task a JVM lives on for up to a minute and a retry overlaps it; the broker
-may have taken the messages back meanwhile; people clear tasks.  So before each batch, and again
-before its outcome is recorded, three things are read from the run's folder: no higher try has its
-work file there, nobody has begun to settle or release the batch's generations, and their leases
-have not lapsed.  All are rare, and a batch stopped here costs nothing: its messages come back.
+After a SIGKILL of the task a JVM lives on for up to a minute and a retry overlaps it, and so may a
+worker that Airflow has lost; the broker may have taken the messages back meanwhile; people clear
+tasks.  So before each batch, and again before its outcome is recorded, three things are looked at
+in the run's folder: no higher try has its file there, nobody has begun to settle or release the
+batch's generations, and their leases have not lapsed.  All are rare, and a batch stopped here costs
+nothing: its messages come back.
+
+What was read serves for a second.  Before it records, a driver reads anew: its batches are large,
+and its JVM often outlives its task.  A Python batcher does not, for it may have a thousand batches
+of a few milliseconds; whoever has read may sleep before it records in any case.  An outcome that
+comes too late does no harm: its generation is settled by what was there before, and its messages
+come again, marked.
 """
 
 from __future__ import annotations
@@ -17,9 +24,9 @@ from collections.abc import Iterable
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.manifest import Files, Work, paths
+from airflow_broadway.core.manifest import Files, paths
 
-__all__ = ["Fence", "Fenced", "highest_try", "tries"]
+__all__ = ["Fence", "Fenced", "highest_try"]
 
 #: What people are told to do when a run no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
@@ -29,30 +36,35 @@ class Fenced(LeaseLapsed):
     """A later try of the task is at work, so this application stops."""
 
 
-def tries(files: Files, name: str) -> list[int]:
-    """The tries of a task that have a work file, ascending."""
+def highest_try(files: Files, name: str, folder: str = "work") -> int:
+    """The highest try of a task that has a file in ``folder``; 0 if none has."""
     pattern = re.compile(re.escape(name) + r"-(\d+)\.json")
-    found = (pattern.fullmatch(file) for file in files.list("work"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def highest_try(files: Files, name: str) -> int:
-    """The highest try of a task that has a work file; 0 if none has."""
-    return max(tries(files, name), default=0)
+    found = (pattern.fullmatch(file) for file in files.list(folder))
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 class Fence:
     """The right of one application; used from many threads.
 
-    :param fresh_for: Seconds for which what was read serves the check before a batch; the check
-        before recording always reads.
+    :param name: The task's name in the staging folder; empty: there are no tries to look for.
+    :param folder: Where its tries have their files.
+    :param fresh_for: Seconds for which what was read serves.
     """
 
     def __init__(
-        self, files: Files, work: Work, *, clock: Clock | None = None, fresh_for: float = 1.0
+        self,
+        files: Files,
+        name: str = "",
+        try_number: int = 0,
+        *,
+        folder: str = "work",
+        clock: Clock | None = None,
+        fresh_for: float = 1.0,
     ) -> None:
         self._files = files
-        self._work = work
+        self._name = name
+        self._try_number = try_number
+        self._folder = folder
         self._clock = clock or SystemClock()
         self._fresh_for = fresh_for
         self._lock = threading.Lock()
@@ -64,12 +76,12 @@ class Fence:
 
         :raises Fenced: Naming the later try.
         """
-        if not fresh and self._is_fine("try"):
+        if not self._name or (not fresh and self._is_fine("try")):
             return
-        highest = highest_try(self._files, self._work.name)
-        if highest > self._work.try_number:
+        highest = highest_try(self._files, self._name, self._folder)
+        if highest > self._try_number:
             raise Fenced(
-                f"try {highest} of {self._work.name!r} has begun, so try {self._work.try_number}"
+                f"try {highest} of {self._name!r} has begun, so try {self._try_number}"
                 " stops here and records nothing more"
             )
         self._set_fine("try")
@@ -77,6 +89,7 @@ class Fence:
     def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
         """Return if this application may handle, or record, a batch of these generations.
 
+        :param fresh: Read, whatever was read just now.
         :raises Fenced: If a later try has begun.
         :raises LeaseLapsed: If a generation is settled, released or lapsed.
         """

@@ -22,12 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.files import check_path, make_folders, new_file
 from airflow_broadway.core.manifest import Files
 
 __all__ = ["FsspecFiles", "HadoopFiles", "LocalFiles", "local_path", "open_files"]
 
 #: Characters handed to the JVM in one call.
 CHUNK = 1 << 18
+
+#: Schemes of S3, where creating a file without overwriting looks first and writes later.
+_S3 = ("s3", "s3a", "s3n")
+#: An option of Hadoop's for stores that refuse, when a file is closed, to replace another.
+_CONDITIONAL = "fs.option.create.conditional.overwrite"
 
 #: Schemes of file systems whose rename never replaces a file.
 _RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
@@ -72,22 +78,22 @@ class LocalFiles:
 
     def read(self, path: str) -> str:
         """The file's text."""
-        return (self.root / path).read_text(encoding="utf-8")
+        return self._path(path).read_text(encoding="utf-8")
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file."""
-        return (self.root / path).exists()
+        return self._path(path).exists()
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is no such folder."""
         try:
-            return sorted(os.listdir(self.root / folder))
+            return sorted(os.listdir(self._path(folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def create(self, path: str, text: str) -> bool:
         """Write a whole file unless it exists; whether it was written."""
-        target = self.root / path
+        target = self._path(path)
         # A link fails if the name is taken, and names a file that is already whole and on disk.
         aside = self._aside(target, text)
         try:
@@ -101,18 +107,18 @@ class LocalFiles:
 
     def replace(self, path: str, text: str) -> None:
         """Write a whole file, replacing any."""
-        target = self.root / path
+        target = self._path(path)
         os.replace(self._aside(target, text), target)
         _sync_folder(target.parent)
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         """Write a new file of lines, streamed; how many."""
-        target = self.root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target = self._path(path)
+        make_folders(str(target.parent))
         count = 0
-        with target.open("x", encoding="utf-8", newline="\n") as file:
+        with new_file(str(target)) as file:
             for line in lines:
-                file.write(line + "\n")
+                file.write(f"{line}\n".encode())
                 count += 1
             file.flush()
             os.fsync(file.fileno())
@@ -121,18 +127,21 @@ class LocalFiles:
 
     def lines(self, path: str) -> Iterator[str]:
         """The lines of a file, streamed."""
-        with (self.root / path).open(encoding="utf-8", newline="\n") as file:
+        with self._path(path).open(encoding="utf-8", newline="\n") as file:
             for line in file:
                 yield line.rstrip("\n")
 
+    def _path(self, path: str) -> Path:
+        return self.root / check_path(path, str(self.root))
+
     @staticmethod
     def _aside(target: Path, text: str) -> Path:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(str(target.parent))
         # The leading dot keeps it out of listings by Spark; other readers know their names.
         aside = target.parent / f".{target.name}.{uuid.uuid4().hex}"
         try:
-            with aside.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+            with new_file(str(aside)) as file:
+                file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
@@ -164,6 +173,15 @@ class HadoopFiles:
         self._fs = path.getFileSystem(spark._jsc.hadoopConfiguration())
         scheme = uri.partition(":")[0].lower()
         self._renames = scheme in _RENAMES if renames is None else renames
+        self._conditional = bool(self._fs.hasPathCapability(path, _CONDITIONAL))
+        if scheme in _S3 and not self._conditional:
+            version = self._jvm.org.apache.hadoop.util.VersionInfo.getVersion()
+            raise StagingError(
+                f"{uri} lies in S3, where this Spark's Hadoop ({version}) cannot create a file only"
+                " if there is none, so that two applications could both record an outcome of one"
+                " batch: it takes s3a of Hadoop 3.4.2 or newer, with"
+                " fs.s3a.create.conditional.enabled not false; or put staging elsewhere"
+            )
 
     def read(self, path: str) -> str:
         """The file's text."""
@@ -191,24 +209,25 @@ class HadoopFiles:
     def create(self, path: str, text: str) -> bool:
         """Write a whole file unless it exists; whether it was written."""
         target = self._path(path)
-        if self._fs.exists(target):
-            return False
         if self._renames:
+            if self._fs.exists(target):
+                return False
             aside = self._path(self._aside(path))
             self._write(self._fs.create(aside, False), [text])
             if self._fs.rename(aside, target):
                 return True
             self._fs.delete(aside, False)
             return False
-        # Visible only once closed, as object stores do it; the option makes S3 refuse an object
-        # that came up meanwhile, and stores that do not know it pass it over.
+        # Visible only once closed, as object stores do it, and refused if one came up meanwhile.
         builder = self._fs.createFile(target).overwrite(False).recursive()
-        builder = builder.opt("fs.option.create.conditional.overwrite", "true")
+        if self._conditional:
+            builder = builder.must(_CONDITIONAL, "true")
         try:
             self._write(builder.build(), [text])
         except Exception as error:
-            if _is_java(error, "FileAlreadyExistsException"):
-                return False
+            if _is_java(error, "FileAlreadyExistsException", "RemoteFileChangedException"):
+                # Of a request whose answer was lost, the second try meets what the first wrote.
+                return self.read(path) == text
             raise
         return True
 
@@ -249,12 +268,13 @@ class HadoopFiles:
             reader.close()
 
     def _path(self, path: str) -> Any:
-        return self._jvm.org.apache.hadoop.fs.Path(f"{self._root}/{path}")
+        place = f"{self._root}/{check_path(path, self._root)}"
+        return self._jvm.org.apache.hadoop.fs.Path(place)
 
     @staticmethod
     def _aside(path: str) -> str:
         folder, _, name = path.rpartition("/")
-        return f"{folder}/.{name}.{uuid.uuid4().hex}"
+        return f"{folder + '/' if folder else ''}.{name}.{uuid.uuid4().hex}"
 
     def _open(self, path: str) -> Any:
         try:
@@ -294,11 +314,11 @@ class HadoopFiles:
             stream.abort()
 
 
-def _is_java(error: Exception, name: str) -> bool:
-    """Whether a Java exception of that simple name, or its cause, stands behind ``error``."""
+def _is_java(error: Exception, *names: str) -> bool:
+    """Whether a Java exception of one of these simple names stands behind ``error``."""
     java = getattr(error, "java_exception", None)
     while java is not None:
-        if str(java.getClass().getSimpleName()) == name:
+        if str(java.getClass().getSimpleName()) in names:
             return True
         java = java.getCause()
     return False
@@ -374,4 +394,4 @@ class FsspecFiles:
                 yield line.decode("utf-8").rstrip("\n")
 
     def _path(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        return f"{self._root}/{check_path(path, self._root)}"

@@ -33,7 +33,15 @@ from airflow_broadway.core.schema import (
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["COLUMNS", "PRIVATE", "SETTINGS", "BatchFrames", "new_session", "spark_type"]
+__all__ = [
+    "COLUMNS",
+    "PRIVATE",
+    "SETTINGS",
+    "BatchFrames",
+    "micros",
+    "new_session",
+    "spark_type",
+]
 
 #: The columns that a callback sees, in this order.
 COLUMNS = (
@@ -149,9 +157,22 @@ class BatchFrames:
         return self._rows(spark, batch).select(*COLUMNS)
 
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
-        """The same rows with what settling needs; ``data`` and ``metadata`` only if asked for."""
-        seen = COLUMNS if data else ("message_id", "attempt")
+        """The same rows with what settling needs, to be read back into Python.
+
+        Instants are microseconds since 1970, as :func:`micros` has them: Spark's own reader builds
+        naive ones in the zone of this process, which has no 0001-01-01T00:00:00Z west of it.
+
+        :param data: Whether ``data`` and what else ``handle_failed`` sees is asked for.
+        """
+        seen: list[Column | str] = ["message_id", "attempt", "redelivered"]
+        if data:
+            seen = [micros(F.col(name), self._kind(name)).alias(name) for name in COLUMNS]
         return self._rows(spark, batch).select(*seen, "source", *PRIVATE)
+
+    def _kind(self, name: str) -> DataType | None:
+        if name == "received_at":
+            return Atomic.TIMESTAMP
+        return self.schema.struct if name == "data" and self.schema else None
 
     def _rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
@@ -160,6 +181,40 @@ class BatchFrames:
         # Whatever the cluster is set to: a message that was not read must not be acked.
         reader = reader.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
         return reader.parquet(*files).where(in_ranges(batch.rows))
+
+
+def micros(column: Column, kind: DataType | None) -> Column:
+    """``column`` with each instant in it as microseconds since 1970, at any depth.
+
+    A map with an instant in it becomes an array of its entries: keys stay whole.
+    """
+    if kind is None or not _has_instant(kind):
+        return column
+    if isinstance(kind, Struct):
+        fields = (micros(column[f.name], f.type).alias(f.name) for f in kind.fields)
+        return F.when(column.isNotNull(), F.struct(*fields))
+    if isinstance(kind, Array):
+        element = kind.element
+        return F.transform(column, lambda each: micros(each, element))
+    if isinstance(kind, Map):
+        key, value = kind.key, kind.value
+        return F.transform(
+            F.map_entries(column),
+            lambda each: F.struct(
+                micros(each["key"], key).alias("key"), micros(each["value"], value).alias("value")
+            ),
+        )
+    return F.unix_micros(column)
+
+
+def _has_instant(kind: DataType) -> bool:
+    if isinstance(kind, Struct):
+        return any(_has_instant(field.type) for field in kind.fields)
+    if isinstance(kind, Array):
+        return _has_instant(kind.element)
+    if isinstance(kind, Map):
+        return _has_instant(kind.key) or _has_instant(kind.value)
+    return kind is Atomic.TIMESTAMP
 
 
 def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:

@@ -3,6 +3,7 @@
 ::
 
     spark-submit … launcher.py --run file:///data/broadway/flights/… --work work/<task>-<try>.json
+        --sha256 <the work file's>
 
 It runs every planned batch that has no outcome yet, ``concurrency`` at a time for each batcher and
 all batchers beside each other, and ends with 0 when each batch has an outcome, a failed one
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway import __version__
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
-from airflow_broadway.core.manifest import Files, Work
+from airflow_broadway.core.manifest import Files, Work, digest_of
 from airflow_broadway.spark.files import local_path, open_files
 from airflow_broadway.spark.work import REFUSED, run_work
 
@@ -32,11 +33,17 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-__all__ = ["MIN_SPARK", "main"]
+__all__ = ["MIN_SPARK", "NO_CONNECT", "main"]
 
 log = logging.getLogger("airflow_broadway.spark")
 
 MIN_SPARK = (3, 5)
+
+#: The package would reach neither the server nor its UDFs.
+NO_CONNECT = (
+    "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"
+    " spark://… or k8s://…)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,17 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="airflow-broadway-spark", description=__doc__)
     parser.add_argument("--run", help="URI of the run's folder")
     parser.add_argument("--work", help="path of the work file in it")
+    parser.add_argument("--sha256", help="the work file's digest, without which nothing is loaded")
     parser.add_argument("--host", default="?", help="who wrote the work file")
-    parser.add_argument("--check", help="only load this pipeline reference (JSON); needs no Spark")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only load the pipeline whose reference (JSON) is on standard input; needs no Spark",
+    )
     given = parser.parse_args(argv)
     if given.check:
-        return _check(given.check)
+        return _check(sys.stdin.read())
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("py4j").setLevel(logging.WARNING)
     try:
-        return _run(given.run, given.work, given.host)
+        return _run(given)
     except (BroadwayError, OSError) as error:
         log.error("%s", error)
         return REFUSED
@@ -75,19 +87,20 @@ def _check(reference: str) -> int:
     return 0
 
 
-def _run(uri: str, path: str, host: str) -> int:
+def _run(given: argparse.Namespace) -> int:
     log.info("%s", _versions())
+    uri: str = given.run
     files: Files | None = None
     if local_path(uri) is not None:  # no need to wait for a session to find that nothing is there
         files = open_files(uri)
-        _read_work(files, uri, path, host)
+        _read_work(files, given)
     spark = _session()
     try:
         from airflow_broadway.spark.frame import prepare_session
 
         prepare_session(spark)
         files = files or open_files(uri, spark)
-        return run_work(spark, uri, files, _read_work(files, uri, path, host))
+        return run_work(spark, uri, files, _read_work(files, given))
     finally:
         with suppress(Exception):
             spark.stop()
@@ -115,15 +128,23 @@ def _versions() -> str:
     return text
 
 
-def _read_work(files: Files, uri: str, path: str, host: str) -> Work:
+def _read_work(files: Files, given: argparse.Namespace) -> Work:
+    path: str = given.work
     try:
-        work = Work.loads(files.read(path), path)
+        text = files.read(path)
     except FileNotFoundError:
         raise StagingError(
-            f"{uri}/{path}, written on host {host!r}, is not there for the Spark driver on host"
-            f" {platform.node()!r}: every task and the driver must see the same staging root; set"
-            " [broadway] staging to one that they share"
+            f"{given.run}/{path}, written on host {given.host!r}, is not there for the Spark driver"
+            f" on host {platform.node()!r}: every task and the driver must see the same staging"
+            " root; set [broadway] staging to one that they share"
         ) from None
+    # Before anything that it names is imported: others may write into the staging folder.
+    if digest_of(text) != given.sha256:
+        raise StagingError(
+            f"{given.run}/{path} is not what the task wrote (its SHA-256 is {digest_of(text)}, and"
+            f" the command line says {given.sha256}): somebody has changed it, and nothing was run"
+        )
+    work = Work.loads(text, path)
     if work.package_version and work.package_version != __version__:
         raise PipelineError(
             f"the task was planned by airflow-broadway {work.package_version}, but the driver has"
@@ -133,19 +154,24 @@ def _read_work(files: Files, uri: str, path: str, host: str) -> Work:
 
 
 def _session() -> SparkSession:
+    """The driver's session.
+
+    :raises PipelineError: If it would be one of Spark Connect.
+    """
+    from pyspark import SparkConf
     from pyspark.sql import SparkSession
 
-    from airflow_broadway.spark.frame import SETTINGS
+    from airflow_broadway.spark.frame import SETTINGS, is_connect
 
-    builder: Any = SparkSession.builder
-    if "SPARK_REMOTE" not in os.environ and "SPARK_CONNECT_MODE_ENABLED" not in os.environ:
-        from pyspark import SparkConf
-
-        conf = SparkConf()
-        for name, value in {"spark.scheduler.mode": "FAIR", **SETTINGS}.items():
-            conf.setIfMissing(name, value)
-        builder = builder.config(conf=conf)
-    session: SparkSession = builder.getOrCreate()
+    for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
+        if os.environ.get(name):
+            raise PipelineError(f"{name} is set for the driver: {NO_CONNECT}")
+    conf = SparkConf()
+    for name, value in {"spark.scheduler.mode": "FAIR", **SETTINGS}.items():
+        conf.setIfMissing(name, value)
+    session: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
+    if is_connect(session):
+        raise PipelineError(f"the driver's session is one of Spark Connect: {NO_CONNECT}")
     _silence_pools(session)
     return session
 

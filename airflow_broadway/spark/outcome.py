@@ -1,15 +1,15 @@
 """From what ``handle_batch`` returned to the entries of a batch: its exceptions, one by one.
 
 A success needs no line; a failed message gets one with its verdict, and a message without any
-outcome one that releases it.  Only the rows of those messages are read back, a thousand at a time,
-so a batch of millions may fail in a driver of little memory.
+outcome one that releases it.  Only the rows of those messages are read back, a small partition at a
+time, so a batch of millions may fail in a driver of little memory.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
@@ -23,8 +23,9 @@ from airflow_broadway.core.acknowledger import (
 )
 from airflow_broadway.core.callbacks import run_handle_failed
 from airflow_broadway.core.custody import RELEASE, Delivery, Entry, Verdict
+from airflow_broadway.core.entries import MAX_REASON
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.manifest import MAX_REASON, EntryLine, PlannedBatch, plain_key
+from airflow_broadway.core.manifest import EntryLine, PlannedBatch, plain_key
 from airflow_broadway.core.message import NO_ACK, AckRef, Message, Status
 from airflow_broadway.core.schema import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.spark.frame import BatchFrames
@@ -41,10 +42,13 @@ __all__ = ["Counts", "Judge"]
 SMALL = 1000
 #: Messages that one call of ``handle_failed`` gets at most.
 CHUNK = 1000
+#: What a partition holds at most, about, of what is read back: the driver holds one whole.
+PART_ROWS, PART_BYTES = 10_000, 8 * 1024 * 1024
 #: Ids named in an error.
 SHOWN = 3
 
 _MISSING = Status("missing")
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class Counts:
@@ -73,14 +77,18 @@ class Judge:
     """Turns the exceptions of one plan's batches into entries; used from many threads.
 
     :param context: What the callbacks get.
+    :param handle_failed: Whether that callback is called, where the pipeline has it: only for it is
+        the data of what failed read back.
     """
 
-    def __init__(self, pipeline: Broadway, context: Any, frames: BatchFrames) -> None:
+    def __init__(
+        self, pipeline: Broadway, context: Any, frames: BatchFrames, *, handle_failed: bool = True
+    ) -> None:
         self._pipeline = pipeline
         self._context = context
         self._frames = frames
-        # Without the callback nobody looks at the data of what failed.
-        self._data = pipeline.defines("handle_failed")
+        self._handle_failed = handle_failed
+        self._data = handle_failed and pipeline.defines("handle_failed")
 
     def entries(
         self,
@@ -131,7 +139,9 @@ class Judge:
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
         messages = [self._message(each, batch, acknowledger) for each in chunk]
         with Scope("batch") as scope:
-            handled = run_handle_failed(self._pipeline, messages, self._context, scope)
+            handled = messages
+            if self._handle_failed:
+                handled = run_handle_failed(self._pipeline, messages, self._context, scope)
             ack_messages([], handled, on_error=_raise)
         # By generation, too: a message may have come to two of them, and each settles its own.
         left = {
@@ -158,7 +168,6 @@ class Judge:
             seen = {
                 "metadata": row["metadata"] or {},
                 "batch_key": _batch_key(row["batch_key"], batch),
-                "redelivered": bool(row["redelivered"]),
                 "received_at": as_utc(row["received_at"]),
                 "position": row["position"],
             }
@@ -166,6 +175,7 @@ class Judge:
             self._python(row["data"]) if self._data else None,
             message_id=row["message_id"],
             attempt=row["attempt"],
+            redelivered=bool(row["redelivered"]),
             batcher=self._frames.plan.batcher,
             status=each.status,
             acknowledger=NO_ACK
@@ -189,7 +199,7 @@ class Judge:
     ) -> Iterator[_Exception]:
         rows = self._frames.private(spark, batch, data=self._data)
         if isinstance(found, Status):
-            return (_Exception(row, found) for row in rows.toLocalIterator())
+            return (_Exception(row, found) for row in _in_parts(rows, batch).toLocalIterator())
         if isinstance(found, Failed):
             named = _named_of_failed(spark, found)
             if named is None:
@@ -205,7 +215,13 @@ class Judge:
             return _from_few(rows, few, complete=complete)
         if isinstance(named, list):
             named = spark.createDataFrame(named, _NAMED)
-        return _from_join(rows, named, complete=complete)
+        return _from_join(rows, named, batch, complete=complete)
+
+
+def _in_parts(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
+    """The same rows in partitions of which one at a time fits into a small driver."""
+    parts = max(-(-batch.size // PART_ROWS), -(-batch.bytes // PART_BYTES))
+    return rows if parts <= 1 else rows.repartition(parts, "message_id")
 
 
 #: A row of what was named; of several for one message the highest rank counts.
@@ -293,18 +309,22 @@ def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[
     _check_known([message_id for message_id in found if message_id not in seen])
 
 
-def _from_join(rows: DataFrame, named: DataFrame, *, complete: bool) -> Iterator[_Exception]:
+def _from_join(
+    rows: DataFrame, named: DataFrame, batch: PlannedBatch, *, complete: bool
+) -> Iterator[_Exception]:
     """The same by a join, whatever the number."""
     best = named.groupBy("message_id").agg(
         F.max(F.struct("rank", "status", "reason")).alias("_named")
     )
-    joined = best.join(
+    # Never by a broadcast: Spark goes by compressed sizes, and ids compress well; what has a
+    # megabyte to be sent has hundreds in a driver that builds a table of them.
+    joined = best.hint("merge").join(
         rows.withColumn("_here", F.lit(True)), "message_id", "full" if complete else "left"
     )
     status = F.col("_named.status")
     wanted = joined.where(F.col("_here").isNull() | status.isNull() | (status != "ok"))
     unknown: list[str] = []
-    for row in wanted.toLocalIterator():
+    for row in _in_parts(wanted, batch).toLocalIterator():
         named_row = row["_named"]
         if not row["_here"]:
             unknown.append(row["message_id"])
@@ -400,13 +420,16 @@ def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
     return None if text == "null" else text
 
 
-def as_utc(value: datetime) -> datetime:
-    """An instant that Spark collected (naive, in the driver's own zone) as aware UTC."""
-    return value.astimezone(timezone.utc)
+def as_utc(value: int) -> datetime:
+    """Microseconds since 1970 as an instant, aware UTC."""
+    return _EPOCH + timedelta(microseconds=value)
 
 
 def to_python(value: Any, kind: DataType | Schema) -> Any:
-    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants."""
+    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants.
+
+    :param value: With its instants as :func:`frame.micros` left them.
+    """
     if value is None:
         return None
     if isinstance(kind, Struct):
@@ -414,8 +437,8 @@ def to_python(value: Any, kind: DataType | Schema) -> Any:
     if isinstance(kind, Array):
         return [to_python(each, kind.element) for each in value]
     if isinstance(kind, Map):
-        items: Mapping[Any, Any] = value
-        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items.items()}
+        items = value.items() if isinstance(value, Mapping) else value
+        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items}
     if kind is Atomic.BINARY:
         return bytes(value)
     if kind is Atomic.TIMESTAMP:

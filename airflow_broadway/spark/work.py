@@ -21,6 +21,7 @@ from airflow_broadway.core.callbacks import context_of
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
 from airflow_broadway.core.manifest import BatchPlan, Files, PlannedBatch, Work, paths
 from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.text import many
 from airflow_broadway.spark.fence import Fence, Fenced
 from airflow_broadway.spark.turns import Turns
 
@@ -94,7 +95,7 @@ class _Run:
         self.plans = plans
         self.stop = stop
         self.connect = is_connect(spark)
-        self.fence = Fence(files, work)
+        self.fence = Fence(files, work.name, work.try_number)
         self.fence.check_try(fresh=True)
         self.app = Application(
             spark=spark,
@@ -153,16 +154,15 @@ class _Run:
     def _close(self) -> int:
         left = sum(plan.batches for plan in self.plans) - self.known - self.recorded
         log.info(
-            "%d batches: %d handled now (%d of them failed whole), %d had an outcome before,"
-            " %d have none.",
-            sum(plan.batches for plan in self.plans),
+            "%s: %d handled now (%d of them failed whole), %d had an outcome before, %d have none.",
+            many(sum(plan.batches for plan in self.plans), "batch"),
             self.recorded,
             self.failed,
             self.known,
             left,
         )
         for problem, count in self.problems.items():
-            log.error("%d batches without an outcome: %s", count, problem)
+            log.error("%s without an outcome: %s", many(count, "batch"), problem)
         if isinstance(self.error, KeyboardInterrupt):
             return INTERRUPTED
         return INCOMPLETE if left or self.error is not None else 0
@@ -240,6 +240,7 @@ class _Run:
             thread.start()
         for thread in lanes:
             thread.join()
+        runner.finish()
 
     def _open(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """The batches of a plan that have no outcome."""
@@ -276,12 +277,14 @@ class _Run:
     def _handle(
         self, runner: BatchRunner, batch: PlannedBatch, progress: _Progress, lane: int
     ) -> None:
+        from airflow_broadway.spark.batch import Unreadable
+
         try:
             outcome = runner.run(batch, lane=lane)
         except Fenced:
             raise
-        except LeaseLapsed as error:
-            # Only these messages are gone; other batches may hold theirs.
+        except (LeaseLapsed, Unreadable) as error:
+            # Only these messages are gone, or lost to reading; other batches may have theirs.
             with self.changed:
                 self.problems[str(error)] = self.problems.get(str(error), 0) + 1
             return

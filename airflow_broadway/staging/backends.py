@@ -9,24 +9,28 @@ conditional put (``If-None-Match: *``) appears only if there was none.
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.files import make_folder, new_file, put_new
 from airflow_broadway.staging.errors import SETTING, cannot
 
 __all__ = ["Backend", "Bucket", "Disk", "Sink", "text_lines"]
 
-#: Temporary files begin so, and are in no listing.
+#: Temporary files begin so.  No name that begins with a dot is ours otherwise, and none is listed:
+#: file managers and synchronizers leave such files everywhere.
 TEMPORARY = ".tmp-"
 #: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
 PART = 8 * 1024 * 1024
@@ -64,7 +68,7 @@ class Backend(Protocol):
     def exists(self, path: str) -> bool: ...
 
     def list(self, path: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
+        """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
         ...
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
@@ -99,7 +103,7 @@ class Backend(Protocol):
 class _DiskSink:
     def __init__(self, path: str) -> None:
         self._path = path
-        self.file: IO[bytes] = open(path, "xb")  # noqa: SIM115
+        self.file: IO[bytes] = new_file(path)
 
     def commit(self) -> None:
         _force(self.file)
@@ -129,7 +133,8 @@ class Disk:
                     f" exist; mount or create it, or set {SETTING} to a folder that exists"
                 ) from None
             try:
-                root.mkdir(exist_ok=True)
+                with suppress(FileExistsError):
+                    make_folder(self._root)
                 _force_folder(str(root.parent))
             except OSError as error:
                 raise cannot("make it a folder", self._uri, error) from error
@@ -142,7 +147,7 @@ class Disk:
                 )
 
     def read(self, path: str) -> bytes:
-        with open(path, "rb") as file:
+        with _no_such_file(), open(path, "rb") as file:
             return file.read()
 
     def exists(self, path: str) -> bool:
@@ -150,8 +155,8 @@ class Disk:
 
     def list(self, path: str) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(path) if not name.startswith(TEMPORARY))
-        except FileNotFoundError:
+            return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
@@ -177,7 +182,8 @@ class Disk:
         return _DiskSink(path)
 
     def source(self, path: str) -> IO[bytes]:
-        return open(path, "rb")
+        with _no_such_file():
+            return open(path, "rb")
 
     def remove(self, path: str) -> None:
         with _missing_ok():
@@ -193,7 +199,7 @@ class Disk:
         self._make_folder(folder)
         temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb") as file:
+            with new_file(temporary) as file:
                 file.writelines(chunks)
                 _force(file)
             yield temporary
@@ -210,7 +216,7 @@ class Disk:
         parent = os.path.dirname(folder)
         self._make_folder(parent)
         try:
-            os.mkdir(folder)
+            make_folder(folder)
         except FileExistsError:
             if not os.path.isdir(folder):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", folder) from None
@@ -244,6 +250,15 @@ def _discard(file: IO[bytes], path: str) -> None:
         pass
     with _missing_ok():
         os.remove(path)
+
+
+@contextmanager
+def _no_such_file() -> Iterator[None]:
+    """What lies below a file, where a folder should be, is not there."""
+    try:
+        yield
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args, error.filename) from None
 
 
 @contextmanager
@@ -300,8 +315,14 @@ class Bucket:
         """Nothing: an object store has no folders."""
 
     def read(self, path: str) -> bytes:
-        data: bytes = self._fs.cat_file(path)
+        data: bytes = self._fs.cat_file(path, **self._at_once)
         return data
+
+    @cached_property
+    def _at_once(self) -> dict[str, int]:
+        """What keeps s3fs from asking for a file's size before it reads it, to read it in parts."""
+        parameters = inspect.signature(self._fs.cat_file).parameters
+        return {"max_concurrency": 1} if "max_concurrency" in parameters else {}
 
     def exists(self, path: str) -> bool:
         self._forget(path)
@@ -315,25 +336,17 @@ class Bucket:
         except FileNotFoundError:
             return []
         names = {name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path}
-        return sorted(names)
+        return sorted(name for name in names if not name.startswith("."))
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
         data = b"".join(chunks)
         try:
-            self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
+            return put_new(self._fs, path, data)
         except TypeError as error:
             raise StagingError(
                 f"the client of the staging folder {self._uri} cannot write exactly once"
                 f" ({type(self._fs).__module__}: {error}); install a newer one"
             ) from error
-        except Exception as error:
-            # Two conditional puts at the same instant: S3 may refuse one with 409.
-            if _is_conflict(error):
-                return False if self.exists(path) else self.create(path, (data,))
-            raise
-        return True
 
     def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
         sink = self.sink(path)
@@ -369,17 +382,6 @@ class Bucket:
         """Look anew: the client keeps listings, and other processes write."""
         self._fs.invalidate_cache(path)
         self._fs.invalidate_cache(path.rpartition("/")[0])
-
-
-def _is_conflict(error: Exception) -> bool:
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            code = str(response.get("Error", {}).get("Code", ""))
-            return code in ("ConditionalRequestConflict", "409")
-        cause = cause.__cause__
-    return "ConditionalRequestConflict" in str(error)
 
 
 def text_lines(file: IO[bytes]) -> Iterator[str]:

@@ -39,8 +39,7 @@ def cannot(doing: str, uri: str, cause: BaseException | str) -> StagingError:
     if number in _CURES:
         why, cure = _CURES[number]
     elif number in _DENIED or isinstance(cause, PermissionError):
-        why = f"{_user()} is not allowed to"
-        cure = f"change its owner or mode, or set {SETTING} to a folder that can be written"
+        why, cure = _denied(doing, uri)
     elif number in _NO_LINKS:
         why = "its file system has no hard links, which writing exactly once needs"
         cure = f"set {SETTING} to a local disk, NFS or an object store"
@@ -64,6 +63,35 @@ def translated(doing: str, uri: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise cannot(doing, uri, error) from error
+
+
+#: What an identity needs to be allowed, by the first word of what was being done.
+_S3_ACTIONS = {
+    "read": "s3:GetObject",
+    "write": "s3:PutObject",
+    "remove": "s3:DeleteObject",
+    "list": "s3:ListBucket",
+    "look": "s3:GetObject and s3:ListBucket",
+}
+
+
+def _denied(doing: str, uri: str) -> tuple[str, str]:
+    scheme, mark, rest = uri.partition("://")
+    if not mark or scheme == "file":
+        return (
+            f"{_user()} is not allowed to",
+            f"change its owner or mode, or set {SETTING} to a folder that can be written",
+        )
+    authority = rest.partition("/")[0]
+    conn_id, _, bucket = authority.rpartition("@")
+    identity = (
+        f"the identity of the Airflow connection {conn_id!r}"
+        if conn_id
+        else "the identity that the client finds by itself"
+    )
+    action = _S3_ACTIONS.get(doing.partition(" ")[0]) if scheme.startswith("s3") else None
+    right = f"{action} there" if action else "this"
+    return f"the store refused ({identity}, bucket {bucket!r})", f"allow it {right}"
 
 
 def _user() -> str:

@@ -28,6 +28,9 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.manifest import BatchPlan, Manifest, PlannedBatch
 from airflow_broadway.core.message import BatchMode, Message
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.plain import load_key
+from airflow_broadway.core.sums import Summing
+from airflow_broadway.core.text import many
 from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrays import compute as pc
 from airflow_broadway.staging.merging import AT, SOURCE, merged, only_bytes
@@ -58,9 +61,9 @@ def plan_batches(
 ) -> BatchPlan:
     """Plan the batches of one batcher from what ``generations`` published, and write them down.
 
-    Generations that were given back, or never published, are left out, with a line in the log.  If
-    a batch of an earlier plan of the same generations has an outcome, that plan stands, whatever
-    has become of the options; otherwise the plan is made anew.
+    Generations that were given back, or never published, are left out, with a line in the log.  A
+    plan of the same generations that is there stands, whatever has become of the options: a killed
+    callback may have written what bears its batches' ids.
 
     :param generations: In any order that is the same for a rebuild.
     :param try_label: Who plans, for people: e.g. ``"2"``; a part of the folder's name.
@@ -71,8 +74,14 @@ def plan_batches(
     inputs = hashlib.sha256("\n".join(each.generation for each in manifests).encode()).hexdigest()
     folder = f"batches/{batcher}/{inputs[:16]}"
     standing = standing_plan(run, folder)
-    if standing is not None and standing[0]:
-        log.info("batcher %r: the plan %s has outcomes and stands", batcher, standing[1].path)
+    if standing is not None:
+        log.info(
+            "batcher %r: the plan %s stands; %d of its %s have an outcome",
+            batcher,
+            standing[1].path,
+            standing[0],
+            many(standing[1].batches, "batch"),
+        )
         return standing[1]
     # By name, the newest is last.
     stamp = run.clock.now().astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
@@ -124,7 +133,7 @@ class _Pending:
     def __init__(self, planning: _Planning, number: int, key: str) -> None:
         self._planning = planning
         self.number = number
-        self.hash: BatchHash | str = planning.hash_of(json.loads(key))
+        self.hash: BatchHash | str = planning.hash_of(load_key(json.loads(key)))
         self.ids: list[str] = []
         self.bytes = 0
         self.redelivered = 0
@@ -192,6 +201,7 @@ class _Planning:
         self._waiting: list[list[Closed]] = []
         self._triggers: Counter[str] = Counter()
         self._batches = 0
+        self._summing = Summing()
         self._count = 0
 
     def hash_of(self, key: Any) -> BatchHash:
@@ -261,7 +271,9 @@ class _Planning:
         self.column = [-1] * count
         rows = _rows(table)
         if self._messages or isinstance(self._options.batch_size, tuple):
-            self._messages = messages_of(table, self._options.schema, self._batcher)
+            self._messages = messages_of(
+                table, self._options.schema, self._batcher, python=self._options.engine == "python"
+            )
         stage, timed = self._stage, self._options.batch_timeout is not None
         if not timed and not pc.any(table["flush"]).as_py():
             # Without flushes and timeouts it makes no difference how messages arrived in chunks.
@@ -294,7 +306,9 @@ class _Planning:
             self._pending[number].files |= bit
         for call in self._waiting:
             planned = self._planned(call)
-            lines.write(planned.dumps().encode("utf-8") + b"\n")
+            raw = planned.dumps().encode("utf-8") + b"\n"
+            lines.write(raw)
+            self._summing.add(raw)
             self._batches += 1
             self._triggers[planned.trigger] += 1
         self._waiting.clear()
@@ -337,8 +351,9 @@ class _Planning:
         expected = sum(each.batchers.get(self._batcher, 0) for each in self._manifests)
         if self._count != expected:
             raise StagingError(
-                f"batcher {self._batcher!r}: the manifests name {expected} messages, but their"
-                f" files hold {self._count}; files under {self._run.store.uri}/{self._run.path} are"
+                f"batcher {self._batcher!r}: the manifests name"
+                f" {many(expected, 'message')}, but their files hold {self._count}; files under"
+                f" {self._run.store.uri}/{self._run.path} are"
                 " damaged or missing: clear the process task"
             )
         return BatchPlan(
@@ -355,15 +370,17 @@ class _Planning:
             root_id=self._run.store.root_id(),
             host=host_name(),
             notes=self._notes(),
+            lines=self._summing.to_json(),
         )
 
     def _notes(self) -> list[str]:
         if self._options.engine != "spark" or self._batches <= MANY_BATCHES:
             return []
+        each = round(self._count / self._batches)
         merge = "" if self._options.merge_keys else "set merge_keys=True, choose a coarser key, or "
         note = (
-            f"{self._batches} Spark batches of {self._count / self._batches:.0f} messages each are"
-            f" more than {MANY_BATCHES}, and every one costs a call of handle_batch: {merge}raise"
+            f"{many(self._batches, 'Spark batch')} of {many(each, 'message')} each are more than"
+            f" {MANY_BATCHES:,}, and every one costs a call of handle_batch: {merge}raise"
             " batch_size, batch_bytes or batch_timeout"
         )
         return [note]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 from airflow_broadway.core.errors import StagingError
@@ -15,6 +16,7 @@ _FOLDER = "_rate"
 #: Each try is beaten by somebody else's update at most; so many in a row means something is broken.
 _TRIES = 1000
 _DIGITS = 12
+_STATE = re.compile(rf"\d{{{_DIGITS}}}\.json")
 #: Old states that stay, so that one who is late finds the number taken that he would create.
 _KEPT = 100
 
@@ -31,7 +33,7 @@ class StagedRateState:
         :raises StagingError: If it cannot be written.
         """
         for _ in range(_TRIES):
-            names = self._files.list(_FOLDER)
+            names = [name for name in self._files.list(_FOLDER) if _STATE.fullmatch(name)]
             number = int(names[-1].partition(".")[0]) if names else 0
             try:
                 last = json.loads(self._files.read(f"{_FOLDER}/{names[-1]}")) if names else None

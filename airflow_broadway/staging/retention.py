@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.manifest import VERSION
 from airflow_broadway.staging.names import encode_run_id
-from airflow_broadway.staging.run import OPEN, SETTLED, GenerationRecord, StagedRun, dag_folder
+from airflow_broadway.staging.run import (
+    OPEN,
+    SETTLED,
+    GenerationRecord,
+    StagedRun,
+    dag_folder,
+    recorded,
+)
 from airflow_broadway.staging.store import Folder, Store
 
-__all__ = ["KEEP", "mark_balanced", "sweep_retention"]
+__all__ = ["KEEP", "mark_balanced", "remove_run", "sweep_retention"]
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +36,7 @@ KEEP = 7 * 24 * 3600.0
 #: Beside the runs of a Dag: which have balanced, and when, by name.
 BALANCED = "_balanced"
 _STAMP = "%Y%m%dT%H%M%S"
-_STAMP_LENGTH = 15
+_MARK = re.compile(r"(\d{8}T\d{6})-(.+)\.json")
 
 
 def mark_balanced(run: StagedRun) -> None:
@@ -57,11 +66,14 @@ def sweep_retention(
     clock = clock or SystemClock()
     folder = dag_folder(store, pipeline, dag_id)
     before = clock.now() - timedelta(seconds=keep)
-    marks: dict[str, list[str]] = {}
+    marks: dict[str, list[tuple[datetime, str]]] = {}
     for name in folder.list(BALANCED):
-        marks.setdefault(name[_STAMP_LENGTH + 1 :].removesuffix(".json"), []).append(name)
+        mark = _MARK.fullmatch(name)
+        at = None if mark is None else _at(mark[1])
+        if mark is not None and at is not None:  # else it is not ours
+            marks.setdefault(mark[2], []).append((at, name))
     # A run that was cleared and balanced again counts from its last mark.
-    due = [names for names in marks.values() if _at(names[-1]) < before]
+    due = [[name for _, name in found] for found in marks.values() if found[-1][0] < before]
     if not due:
         return []
     unsettled = _unsettled_runs(folder)
@@ -72,6 +84,9 @@ def sweep_retention(
         try:
             run_id = str(json.loads(folder.read(f"{BALANCED}/{names[-1]}"))["run_id"])
         except FileNotFoundError:  # another sweep was faster
+            continue
+        except (StagingError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s/%s names no run, and is left alone: %s", BALANCED, names[-1], error)
             continue
         if run_id in spared:
             continue
@@ -87,15 +102,32 @@ def sweep_retention(
     return removed
 
 
-def _at(name: str) -> datetime:
-    return datetime.strptime(name[:_STAMP_LENGTH], _STAMP).replace(tzinfo=UTC)
+def remove_run(run: StagedRun) -> None:
+    """Remove the files of one run, whose generations are all settled."""
+    run.files.remove_all()
+    suffix = f"-{encode_run_id(run.run_id)}.json"
+    for name in run.dag.list(BALANCED):
+        match = _MARK.fullmatch(name)
+        if match is not None and name == f"{match[1]}{suffix}":
+            run.dag.remove(f"{BALANCED}/{name}")
+
+
+def _at(stamp: str) -> datetime | None:
+    try:
+        return datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC)
+    except ValueError:  # no instant, so none of ours
+        return None
 
 
 def _unsettled_runs(folder: Folder) -> set[str]:
     found: set[str] = set()
-    for name in folder.list(OPEN):
+    for generation in recorded(folder.list(OPEN)):
+        path = f"{OPEN}/{generation}.json"
         try:
-            found.add(GenerationRecord.loads(folder.read(f"{OPEN}/{name}"), name).run_id)
+            found.add(GenerationRecord.loads(folder.read(path), path).run_id)
         except FileNotFoundError:
             continue
+        except StagingError as error:
+            # Its run has another record of it, which is looked at, too.
+            log.error("an unsettled generation is passed over: %s", error)
     return found

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import Lease
-from airflow_broadway.core.errors import LeaseLapsed, StagingError
+from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
 from airflow_broadway.core.manifest import VERSION, Manifest, paths, read_json
 from airflow_broadway.staging.names import encode_name, encode_run_id
 from airflow_broadway.staging.store import Folder, Store, host_name
@@ -31,12 +32,16 @@ __all__ = [
     "StagedRun",
     "dag_folder",
     "iter_unsettled",
+    "recorded",
 ]
 
 log = logging.getLogger(__name__)
 
 #: Beside the runs of a Dag: what is unsettled.  No run's folder begins with ``_``.
 OPEN = "_open"
+
+#: The file of a generation's record, in either place; whatever else lies there is not ours.
+_RECORD = re.compile(r"([0-9a-f]{32})\.json")
 
 #: What a generation has come to.
 OPENED, PUBLISHED, SETTLING, SETTLED = "open", "published", "settling", "settled"
@@ -143,17 +148,15 @@ class StagedRun:
         text = record.dumps()
         # The copy for sweeps comes first: a record that no sweep finds would be held for ever.
         self.dag.create(f"{OPEN}/{record.generation}.json", text)
-        if not self.files.create(paths.generation(record.generation), text):
+        path = paths.generation(record.generation)
+        # A client that hears no answer tries again, and meets what it wrote itself.
+        if not self.files.create(path, text) and self.files.read(path) != text:
             raise StagingError(f"generation {record.generation} was opened before")
         return record
 
     def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
         """All generations of the run, or those of some tasks, oldest first."""
-        found = [
-            self.generation(name.removesuffix(".json"))
-            for name in self.files.list(paths.GENERATIONS)
-            if name.endswith(".json")
-        ]
+        found = [self.generation(each) for each in recorded(self.files.list(paths.GENERATIONS))]
         wanted = [each for each in found if task_ids is None or each.task_id in task_ids]
         return sorted(wanted, key=_age)
 
@@ -234,7 +237,10 @@ class StagedRun:
             text = self.files.read(paths.lease(name))
         except FileNotFoundError:
             return Lease.from_json((record or self.generation(name)).lease)
-        return Lease.from_json(json.loads(text))
+        try:
+            return Lease.from_json(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StagingDamaged(f"{paths.lease(name)} is damaged ({error!r})") from error
 
     def put_lease(self, lease: Lease) -> None:
         """Record a renewed lease."""
@@ -246,8 +252,19 @@ class StagedRun:
         self.store.folder(f"{self.path}/{generation}").remove_all()
 
     def forget_open(self, generation: str) -> None:
-        """Take a settled generation from the list that sweeps go by."""
-        self.dag.remove(f"{OPEN}/{generation}.json")
+        """Take a settled generation from the list that sweeps go by.
+
+        It is settled in any case: who may not delete leaves it there, and sweeps pass over it.
+        """
+        try:
+            self.dag.remove(f"{OPEN}/{generation}.json")
+        except StagingError as error:
+            log.warning("generation %s is settled and stays on the list: %s", generation, error)
+
+
+def recorded(names: Iterable[str]) -> list[str]:
+    """The generations whose records have these names of files; other files are passed over."""
+    return [match[1] for match in map(_RECORD.fullmatch, names) if match]
 
 
 def _age(record: GenerationRecord) -> tuple[Any, ...]:
@@ -260,12 +277,12 @@ def iter_unsettled(
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """All generations of all runs of a Dag that are not settled, oldest first.
 
-    Costs one listing and a read for each of them, however many runs there have been.
+    Costs one listing, and a read and a listing for each of them, however many runs there have been.
     """
     folder = dag_folder(store, pipeline, dag_id)
     found: list[tuple[StagedRun, GenerationRecord]] = []
-    for name in folder.list(OPEN):
-        path = f"{OPEN}/{name}"
+    for name in recorded(folder.list(OPEN)):
+        path = f"{OPEN}/{name}.json"
         try:
             record = GenerationRecord.loads(folder.read(path), path)
         except FileNotFoundError:  # settled since it was listed

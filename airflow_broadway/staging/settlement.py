@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,19 +25,25 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.manifest import (
     VERSION,
     BatchPlan,
     EntryLine,
     Manifest,
-    check_version,
-    load_line,
     paths,
 )
 from airflow_broadway.core.producer import Producer
-from airflow_broadway.staging.plans import outcomes_of
+from airflow_broadway.core.text import many
+from airflow_broadway.core.verdicts import COUNTED, Facts
+from airflow_broadway.staging.plans import Recorded
 from airflow_broadway.staging.run import GenerationRecord, StagedRun
+from airflow_broadway.staging.settlement_journal import (
+    Journal,
+    Progress,
+    record_settled,
+    settled_journal,
+)
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
 
@@ -55,51 +61,25 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_COUNTED = {
-    Action.ACK: "acked",
-    Action.RETRY: "requeued",
-    Action.DEAD_LETTER: "dead_lettered",
-    Action.LEAVE: "left",
-    Action.RELEASE: "released",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a generation has come.
-
-    :param received: Messages by the manifest; 0 without one.
-    :param staged: Of these, staged for batchers.
-    :param decided: Of the staged, those of batches with an outcome.
-    :param batches: Batches that hold messages of the generation; ``recorded``: with an outcome.
-    :param unplanned: Batchers that have messages of it but no plan.
-    :param settled_now: What callbacks settled at once, in processors and batches.
-    """
-
-    received: int = 0
-    staged: int = 0
-    decided: int = 0
-    batches: int = 0
-    recorded: int = 0
-    unplanned: tuple[str, ...] = ()
-    settled_now: SettleReport = field(default_factory=SettleReport)
-
 
 class _Exceptions(NamedTuple):
-    """A file of entries of one outcome."""
+    """A file of entries of one outcome, or the outcome itself."""
 
     path: str
+    sum: Mapping[str, Any] | None
     source: int
     shared: bool  # whether the batch holds messages of other generations too
 
 
-class _Recorded(NamedTuple):
+@dataclass(slots=True)
+class _Decided:
     """The batches of one plan that have an outcome and messages of the generation."""
 
     plan: BatchPlan
     source: int
-    ranges: list[list[int]]
-    files: set[int]
+    ranges: list[list[int]] = field(default_factory=list)
+    files: set[int] = field(default_factory=set)
+    count: int = 0  # messages of the generation in them
 
 
 def build_settlement(
@@ -109,25 +89,29 @@ def build_settlement(
     plans: Sequence[BatchPlan] | None,
     *,
     final: bool,
+    recorded: Recorded | None = None,
 ) -> tuple[Settlement, bool, Progress]:
     """Say what becomes of each message of one generation, by what is recorded now.
 
     :param plans: Those of the run's batchers that hold messages of it; one per batcher.
     :param final: Nothing more will be recorded: say so in the log where something is missing.
+    :param recorded: What has been read of the run already.
     :returns: The settlement; whether every message has an outcome (otherwise carrying it out
         releases those that have none); and the counts.
+    :raises StagingDamaged: If a file that says what becomes of messages is not as it was written,
+        or counts do not agree.
     """
     manifest = run.manifest(generation)
     if manifest is None:
         return Settlement(rest=RELEASE, settled_now=SettleReport()), False, Progress()
-    held = _Held(run, manifest, pipeline.producer, list(plans or ()))
+    held = _Held(recorded or Recorded(run), manifest, pipeline.producer, list(plans or ()))
     complete = held.decided == held.staged
     if final and not complete:
         log.warning(
-            "generation %s: %d of %d staged messages have no outcome and are given back%s",
+            "generation %s: %d of %s given back, without an outcome%s",
             generation,
             held.staged - held.decided,
-            held.staged,
+            many(held.staged, "staged message"),
             f" (no plan for {', '.join(held.unplanned)})" if held.unplanned else "",
         )
     settled_now = SettleReport.from_json(manifest.settled_now) + held.settled_in_batches()
@@ -155,9 +139,10 @@ class _Held:
     """What is known of one generation's messages; memory holds the ids of exceptions at most."""
 
     def __init__(
-        self, run: StagedRun, manifest: Manifest, producer: Producer, plans: list[BatchPlan]
+        self, recorded: Recorded, manifest: Manifest, producer: Producer, plans: list[BatchPlan]
     ) -> None:
-        self._run = run
+        self._recorded = recorded
+        self._run = recorded.run
         self._manifest = manifest
         self._producer = producer
         #: Whether every success that has no entry is simply acked.
@@ -165,7 +150,7 @@ class _Held:
         self.staged = sum(manifest.batchers.values())
         self.decided = self.batches = self.recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
-        self._recorded: list[_Recorded] = []
+        self._decided: list[_Decided] = []
         by_batcher = {
             plan.batcher: plan for plan in plans if manifest.generation in plan.generations
         }
@@ -174,13 +159,34 @@ class _Held:
         ]
         for plan in by_batcher.values():
             self._look(plan)
+        self._verify()
+
+    def _verify(self) -> None:
+        """Read each file of entries once before any verdict of it is carried out.
+
+        A lost line would make an ack of a failure.
+
+        :raises StagingDamaged: If one is not as it was written, or what was received is not the sum
+            of what was staged and of the lines.
+        """
+        manifest, recorded = self._manifest, self._recorded
+        sums = {path: manifest.sums.get(path) for path in manifest.entries}
+        recorded.keep({**sums, **{each.path: each.sum for each in self._exceptions}})
+        lines = sum(recorded.verify(path, total) for path, total in sums.items())
+        for each in self._exceptions:
+            recorded.verify(each.path, each.sum)
+        if self.staged + lines != manifest.received:
+            raise StagingDamaged(
+                f"generation {manifest.generation} received {many(manifest.received, 'message')},"
+                f" and {self.staged} staged ones and {many(lines, 'line')} of entries are there"
+            )
 
     def _look(self, plan: BatchPlan) -> None:
         self._run.store.check_root(plan.root_id, plan.host)
         generation = self._manifest.generation
         source = plan.generations.index(generation)
-        recorded = _Recorded(plan, source, [], set())
-        for planned, outcome in outcomes_of(self._run, plan):
+        decided = _Decided(plan, source)
+        for planned, outcome in self._recorded.outcomes(plan):
             count = planned.sources.get(generation, 0)
             if not count:
                 continue
@@ -188,29 +194,30 @@ class _Held:
             if outcome is None:
                 continue
             self.recorded_batches += 1
-            self.decided += count
-            recorded.ranges.extend(planned.rows)
-            recorded.files.update(planned.files)
-            if outcome.entries is not None:
+            decided.count += count
+            decided.ranges.extend(planned.rows)
+            decided.files.update(planned.files)
+            if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
-                self._exceptions.append(_Exceptions(outcome.entries, source, shared))
-        if recorded.ranges:
-            recorded.ranges.sort()
-            self._recorded.append(recorded)
+                self._exceptions.append(
+                    _Exceptions(outcome.exceptions, outcome.entries_sum, source, shared)
+                )
+        self.decided += decided.count
+        if decided.ranges:
+            decided.ranges.sort()
+            self._decided.append(decided)
 
     # -- exceptions ----------------------------------------------------------------------------
 
     def _before_batches(self) -> Iterator[EntryLine]:
         for path in self._manifest.entries:
-            for line in self._run.files.lines(path):
-                yield load_line(line)
+            yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
     def _in_batches(self) -> Iterator[EntryLine]:
         """The exceptions that outcomes name, of this generation only."""
         unsure = self._unsure()
         for found in self._exceptions:
-            for text in self._run.files.lines(found.path):
-                line = load_line(text)
+            for line in self._recorded.entries(found.path, found.sum):
                 if line.source is None:
                     if not found.shared or line.entry.message_id in unsure:
                         yield line
@@ -223,7 +230,7 @@ class _Held:
             line.entry.message_id
             for found in self._exceptions
             if found.shared
-            for line in map(load_line, self._run.files.lines(found.path))
+            for line in self._recorded.entries(found.path, found.sum)
             if line.source is None
         }
         if not ids:
@@ -235,7 +242,7 @@ class _Held:
         counts: Counter[str] = Counter()
         for line in self._in_batches():
             if line.settled:
-                counts[_COUNTED[line.entry.verdict.action]] += 1
+                counts[COUNTED[line.entry.verdict.action]] += 1
         return SettleReport.from_json(dict(counts))
 
     # -- streams -------------------------------------------------------------------------------
@@ -252,8 +259,8 @@ class _Held:
             if not line.settled:
                 yield line.entry
         if all_rows:
-            for recorded in self._recorded:
-                yield from self._successes(recorded, exceptions)
+            for decided in self._decided:
+                yield from self._successes(decided, exceptions)
 
     def everything(self, rest: Verdict) -> Iterator[Entry]:
         """All that the lease still holds, as far as it is staged."""
@@ -271,32 +278,59 @@ class _Held:
 
     def _rows(self, columns: list[str]) -> Iterator[dict[str, Any]]:
         """The staged messages of the generation, in order of file."""
-        for files in self._manifest.files.values():
+        for batcher, files in self._manifest.files.items():
+            count = 0
             for path in files:
-                with ParquetFile(self._run.files, path) as file:
+                with self._open(path) as file:
                     for group in range(file.groups):
-                        yield from file.read(group, columns).to_pylist()
+                        rows = file.read(group, columns).to_pylist()
+                        count += len(rows)
+                        yield from rows
+            expected = self._manifest.batchers[batcher]
+            if count != expected:
+                raise StagingDamaged(
+                    f"{many(expected, 'message')} staged for the batcher {batcher!r}, and its files"
+                    f" of generation {self._manifest.generation} hold {count}"
+                )
 
-    def _successes(self, recorded: _Recorded, exceptions: set[str]) -> Iterator[Entry]:
+    def _open(self, path: str) -> ParquetFile:
+        try:
+            return ParquetFile(self._run.files, path)
+        except FileNotFoundError:
+            raise StagingDamaged(f"{path} is not there") from None
+
+    def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[Entry]:
         """The plain successes of batches with an outcome, each with its own verdict."""
-        producer, plan = self._producer, recorded.plan
-        columns = ["message_id", "batch", "source", "attempt", "_receipt", "_on_success", "_acked"]
-        columns += self._payload_columns()
-        for index in sorted(recorded.files):
-            with ParquetFile(self._run.files, f"{plan.path}/{plan.data[index]}") as file:
+        producer, plan, count = self._producer, decided.plan, 0
+        columns = ["message_id", "batch", "source", "attempt", "redelivered"]
+        columns += ["_receipt", "_on_success", "_acked", *self._payload_columns()]
+        for index in sorted(decided.files):
+            with self._open(f"{plan.path}/{plan.data[index]}") as file:
                 for group in range(file.groups):
-                    if not _holds(recorded.ranges, *file.bounds(group, "batch")):
+                    if not _holds(decided.ranges, *file.bounds(group, "batch")):
                         continue
                     for row in file.read(group, columns).to_pylist():
-                        if (
-                            row["source"] != recorded.source
-                            or row["_acked"]
-                            or row["message_id"] in exceptions
-                            or not _holds(recorded.ranges, row["batch"], row["batch"])
+                        if row["source"] != decided.source or not _holds(
+                            decided.ranges, row["batch"], row["batch"]
                         ):
                             continue
-                        action = producer.actions[row["_on_success"] or producer.on_success]
-                        yield _entry(row, producer.decide(action, row["attempt"], "", ""))
+                        count += 1
+                        if row["_acked"] or row["message_id"] in exceptions:
+                            continue
+                        facts = Facts(
+                            row["_on_success"] or producer.on_success,
+                            row["attempt"],
+                            row["redelivered"],
+                            stage="batch",
+                            message_id=row["message_id"],
+                        )
+                        yield _entry(row, producer.judge(facts))
+        if count != decided.count:
+            raise StagingDamaged(
+                f"the batches of {plan.path} that have an outcome hold"
+                f" {many(decided.count, 'message')} of generation {self._manifest.generation}, and"
+                f" its files hold {count}"
+            )
 
 
 def _entry(row: dict[str, Any], verdict: Verdict) -> Entry:
@@ -320,75 +354,6 @@ def _holds(ranges: list[list[int]], first: int, last: int) -> bool:
         else:
             high = middle
     return low < len(ranges) and ranges[low][0] <= last
-
-
-# --------------------------------------------------------------------------------------------------
-# The journal
-# --------------------------------------------------------------------------------------------------
-
-
-class Journal(NamedTuple):
-    """What became of a settled generation.
-
-    :param report: What settling it did.
-    :param settled_now: What callbacks had settled at once, in processors and batches.
-    :param received: Messages by its manifest; ``None`` if it published none.
-    :param by: Who settled it, for people; ``at``: when.
-    """
-
-    report: SettleReport
-    settled_now: SettleReport
-    received: int | None
-    by: str
-    at: str
-
-
-def settled_journal(run: StagedRun, generation: str) -> Journal | None:
-    """What became of a generation; ``None`` while it is not settled."""
-    path = paths.settled(generation)
-    try:
-        value: dict[str, Any] = json.loads(run.files.read(path))
-    except FileNotFoundError:
-        return None
-    check_version(value, path)
-    return Journal(
-        SettleReport.from_json(value["report"]),
-        SettleReport.from_json(value["settled_now"]),
-        value["received"],
-        value["by"],
-        value["at"],
-    )
-
-
-def record_settled(
-    run: StagedRun,
-    record: GenerationRecord,
-    report: SettleReport,
-    *,
-    progress: Progress | None = None,
-    by: str = "",
-) -> Journal:
-    """Note what settling a generation did, unless it is noted already; what stands is returned.
-
-    :raises StagingError: If it cannot be written.
-    """
-    progress = progress or Progress()
-    written = {
-        "version": VERSION,
-        "generation": record.generation,
-        "report": report.to_json(),
-        "received": progress.received or None,
-        "settled_now": progress.settled_now.to_json(),
-        "by": by or host_name(),
-        "at": run.clock.now().isoformat(),
-    }
-    if not run.files.create(paths.settled(record.generation), json.dumps(written)):
-        log.info("generation %s: it was settled before, or by another", record.generation)
-    journal = settled_journal(run, record.generation)
-    if journal is None:
-        raise StagingError(f"the journal of generation {record.generation} is gone")
-    run.forget_open(record.generation)
-    return journal
 
 
 def settle_generation(

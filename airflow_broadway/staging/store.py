@@ -12,13 +12,16 @@ from __future__ import annotations
 import json
 import socket
 import uuid
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.files import check_path
 from airflow_broadway.staging.backends import Backend, Bucket, Disk, Sink, text_lines
 from airflow_broadway.staging.errors import SETTING, cannot, translated
 
@@ -26,7 +29,8 @@ __all__ = ["ROOT_FILE", "Folder", "RunFiles", "Store", "host_name"]
 
 #: The file that tells one root from another.
 ROOT_FILE = ".broadway-root.json"
-_BLOCK = 1024 * 1024
+#: Files that are read at a time.
+READERS = 16
 
 
 def host_name() -> str:
@@ -178,9 +182,8 @@ class Folder:
 
         :raises StagingError: If it leads out of the folder: paths come from files too.
         """
-        if path.startswith("/") or "\\" in path or ".." in path.split("/"):
-            raise StagingError(f"{path!r} is no path below {self.store.uri}/{self.path}")
-        return f"{self.store.root}/{self.path}/{path}" if path else f"{self.store.root}/{self.path}"
+        checked = check_path(path, f"{self.store.uri}/{self.path}")
+        return "/".join(part for part in (self.store.root, self.path, checked) if part)
 
     def spark_uri(self, path: str = "") -> str:
         """The address by which Spark finds ``path``."""
@@ -189,6 +192,27 @@ class Folder:
     def read(self, path: str) -> str:
         with translated(f"read {path}", self.store.uri):
             return self._backend.read(self.full(path)).decode("utf-8")
+
+    def read_all(self, paths: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """Read whole files, many at a time, in order; ``None`` for one that is not there."""
+
+        def read(path: str) -> tuple[str, str | None]:
+            try:
+                return path, self.read(path)
+            except FileNotFoundError:
+                return path, None
+
+        if len(paths) < 2:
+            yield from map(read, paths)
+            return
+        with ThreadPoolExecutor(min(READERS, len(paths)), "broadway-read") as pool:
+            ahead: deque[Future[tuple[str, str | None]]] = deque()
+            for path in paths:
+                ahead.append(pool.submit(read, path))
+                if len(ahead) >= 2 * READERS:  # memory holds so many, and not all of them
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
     def exists(self, path: str) -> bool:
         with translated(f"look for {path}", self.store.uri):

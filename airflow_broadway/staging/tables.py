@@ -154,6 +154,7 @@ class TableFile:
                 use_dictionary=encoded,
                 write_statistics=counted,
                 store_schema=True,
+                write_page_checksum=True,
             )
 
     @property
@@ -191,7 +192,10 @@ class ParquetFile:
         try:
             with translated(f"read {path}", self._uri):
                 self._file = pq.ParquetFile(
-                    self._source, pre_buffer=not folder.store.local, memory_map=False
+                    self._source,
+                    pre_buffer=not folder.store.local,
+                    memory_map=False,
+                    page_checksum_verification=True,
                 )
         except BaseException:
             self._source.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -18,12 +18,13 @@ from airflow_broadway.core.acknowledger import is_settled
 from airflow_broadway.core.custody import Delivery, Entry
 from airflow_broadway.core.manifest import dump_entry
 from airflow_broadway.core.message import BatchMode, Message
+from airflow_broadway.core.rows import Rows, StagedRow
 from airflow_broadway.core.schema import Schema, parse_schema
+from airflow_broadway.core.sums import Summing
 from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrow_schema import columns_from_rows
 from airflow_broadway.staging.backends import Sink
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.rows import Rows, StagedRow
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
 
@@ -47,6 +48,7 @@ class Written(NamedTuple):
 
     :param entries: Files of entries.
     :param entry_count: Lines in them.
+    :param sums: Lines, bytes and SHA-256 of each file of entries.
     """
 
     batchers: dict[str, int]
@@ -55,6 +57,7 @@ class Written(NamedTuple):
     configured: bool
     dropped: dict[str, int]
     entry_count: int
+    sums: dict[str, dict[str, Any]]
 
 
 class ProcessWriter:
@@ -72,6 +75,7 @@ class ProcessWriter:
             name: _Parts(self._files, f"{generation}/messages/{name}", pipeline, name)
             for name in pipeline.batchers
         }
+        self._publishes = pipeline.producer.publishes
         self._entries = _Entries(self._files, f"{generation}/failed-00000.jsonl")
         self._written: Written | None = None
 
@@ -111,7 +115,21 @@ class ProcessWriter:
 
         :param settled: A callback settled it at once.
         """
-        self._entries.add(dump_entry(entry, settled=settled))
+        self.entries([entry], settled=settled)
+
+    def entries(self, entries: Iterable[Entry], *, settled: bool = False) -> None:
+        """The same for several."""
+        lines = [
+            dump_entry(entry if entry.payload is None else self._needed(entry), settled=settled)
+            for entry in entries
+        ]
+        self._entries.add(lines)
+
+    def _needed(self, entry: Entry) -> Entry:
+        """The entry, without its body where its verdict publishes nothing."""
+        if self._publishes(entry.verdict.action):
+            return entry
+        return entry._replace(payload=None, properties=None)
 
     def close(self) -> Written:
         """Finish all files, durably; safe to repeat.
@@ -133,10 +151,13 @@ class ProcessWriter:
             self._written = Written(
                 {name: parts.rows for name, parts in used.items()},
                 {name: parts.paths for name, parts in used.items()},
-                [self._entries.path] if self._entries.count else [],
+                [self._entries.path] if self._entries.summing.lines else [],
                 any(parts.configured for parts in used.values()),
                 dict(dropped),
-                self._entries.count,
+                self._entries.summing.lines,
+                {self._entries.path: self._entries.summing.to_json()}
+                if self._entries.summing.lines
+                else {},
             )
         return self._written
 
@@ -162,7 +183,10 @@ class _Parts:
         self._schema: Schema | None = (
             None if options.schema is None else parse_schema(options.schema)
         )
-        self._keeps_payload = producer.keeps_payload
+        self._producer = producer
+        self._plain_kept: bool = producer.may_publish(_PLAIN)
+        # What a callback may still configure otherwise, nobody knows by now.
+        self._all_kept = options.engine == "python" or pipeline.defines("handle_failed")
         self._file: TableFile | None = None
         self._clear()
 
@@ -200,6 +224,15 @@ class _Parts:
         if file is not None:
             file.abort()
 
+    def _is_kept(self, delivery: Delivery) -> bool:
+        """Whether settling the message may need its body."""
+        if self._all_kept:
+            return True
+        if delivery.on_success is None and delivery.on_failure is None:
+            return self._plain_kept
+        kept: bool = self._producer.may_publish(delivery)
+        return kept
+
     def _table(self) -> pa.Table:
         messages, staged = self.messages, self.staged
         acks = [message.acknowledger for message in messages]
@@ -235,9 +268,10 @@ class _Parts:
         if not self.configured:
             own = (*columns["_on_success"], *columns["_on_failure"])
             self.configured = any(name is not None for name in own)
-        if self._keeps_payload:
-            columns["_payload"] = [delivery.payload for delivery in deliveries]
-            columns["_properties"] = [delivery.properties for delivery in deliveries]
+        if self._producer.keeps_payload:
+            kept = [each if self._is_kept(each) else _PLAIN for each in deliveries]
+            columns["_payload"] = [delivery.payload for delivery in kept]
+            columns["_properties"] = [delivery.properties for delivery in kept]
         arrays = [
             array_of(column, field.type) if type(column) is list else column
             for field, column in ((field, columns[field.name]) for field in self._arrow)
@@ -279,18 +313,21 @@ class _Entries:
 
     def __init__(self, files: Folder, path: str) -> None:
         self.path = path
-        self.count = 0
+        self.summing = Summing()
         self._files = files
         self._sink: Sink | None = None
         self._lock = threading.Lock()
 
-    def add(self, line: str) -> None:
+    def add(self, lines: Sequence[str]) -> None:
+        if not lines:
+            return
+        raw = ("\n".join(lines) + "\n").encode()
         with self._lock:
             if self._sink is None:
                 self._sink = self._files.sink(self.path)
             with translated(f"write {self.path}", self._files.store.uri):
-                self._sink.file.write(line.encode("utf-8") + b"\n")
-            self.count += 1
+                self._sink.file.write(raw)
+            self.summing.add(raw, len(lines))
 
     def close(self) -> None:
         with self._lock:

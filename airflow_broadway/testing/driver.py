@@ -49,7 +49,7 @@ class PipelineDriver:
         self._engine.on_batch = self.batches.append
         self._buffer: list[Message] = []
         self._count = 0
-        self._draining = False
+        self._drained = False
 
     def message(self, data: Any, **fields: Any) -> Message:
         """A message of ``data`` with a fresh id, and this driver's acknowledger unless given."""
@@ -61,7 +61,11 @@ class PipelineDriver:
         return Message(data, **fields)
 
     def push(self, messages: Iterable[Any]) -> None:
-        """Hand messages, or their data, to the processors: past transformer and rate limiting."""
+        """Hand messages, or their data, to the processors: past transformer and rate limiting.
+
+        :raises PipelineError: If the driver has been drained.
+        """
+        self._check_open()
         dispatch = [each if type(each) is Message else self.message(each) for each in messages]
         self._engine.feed([dispatch] if dispatch else [])
 
@@ -69,7 +73,10 @@ class PipelineDriver:
         """Emit messages as a producer does: through the transformer, and as fast as is allowed.
 
         A transformer that raises loses the whole list, unsettled; the error is logged.
+
+        :raises PipelineError: If the driver has been drained.
         """
+        self._check_open()
         try:
             made = transformed(self.pipeline.producer.transformer, messages)
         except PipelineError as error:
@@ -118,6 +125,11 @@ class PipelineDriver:
             self.elapse(self.limiter.wait_seconds())
         self._engine.drain()
         self._engine.close()
+        self._drained = True
+
+    def _check_open(self) -> None:
+        if self._drained:
+            raise PipelineError("the pipeline has been drained: nothing comes into it any more")
 
     def _release(self) -> None:
         """Let out what the rate limit allows of what was produced."""

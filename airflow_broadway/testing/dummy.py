@@ -84,6 +84,9 @@ class _Source:
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
 
+    def stop(self) -> Sequence[Message]:
+        return []
+
     def close(self) -> None:
         return None
 

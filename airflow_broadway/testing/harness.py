@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody import ACK, Settlement, Verdict
@@ -27,6 +29,38 @@ class Harness(ABC):
     @abstractmethod
     def send(self, bodies: Sequence[bytes]) -> None:
         """Put messages into the queue, in order."""
+
+    @contextmanager
+    def publish_meanwhile(self, *, pause: float = 0.01) -> Iterator[list[bytes]]:
+        """Send messages from a thread of its own while the block is at work, one after another.
+
+        Yields the list of those that :meth:`send` has returned from; it is whole once the block has
+        ended.  Override it where ``send`` cannot be used from another thread.
+
+        :param pause: Seconds between two, of real time.
+        """
+        sent: list[bytes] = []
+        failed: list[BaseException] = []
+        ended = threading.Event()
+
+        def publish() -> None:
+            try:
+                while not ended.wait(pause):
+                    [body] = bodies(1, start=900_000 + len(sent))
+                    self.send([body])
+                    sent.append(body)
+            except BaseException as error:  # raised where it is seen
+                failed.append(error)
+
+        thread = threading.Thread(target=publish, name="publish_meanwhile")
+        thread.start()
+        try:
+            yield sent
+        finally:
+            ended.set()
+            thread.join()
+        if failed:
+            raise failed[0]
 
     @property
     @abstractmethod

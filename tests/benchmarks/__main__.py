@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import flights
+from tests.nothing_left import nothing_left_behind
 
 RESULT = Path("build/bench.json")
 
@@ -31,7 +32,11 @@ def parts(quick: bool) -> dict[str, Part]:
     return {
         "core": lambda: import_module("tests.benchmarks.core").bench_core(),
         "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
+        "failing": lambda: import_module("tests.benchmarks.failing").bench_failing(),
         "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
+        "s3": lambda: import_module("tests.benchmarks.s3").bench_s3(
+            **({"sizes": ((10_000, 1_000),)} if quick else {})
+        ),
         "spark": lambda: import_module("tests.benchmarks.spark").bench_spark(),
         "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(
             **({"sizes": {}, "tries": 1} if quick else {})
@@ -100,4 +105,5 @@ def _row(figure: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with nothing_left_behind():
+        sys.exit(main())

@@ -17,10 +17,14 @@ from airflow_broadway.core.batcher import BatcherStage
 from airflow_broadway.core.engine import Engine
 from airflow_broadway.core.message import AckRef
 from airflow_broadway.core.processor import ProcessorStage
+from airflow_broadway.core.schema_json import _encoded, encode_metadata
 from airflow_broadway.core.settler import Tally
 from airflow_broadway.testing import DummyProducer
 
 MESSAGES = 100_000
+
+#: Messages in a chunk where ``max_demand`` is Broadway's default.
+DEFAULT_CHUNK = 5
 
 
 class Identity(Broadway):
@@ -73,20 +77,20 @@ def _whole(kind: type[Broadway]) -> float:
     def work() -> None:
         engine = Engine(pipeline)
         engine.run([messages])
-        assert engine.counts["processed"] == MESSAGES
+        assert not engine.failed
 
     return _best(work) / MESSAGES * 1e6
 
 
-def _process(pipeline: Broadway) -> float:
+def _process(pipeline: Broadway, chunk: int = 250) -> float:
     """Microseconds per message in the process stage alone."""
     stage = ProcessorStage(pipeline)
     messages = _messages(pipeline)
-    chunks = [messages[start : start + 250] for start in range(0, MESSAGES, 250)]
+    chunks = [messages[start : start + chunk] for start in range(0, MESSAGES, chunk)]
 
     def work() -> None:
-        for chunk in chunks:
-            stage.handle(chunk)
+        for each in chunks:
+            stage.handle(each)
 
     return _best(work) / MESSAGES * 1e6
 
@@ -107,28 +111,55 @@ def _batch(keys: int) -> float:
     return _best(work) / MESSAGES * 1e6
 
 
-def _telemetry_checks() -> float:
-    """Microseconds per message for asking whether anybody listens: three times a chunk of 250."""
-    calls = 30_000
+def _telemetry_checks(chunk: int) -> float:
+    """Microseconds per message for asking whether anybody listens: twice a chunk."""
+    calls = 100_000
 
     def work() -> None:
         for _ in range(calls):
-            telemetry.handlers("processor.start", "processor.stop", "processor.exception")
+            telemetry.heard()
 
-    return _best(work) / calls * 3 / 250 * 1e6
+    return _best(work) / calls * 2 / chunk * 1e6
+
+
+#: What a broker sends with a message: six fields of different kinds.
+METADATA = {
+    "routing_key": "orders.eu.created",
+    "priority": 5,
+    "user_id": None,
+    "persistent": True,
+    "tags": ["web", "eu"],
+    "headers": {"kind": "order", "version": 3},
+}
+
+
+def _metadata(encode: Callable[[Any], object]) -> float:
+    """Microseconds per message for writing its metadata as text."""
+    calls = 20_000
+
+    def work() -> None:
+        for _ in range(calls):
+            encode(METADATA)
+
+    return _best(work) / calls * 1e6
 
 
 def bench_core() -> list[dict[str, Any]]:
     """The figures of the core, for ``build/bench.json``."""
     process = _process(Identity())
-    checks = _telemetry_checks()
+    small = _process(Identity(), DEFAULT_CHUNK)
+    checks, small_checks = _telemetry_checks(250), _telemetry_checks(DEFAULT_CHUNK)
     handler = telemetry.attach(lambda event, measurements, metadata: None)
     told = _process(Identity())
     telemetry.detach(handler)
+    # Without the short ways for what most brokers send.
+    long = _metadata(lambda given: {key: _encoded(key, value) for key, value in given.items()})
+    short = _metadata(encode_metadata)
     figures = {
         "core.identity": _whole(Identity),
         "core.three_puts": _whole(ThreePuts),
         "core.process": process,
+        "core.process.small_chunks": small,
         "core.process.told": told,
         "core.batch.1_key": _batch(1),
         "core.batch.100000_keys": _batch(100_000),
@@ -144,6 +175,21 @@ def bench_core() -> list[dict[str, Any]]:
             "unit": "µs/msg",
             "ratio": round(checks / process, 5),
             "of": "core.process",
+        },
+        {
+            "name": "core.telemetry.unattached.small_chunks",
+            "value": round(small_checks, 5),
+            "unit": "µs/msg",
+            "ratio": round(small_checks / small, 5),
+            "of": "core.process.small_chunks",
+        },
+        {"name": "core.metadata.long_way", "value": round(long, 3), "unit": "µs/msg"},
+        {
+            "name": "core.metadata",
+            "value": round(short, 3),
+            "unit": "µs/msg",
+            "ratio": round(short / long, 3),
+            "of": "core.metadata.long_way",
         },
     ]
 

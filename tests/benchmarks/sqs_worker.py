@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any, NamedTuple
 
-from tests.sqs_server import KEY, REGION
+from tests.sqs_server import KEY, REGION, Connections
 
 __all__ = ["Took"]
 
@@ -200,21 +200,11 @@ def ours(
     from airflow_broadway.core.broadway import Broadway
     from airflow_broadway.core.custody import ACK, Settlement
     from airflow_broadway.core.intake import Budget
-    from airflow_broadway.core.producer import Connection, ProducerEnv
+    from airflow_broadway.core.producer import ProducerEnv
     from airflow_broadway.core.run import RunInfo
     from airflow_broadway.operators._process import Process
     from airflow_broadway.staging.run import StagedRun
     from airflow_broadway.staging.store import Store
-
-    class Connections:
-        def get(self, conn_id: str) -> Connection:
-            return Connection(
-                conn_id=conn_id,
-                conn_type="aws",
-                login=KEY["aws_access_key_id"],
-                password=KEY["aws_secret_access_key"],
-                extra={"endpoint_url": endpoint, "region_name": REGION},
-            )
 
     options = {
         "queue_url": queues[0],
@@ -231,7 +221,7 @@ def ours(
         generation=uuid.uuid4().hex,
         owner={**owner, "map_index": 0, "try_number": 1},
         staging=f"{store.uri}/{pipeline.name}",
-        connections=Connections(),
+        connections=Connections(endpoint),
     )
     # Reading botocore's models takes half a second, once in a process.
     pipeline.producer.source(env).close()

@@ -121,7 +121,7 @@ def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
         *("--master", "local[2]", "--conf", "spark.ui.enabled=false"),
         *("--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"),
         str(Path(__file__).parents[2] / "airflow_broadway" / "spark" / "launcher.py"),
-        *("--run", run.spark_uri(), "--work", paths.work("bench", 1)),
+        *("--run", run.spark_uri(), "--work", paths.work("bench", 1), "--sha256", work.digest),
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

@@ -16,9 +16,9 @@ import pyarrow as pa
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.rows import Rows
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.reader import BatchReader
-from airflow_broadway.staging.rows import Rows
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import (
@@ -119,9 +119,9 @@ def _figures(root: Path) -> Iterator[dict[str, Any]]:
     run = open_run(root, "python")
     generation, _, _ = _stage(run, python, 10)
     plan = plan_batches(run, python, "b", [generation], try_label="1")
-    reader = BatchReader(run, plan)
     begun = time.perf_counter()
-    count = sum(len(reader.read(batch)) for batch in batches_of(run, plan))
+    with BatchReader(run, plan) as reader:
+        count = sum(len(reader.read(batch)) for batch in batches_of(run, plan))
     assert count == MESSAGES
     yield _figure("staging.read", time.perf_counter() - begun, batches=plan.batches)
 

@@ -51,6 +51,9 @@ class _Source:
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return self._source.secure(messages)
 
+    def stop(self) -> Sequence[Message]:
+        return self._source.stop()
+
     def close(self) -> None:
         self._source.close()
 

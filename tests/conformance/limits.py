@@ -83,6 +83,8 @@ def flushes_last(case: Case) -> bool:
 
 def not_by_operators(case: Case) -> str:
     """Why the operators cannot run a case; empty if they can."""
+    if case["given"].get("no_handle_batch"):
+        return "refused while the Dag is parsed"
     given, steps = case["given"], steps_of(case)
     producer = given.get("producer") or {}
     kinds = {kind for kind, _ in steps}

@@ -124,19 +124,16 @@ _WORDS = [
 ]
 
 
-def same_reason(expected: str, got: Any, given: str) -> bool:
+def same_reason(expected: str, got: Any) -> bool:
     """Whether a reason is the one expected: the case's own words exactly, Broadway's in ours."""
     if expected == got or expected == json.dumps(got):
         return True
-    matches = [
-        (match, re.fullmatch(ours, str(got), re.DOTALL))
-        for theirs, ours in _WORDS
-        if (match := re.fullmatch(theirs, expected)) is not None
-    ]
-    if matches:
-        return any(own is not None and _words(match) == _words(own) for match, own in matches)
-    # Words of the case itself must come back as they are; of others only the kind counts.
-    return json.dumps(expected)[1:-1] not in given
+    for theirs, ours in _WORDS:
+        match = re.fullmatch(theirs, expected)
+        own = re.fullmatch(ours, str(got), re.DOTALL)
+        if match is not None and own is not None and _words(match) == _words(own):
+            return True
+    return False
 
 
 def _words(match: re.Match[str]) -> list[str]:
@@ -146,23 +143,29 @@ def _words(match: re.Match[str]) -> list[str]:
 def differences(case: Case, seen: Observed) -> list[str]:
     """What differs from the case's expectation or its accepted alternative; empty: nothing."""
     found = _differences(case, case["expect"], seen)
-    alternative = case.get("accept", {}).get("alternative", {})
-    if found and "acks" in alternative:
-        expect = {
-            **case["expect"],
-            "acks_total": totals_of(alternative["acks"]),
-            **alternative,
-        }
-        for name in ("sequence", "errors", "never_acked", "why"):
-            expect.pop(name, None)
-        if not _differences(case, expect, seen):
+    alternative = alternative_of(case)
+    if found and alternative is not None:
+        if not _differences(case, alternative, seen):
             return []
         found.append("(nor is it the accepted alternative)")
     return found
 
 
+def alternative_of(case: Case) -> dict[str, Any] | None:
+    """What a case accepts in place of its expectation; ``None`` for nothing."""
+    alternative = case.get("accept", {}).get("alternative", {})
+    if "acks" not in alternative:
+        return None
+    expect = {
+        **case["expect"],
+        "acks_total": totals_of(alternative["acks"]),
+        **alternative,
+    }
+    left_out = ("sequence", "errors", "never_acked", "why")
+    return {name: value for name, value in expect.items() if name not in left_out}
+
+
 def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str]:
-    given = json.dumps(case["given"])
     found: list[str] = []
 
     def unordered(name: str) -> bool:
@@ -172,7 +175,7 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
         if got is None:
             return
         got = plain(got)
-        if not getattr(_Comparer(unordered(name), given), equal)(wanted, got):
+        if not getattr(_Comparer(unordered(name)), equal)(wanted, got):
             found.append(
                 f"{name}{' (in any order)' if unordered(name) else ''}:\n"
                 f"  expected {json.dumps(wanted)}\n  got      {json.dumps(got)}"
@@ -192,11 +195,18 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
         check("checkpoints", expect["checkpoints"], seen.checkpoints, "exactly")
     if "acks" in expect:
         check("acks", expect["acks"], seen.acks, "acks")
-        check("reasons", _failed_statuses(expect["acks"]), seen.reasons, "reasons")
+        if seen.reasons is not None:
+            check("reasons", _failed_statuses(expect["acks"]), seen.reasons, "reasons")
     if "acks_total" in expect:
         check("acks_total", expect["acks_total"], seen.totals(), "totals")
+    if "handle_message_columns" in expect and seen.handle_message is not None:
+        # What one processor has is in order, whatever the others do meanwhile.
+        wanted, got = expect["handle_message"], seen.handle_message
+        check("handle_message of each processor", _lanes(wanted), _lanes(got), "exactly")
     if "batches" in expect and seen.batches is not None:
         wanted, got = expect["batches"], seen.batches
+        # Batches of one partition, or else of one key, are in order.
+        check("batches of each lane", _lanes(wanted), _lanes(got), "exactly")
         if "batchers" in seen.unordered:
             wanted, got = _by_batcher(wanted), _by_batcher(got)
         check("batches", wanted, got, "flushed" if seen.flushes_last else "subsets")
@@ -221,6 +231,14 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
     return found
 
 
+def _same_status(wanted: list[Any], got: list[Any]) -> bool:
+    """Whether a status is the one expected; one without a reason has none."""
+    kind, reason = [*got, None][:2]
+    if len(wanted) != 2:
+        return wanted == [kind] and reason is None
+    return bool(wanted[0] == kind and same_reason(wanted[1], reason))
+
+
 def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
     """(data, status) of each failed message; of one without a status nothing is expected."""
     return [
@@ -234,6 +252,19 @@ def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
     ]
 
 
+def _lanes(rows: list[Any]) -> dict[str, list[Any]]:
+    """Data of (data, processor) rows, or of batches, by what keeps its order."""
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        if isinstance(row, dict):
+            order = "batch_key" if row["partition"] is None else "partition"
+            lane, data = [row["batcher"], order, row[order]], row["data"]
+        else:
+            data, lane = row[:1], row[1:]
+        found.setdefault(json.dumps(plain(lane)), []).append(data)
+    return found
+
+
 def _by_batcher(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(batches, key=lambda batch: str(batch["batcher"]))
 
@@ -241,9 +272,8 @@ def _by_batcher(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class _Comparer:
     """Equality as the case means it: in order or not, reasons in either's words."""
 
-    def __init__(self, unordered: bool, given: str) -> None:
+    def __init__(self, unordered: bool) -> None:
         self._unordered = unordered
-        self._given = given
 
     def exactly(self, wanted: Any, got: Any) -> bool:
         return bool(wanted == got)
@@ -271,7 +301,10 @@ class _Comparer:
         def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
             return all(
                 one[name] == other[name] for name in ("ack_ref", "successful", "failed")
-            ) and self.statuses(one.get("failed_status", []), other.get("failed_status"))
+            ) and (  # an alternative names none
+                "failed_status" not in one
+                or self.statuses(one["failed_status"], other.get("failed_status"))
+            )
 
         return self._pairs(wanted, got, equal)
 
@@ -296,7 +329,9 @@ class _Comparer:
                 return bool(reason == "")
             # An exception's text begins with its type.
             words = [reason, reason.partition(": ")[2]] if status[0] == "error" else [reason]
-            return any(same_reason(str(status[1]), each, self._given) for each in words)
+            if status[0] == "exit":  # with its kind, which tells it from a text of the user's
+                words = [reason.partition("SystemExit: ")[2]]
+            return any(same_reason(str(status[1]), each) for each in words)
 
         left = list(wanted)
         for one in got:
@@ -307,12 +342,9 @@ class _Comparer:
         return True
 
     def statuses(self, wanted: list[Any], got: list[Any] | None) -> bool:
-        if not wanted or got is None:  # this way knows no statuses, or the case asks for none
+        if got is None:  # this way knows no statuses
             return True
-        return len(wanted) == len(got) and all(
-            one[0] == other[0] and (len(one) == 1 or same_reason(one[1], other[1], self._given))
-            for one, other in zip(wanted, got, strict=True)
-        )
+        return len(wanted) == len(got) and all(map(_same_status, wanted, got))
 
     def status_lists(self, wanted: list[Any], got: list[Any]) -> bool:
         return self._pairs(wanted, got, self.statuses)

@@ -15,11 +15,13 @@ from typing import Any
 from unittest import mock
 
 from airflow_broadway import Broadway, Message
+from airflow_broadway.core import rate_limiter
 from airflow_broadway.core.acknowledger import is_settled
 from airflow_broadway.core.custody import Action, Delivery
 from airflow_broadway.operators import _common
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.testing import ManualClock
@@ -198,6 +200,7 @@ class StagedCase:
         """One look of the ack sensor: the run's summary when all tasks have ended."""
         return self.tasks.execute(
             BroadwayAckSensor(
+                fail_when="never",
                 task_id=f"{self.prefix}ack",
                 pipeline=self.pipeline,
                 watch=self.watched,
@@ -207,7 +210,10 @@ class StagedCase:
 
     def acknowledge(self) -> Observed:
         """The sensor's last look; then a look at the queue."""
-        totals = self.look()
+        return self._settled(self.look())
+
+    def _settled(self, totals: Mapping[str, int]) -> Observed:
+        """A look at the queue, once the sum was found right."""
         late = len((self.case["given"].get("producer") or {}).get("after_drain", []))
         assert totals["received"] == totals["accounted"] == len(self._feed.sent) - late
         assert not totals["lapsed"] + totals["settle_failed"] + totals["still_leased"]
@@ -292,3 +298,35 @@ def importable(made: type[Broadway], name: str) -> type[Broadway]:
     made.__module__, made.__qualname__ = __name__, f"Made.{attribute}"
     setattr(Made, attribute, made)
     return made
+
+
+class OneTask(StagedCase):
+    """One case in one task, which stages nothing."""
+
+    def __init__(self, case: Case, folder: Path, tasks: Tasks) -> None:
+        super().__init__(case, folder, tasks)
+        self.seen.silent = frozenset()
+
+    def run(self) -> Observed:
+        """The task of each producer; then a look at the queue."""
+        with (
+            mock.patch.object(_common, "SystemClock", return_value=self._clock),
+            mock.patch.object(rate_limiter, "SystemClock", return_value=self._clock),
+        ):
+            reports = [
+                self.tasks.execute(
+                    BroadwayRunOperator(
+                        task_id="run",
+                        pipeline=self.pipeline,
+                        producer_index=index,
+                        idle_seconds=0.0,
+                        staging=self._staging,
+                        fail_when="never",
+                    ),
+                    index,
+                )
+                for index in range(self.pipeline.producer.concurrency)
+            ]
+        self._feed.after()
+        names = ("received", "accounted", "lapsed", "settle_failed", "still_leased")
+        return self._settled({name: sum(each[name] for each in reports) for name in names})

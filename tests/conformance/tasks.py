@@ -56,11 +56,12 @@ class Tasks:
             get_task_states=self._task_states,
             get_dr_count=lambda dag_id, run_ids, states: 1,
             get_first_reschedule_date=lambda context: None,
+            xcom_push=lambda key, value: None,
         )
         dag_run = SimpleNamespace(
             run_type="manual", logical_date=None, data_interval_start=None, data_interval_end=None
         )
-        dag = SimpleNamespace(task_ids=self.task_ids)
+        dag = SimpleNamespace(task_ids=self.task_ids, tasks=[])
         return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": {}}
 
     def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conformance.conftest import IMPLEMENTED
 from tests.conformance.limits import not_by_operators, not_by_spark
 from tests.conformance.observed import Case
 from tests.conformance.pipelines import needs_throw
+from tests.conformance.ways import WAYS
 
 CASES: list[Case] = json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))["cases"]
 
@@ -36,3 +39,28 @@ def test_enough_cases_run(
     why_not: Callable[[Case], str], areas: tuple[str, ...], least: int
 ) -> None:
     assert count(why_not, *areas) >= least
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
+
+
+def table() -> str:
+    """What not every way can carry, by reason: how many cases each way leaves out for it."""
+    ways = [way for way in WAYS if way.name != "driver"]
+    found: dict[str, Counter[str]] = {}
+    for case in CASES:
+        if case["type"] == "pipeline" and case["area"] in IMPLEMENTED and not needs_throw(case):
+            for way in ways:
+                why_not = way.why_not(case)
+                if why_not and why_not != "of another area":
+                    found.setdefault(why_not, Counter())[way.name] += 1
+    lines = [f"| what cannot be alike | {' | '.join(f'`{way.name}`' for way in ways)} |"]
+    lines.append("|---" * (len(ways) + 1) + "|")
+    for why_not, counts in sorted(found.items()):
+        cells = [str(counts[way.name] or "") for way in ways]
+        lines.append(f"| {why_not} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_page_lists_what_the_ways_leave_out() -> None:
+    assert table() in PAGE.read_text("utf-8"), "in docs/semantics.md put:\n" + table()

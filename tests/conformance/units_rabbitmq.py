@@ -63,9 +63,15 @@ def call_of(verdict: Verdict) -> list[Any]:
 
 
 def message(producer: RabbitMQProducer, *, redelivered: bool = False) -> Message:
+    """A message that, if redelivered, failed before: what Broadway takes the broker's flag for, and
+    what here its attempt says.
+    """
     acknowledger = RunAcknowledger(producer, Tally())
     return Message(
-        b"", redelivered=redelivered, acknowledger=AckRef(acknowledger, "ref", Delivery())
+        b"",
+        attempt=2 if redelivered else 1,
+        redelivered=redelivered,
+        acknowledger=AckRef(acknowledger, "ref", Delivery()),
     )
 
 
@@ -80,13 +86,14 @@ def actions(case: Case) -> None:
 
 def defaults(case: Case) -> None:
     expect = case["expect"]
-    given = RabbitMQProducer(**case["given"]["options"], uri="amqp://127.0.0.1:1")
+    nobody: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "reconnect_timeout": 0.1}
+    given = RabbitMQProducer(**case["given"]["options"], **nobody)
     assert (given.on_success, given.on_failure) == (expect["on_success"], expect["on_failure"])
     # As Broadway's: when the producer starts, which it then cannot, as nobody answers.
     with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
         given.source(ProducerEnv())
     assert [text for text in told if expect["warning"].lstrip(":") in text]
-    explicit = RabbitMQProducer(queue="test", uri="amqp://127.0.0.1:1", on_failure="retry")
+    explicit = RabbitMQProducer(queue="test", **nobody, on_failure="retry")
     with logged("airflow_broadway") as told, pytest.raises(ProducerUnavailable):
         explicit.source(ProducerEnv())
     assert told == []

@@ -27,8 +27,13 @@ def _data_of(given: Any) -> Any:
     return given["data"] if isinstance(given, dict) else given
 
 
-def _settled(fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[Any]) -> list[Any]:
-    """Settle one stage's result; the data of each delete request's messages."""
+def _settled(
+    fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[Any], *, ends: bool = False
+) -> list[Any]:
+    """Settle one stage's result; the data of each delete request's messages.
+
+    :param ends: Whether the run ends too, which tries what was refused once more.
+    """
     producer = SqsProducer(queue_url=URL, conn_id=None, receive_concurrency=1, **options)
     fake.put([str(_data_of(each)) for each in (*good, *bad)])
     env = ProducerEnv()
@@ -52,6 +57,8 @@ def _settled(fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[
         failed = [made(each).failed("") for each in bad]
         acknowledger.ack("ref", [made(each) for each in good], failed)
         settler.tick(force=True)
+        if ends:
+            settler.finish()
         source.close()
     assert fake.log is not None
     return [
@@ -134,12 +141,21 @@ def failing_delete(case: Case) -> None:
     fake.answer = answer
     log, errors = logging.getLogger("airflow_broadway"), _Errors()
     log.addHandler(errors)
+    data = list(range(given["successful"]))
     try:
-        attempted = _settled(fake, {}, list(range(given["successful"])), [])
+        attempted = _settled(fake, {}, data, [])
     finally:
         log.removeHandler(errors)
     assert len(attempted) == expect["delete_requests_attempted"]
     assert bool(errors.records) == expect["error_logged"]
+
+    # Here what the broker did not do is known by id, and tried once more when the run ends.
+    numbers = iter(range(1, 1000))
+    fake = FakeSqs()
+    fake.answer = answer
+    attempted = _settled(fake, {}, data, [], ends=True)
+    done = [each for request in attempted[:1] + attempted[2:] for each in request]
+    assert sorted(done) == data
 
 
 SQS: dict[str, Callable[[Case], None]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from airflow_broadway import Message
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.testing import PipelineDriver
 from tests.conformance.limits import MARGIN, STEP, not_by_operators, not_by_spark, steps_of
 from tests.conformance.observed import Case, Observed
@@ -160,6 +160,9 @@ def run_driven(case: Case, request: pytest.FixtureRequest) -> Observed:
                         seen.checkpoints.append({"checkpoint": value, "handled": handled})
                 case "drain":
                     driver.drain(emitted=messages(producer.get("during_drain", [])))
+                    for late in messages(producer.get("after_drain", [])):
+                        with pytest.raises(PipelineError):
+                            driver.produce([late])
                     continue
                 case other:
                     raise ValueError(f"the runner knows no step {other!r}")
@@ -216,6 +219,19 @@ def run_operators(case: Case, request: pytest.FixtureRequest) -> Observed:
     return made.acknowledge()
 
 
+def run_one_task(case: Case, request: pytest.FixtureRequest) -> Observed:
+    """Run a case by ``BroadwayRunOperator``; not compared: what of a queue is not."""
+    from tests.conformance.staged import OneTask
+    from tests.conformance.tasks import Tasks
+
+    try:
+        made = OneTask(case, request.getfixturevalue("tmp_path"), Tasks())
+    except OptionsError:
+        return Observed()
+    with watched(case, made.seen):
+        return made.run()
+
+
 # -- in Spark --------------------------------------------------------------------------------------
 
 
@@ -233,5 +249,6 @@ WAYS = [
     Way("driver", lambda case: "", run_driven),
     Way("run_local", _not_locally, run_local),
     Way("operators", not_by_operators, run_operators),
+    Way("one_task", not_by_operators, run_one_task),
     Way("spark", not_by_spark, run_spark, [pytest.mark.spark, pytest.mark.timeout(900)]),
 ]

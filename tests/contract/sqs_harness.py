@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from functools import cache
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.producer import Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
-from tests.sqs_server import KEY, REGION, SqsServer
+from tests.sqs_server import KEY, REGION, Connections, SqsServer
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
@@ -85,27 +86,13 @@ def _client(url: str) -> SQSClient:
     return client
 
 
-class _Known:
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def get(self, conn_id: str) -> Connection:
-        return Connection(
-            conn_id=conn_id,
-            conn_type="aws",
-            login=KEY["aws_access_key_id"],
-            password=KEY["aws_secret_access_key"],
-            extra={"region_name": REGION, "endpoint_url": self._url},
-        )
-
-
 class SqsHarness(Harness):
     def __init__(
         self, url: str, clock: str, queue: str, dead: str, staging: str, lease: float = 60.0
     ) -> None:
         self.lease = lease
         self._url = url
-        self._queue = queue
+        self.queue = queue
         self._dead = dead
         self._staging = staging
         self._clock = SharedClock(clock)
@@ -116,7 +103,7 @@ class SqsHarness(Harness):
 
     def producer(self) -> Producer:
         return SqsProducer(
-            queue_url=self._queue,
+            queue_url=self.queue,
             dead_letter=self._dead,
             lease=self.lease,
             wait_time_seconds=0,
@@ -125,12 +112,12 @@ class SqsHarness(Harness):
 
     def env(self, generation: str) -> ProducerEnv:
         return dataclasses.replace(
-            super().env(generation), staging=self._staging, connections=_Known(self._url)
+            super().env(generation), staging=self._staging, connections=Connections(self._url)
         )
 
     def send(self, bodies: Sequence[bytes]) -> None:
         client = _client(self._url)
-        fifo = self._queue.endswith(".fifo")
+        fifo = self.queue.endswith(".fifo")
         for start in range(0, len(bodies), 10):
             entries: list[Any] = [
                 {
@@ -138,18 +125,20 @@ class SqsHarness(Harness):
                     "MessageBody": body.decode(),
                     # A group of its own for each: no message waits for another.
                     **(
-                        {"MessageGroupId": f"g{place}", "MessageDeduplicationId": f"d{place}"}
+                        dict.fromkeys(
+                            ("MessageGroupId", "MessageDeduplicationId"), uuid.uuid4().hex
+                        )
                         if fifo
                         else {}
                     ),
                 }
                 for place, body in enumerate(bodies[start : start + 10], start)
             ]
-            answer = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
+            answer = client.send_message_batch(QueueUrl=self.queue, Entries=entries)
             assert not answer.get("Failed")
 
     def program(self) -> tuple[str, list[str]]:
-        arguments = [self._url, self._clock.path, self._queue, self._dead, self._staging]
+        arguments = [self._url, self._clock.path, self.queue, self._dead, self._staging]
         return "tests.contract.sqs_harness:SqsHarness", [
             *arguments,
             self.lease,  # type: ignore[list-item]

@@ -58,6 +58,18 @@ def test_parsing_imports_no_client_library(path: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_follows_a_pipeline_follows_its_sensor_alone(path: Path, home: Path) -> None:
+    _, told = parse(path, home, 1)
+    for dag in told["dags"].values():
+        tasks = [task["__var"] for task in dag["dag"]["tasks"]]
+        leaves = {each["task_id"] for each in tasks if not each.get("downstream_task_ids")}
+        sensors = [each for each in tasks if each["task_type"] == "BroadwayAckSensor"]
+        assert leaves == {each["task_id"] for each in sensors}
+        # "poke" would hold a worker of whoever copies the file.
+        assert {each.get("mode", "reschedule") for each in sensors} == {"reschedule"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_dag_is_serialized_the_same_in_two_processes(path: Path, home: Path) -> None:
     # Given two parses in processes that order their sets and hashes differently
     first, _ = parse(path, home, 1)

@@ -10,7 +10,19 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-FILES = ["concepts.md", "producers.md", "semantics.md", "telemetry.md", "testing.md"]
+FILES = [
+    "concepts.md",
+    "embedded-queue.md",
+    "producers.md",
+    "rabbitmq.md",
+    "semantics.md",
+    "spark.md",
+    "sqs.md",
+    "telemetry.md",
+    "testing.md",
+]
+#: A folder that readers have.
+THEIRS = "/var/lib/airflow"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -24,7 +36,8 @@ def test_the_snippets_of_a_document_run(
     run: set[str] = set()
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         line = text.count("\n", 0, match.start()) + 1
-        code = compile("\n" * line + match[1], str(DOCS / name), "exec")
+        source = match[1].replace(THEIRS, str(tmp_path))
+        code = compile("\n" * line + source, str(DOCS / name), "exec")
         exec(code, module.__dict__)
         for test in sorted(module.__dict__.keys() - run):
             run.add(test)

@@ -17,6 +17,8 @@ from scripts.airflow_env import ROOT, home_of
 from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
 from tests.faults.runs import Case, run_case
+from tests.living.cases import RUNS, living_cases
+from tests.nothing_left import nothing_left_behind
 
 BUILD = ROOT / "build"
 
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument("--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ; 0: none")
     parser.add_argument("--seed", type=int, default=20_130)
+    parser.add_argument("--runs", type=int, default=RUNS, help="of each living case, in traffic")
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
     found: list[Found] = []
@@ -69,6 +72,7 @@ def _cases_of(
     yield normal.name, normal.messages, lambda: run_case(normal)
     if kills:
         yield case.name, case.messages, lambda: run_case(case)
+    yield from living_cases(broker, folder, given.case, given.runs, given.seed)
     if broker == "rabbitmq":
         from tests.faults.rabbitmq_all import rabbitmq_cases
 
@@ -106,4 +110,5 @@ def _write(found: list[Found]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with nothing_left_behind():
+        sys.exit(main())

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pika
 
-from airflow_broadway.producers.rabbitmq.properties import MARK
 from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
 from tests.faults.broker import Dead
 from tests.rabbitmq_server import RabbitServer
@@ -119,7 +118,7 @@ def dead_letters(server: RabbitServer, queue: str) -> list[Dead]:
             if properties is None:
                 raise AssertionError(f"{left} messages of {queue} do not come")
             headers = properties.headers or {}
-            attempt, reason = headers[MARK]["attempt"], headers["x-broadway-reason"]
+            attempt, reason = headers["x-broadway-attempt"], headers["x-broadway-reason"]
             marked = bool(headers.get("x-broadway-redelivered"))
             found.append(Dead(int(body), int(attempt), str(reason), marked))
             left -= 1

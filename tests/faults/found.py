@@ -15,6 +15,7 @@ class Found:
 
     :param name: ``<broker>.<case>``.
     :param messages: How many there were.
+    :param runs: In how many runs, where that is a number of its own.
     :param killed: How often what was killed.
     :param lost: Numbers that were neither handled to success nor are dead letters, as they should.
     :param told_lost: Messages that an operator deleted with their queue, if that was counted and
@@ -26,6 +27,7 @@ class Found:
 
     name: str
     messages: int
+    runs: int = 0
     killed: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
     told_lost: int = 0
@@ -43,6 +45,7 @@ class Found:
         return {
             "name": self.name,
             "messages": self.messages,
+            **({"runs": self.runs} if self.runs else {}),
             "kills": self.killed.total(),
             "lost": len(self.lost),
             "duplicates": self.duplicates,

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from airflow_broadway.core.manifest import digest_of
 from airflow_broadway.operators._shipping import Shipment, ship
 from airflow_broadway.operators._spark_home import LIGHT_JVM, find_spark
 from tests.unit.spark.plans import Planned, Staged, rows
@@ -56,13 +57,14 @@ class Submitted:
         program = find_spark("spark-submit", os.environ)
         python = sys.executable
         self.log = staged.root.parent / f"submit-{number}.log"
+        work = f"work/handle_batches-{number:06d}.json"
         command = [
             program.binary,
             *("--master", "local[2]", "--conf", "spark.ui.enabled=false"),
             *("--conf", f"spark.driver.extraJavaOptions={LIGHT_JVM}"),
             *("--conf", "spark.log.level=WARN", "--py-files", str(shipment.zip)),
             str(shipment.launcher),
-            *("--run", staged.uri, "--work", f"work/handle_batches-{number:06d}.json"),
+            *("--run", staged.uri, "--work", work, "--sha256", digest_of(staged.files.read(work))),
         ]
         variables = {"PYSPARK_PYTHON": python, "PYSPARK_DRIVER_PYTHON": python}
         with self.log.open("w") as log:

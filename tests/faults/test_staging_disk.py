@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import ACK, Entry
+from airflow_broadway.core.custody import Action, Entry, Verdict
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import Batcher
@@ -80,8 +80,8 @@ def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_di
 
     def stage() -> None:
         for number in range(5000):
-            payload = RANDOM.randbytes(1000)
-            writer.entry(Entry(str(number), "", ACK, 1, payload, "{}"))
+            retry = Verdict(Action.RETRY, reason=RANDOM.randbytes(500).hex())
+            writer.entry(Entry(str(number), "", retry, 1))
         writer.close()
 
     with pytest.raises(StagingError, match=FULL):

@@ -138,8 +138,8 @@ def check_plans_are_whole(run: StagedRun, root: Path) -> None:
     """A plan that has its name has all its lines, and all its messages can be read."""
     for path in root.rglob("plan.jsonl"):
         plan, batches = BatchPlan.read(run.files, str(path.parent.relative_to(run.files.full(""))))
-        reader = BatchReader(run, plan)
-        found = [each.message_id for batch in batches for each in reader.read(batch)]
+        with BatchReader(run, plan) as reader:
+            found = [each.message_id for batch in batches for each in reader.read(batch)]
         assert found == [f"m-{n}" for n in range(MESSAGES)]
 
 

@@ -330,7 +330,8 @@ def mark_ack_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
 
     clicks.mark(ACK, "success")
 
-    assert clicks.end() == "failed"
+    # Airflow takes the user's word for the run too: ``ack`` is its last task.
+    assert clicks.end() == "success"
     assert clicks.depth() == (0, 20, 0)
     swept(clicks)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 
-from airflow_broadway import Batcher
+from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
@@ -71,6 +76,49 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -
     assert ran.totals == {}
 
 
+@pytest.mark.parametrize("count", [0, 15])
+def test_a_batcher_that_has_nothing_to_do_leaves_no_error_in_the_log(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], count: int
+) -> None:
+    # Given messages for one of two batchers at most, beside a Spark task without any
+    batchers = {**Puppets.batchers, "spark": Batcher(schema="n long")}
+    monkeypatch.setattr(Puppets, "batchers", batchers)
+    world.numbers(range(count))
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.states["handle_batches"] == "skipped"
+    assert ran.xcom("batch.other")["plan"] is None
+    said = capfd.readouterr()
+    lines = (said.out + said.err).splitlines()
+    assert lines
+    assert [line for line in lines if "error" in line.lower()] == []
+
+
+@pytest.mark.parametrize("count", [0, 15])
+def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(
+    world: World, count: int
+) -> None:
+    world.numbers(range(count))  # all of them for the batcher "default"
+    with DAG("puppets") as dag:
+        Puppets().task_group(default_args=NO_DELAY) >> EmptyOperator(task_id="refresh_dashboard")
+
+    ran = world.run(dag)
+
+    assert ran.state == "success"
+    assert ran.states["batch.other"] == "skipped"
+    assert ran.states["refresh_dashboard"] == "success"
+
+
+def test_a_sensor_that_pokes_does_not_block_a_run_that_works_one_task_at_a_time(
+    world: World,
+) -> None:
+    world.numbers(range(5))
+    ran = world.run(dag_of(Puppets, ack={"mode": "poke", "poke_interval": 1.0}))
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+
+
 def test_an_empty_queue_starts_no_spark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a Spark batcher, and no Spark that could be started
     world.connect("spark_default", {"conn_type": "spark", "host": "spark://nowhere:1"})
@@ -129,6 +177,28 @@ def test_params_override_the_budgets(world: World) -> None:
     assert world.depth == (25, 0, 0, 0)
 
 
+def test_a_queues_connection_may_come_from_a_secrets_back_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.numbers(range(5))
+    monkeypatch.delenv("AIRFLOW_CONN_PUPPETS")
+    secrets = world.folder / "connections.json"
+    secrets.write_text(
+        json.dumps({"puppets": {"conn_type": "broadway_sqlite", "host": str(world.file)}})
+    )
+    back_end = "airflow.secrets.local_filesystem.LocalFilesystemBackend"
+    monkeypatch.setenv("AIRFLOW__SECRETS__BACKEND", back_end)
+    kwargs = json.dumps({"connections_file_path": str(secrets)})
+    monkeypatch.setenv("AIRFLOW__SECRETS__BACKEND_KWARGS", kwargs)
+    # A process keeps its back ends: other tests must not get this one.
+    monkeypatch.setattr("airflow.sdk.configuration._secrets_backend_cache", {})
+
+    ran = world.run(dag_of(Puppets))
+
+    assert ran.state == "success"
+    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+
+
 def test_overrides_are_rendered_templates(world: World) -> None:
     world.numbers(range(7))
     pipeline = Puppets(
@@ -179,7 +249,7 @@ def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(
     first = world.run(dag_of(Puppets))
     assert first.state == "success"
     assert first.totals == {
-        "received": 6, "failed": 3, "acked": 1, "requeued": 5, "accounted": 6
+        "received": 6, "failed": 5, "acked": 1, "requeued": 5, "accounted": 6
     }  # fmt: skip
     assert world.depth == (5, 0, 0, 0)
 
@@ -188,7 +258,7 @@ def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(
 
     # Then what failed once has succeeded, and the rest is out of attempts
     assert second.totals == {
-        "received": 5, "failed": 2, "acked": 2, "dead_lettered": 3, "accounted": 5
+        "received": 5, "failed": 3, "acked": 2, "dead_lettered": 3, "accounted": 5
     }  # fmt: skip
     assert world.reasons() == {1: "failed: 1", 2: "ValueError: raised on 2", 3: "failed: 3"}
     letters = world.queue.dead_letters(limit=None)
@@ -209,7 +279,7 @@ def test_configured_acknowledgement_wins_in_processors_and_batches(world: World)
     ran = world.run(dag_of(Puppets))
 
     assert ran.totals == {
-        "received": 6, "failed": 1, "acked": 1, "requeued": 1, "dead_lettered": 3, "left": 1,
+        "received": 6, "failed": 2, "acked": 1, "requeued": 1, "dead_lettered": 3, "left": 1,
         "accounted": 6,
     }  # fmt: skip
     assert world.reasons() == {1: "dead_letter: 1", 2: "dead_letter: 2", 5: ""}
@@ -227,7 +297,8 @@ def test_what_was_settled_at_once_is_counted_and_settled_once(world: World) -> N
     ran = world.run(dag_of(Puppets))
 
     assert ran.state == "success"
-    assert ran.totals == {"received": 5, "acked": 4, "requeued": 1, "accounted": 5}
+    # The third failed in its batch, settled as it was.
+    assert ran.totals == {"received": 5, "failed": 2, "acked": 4, "requeued": 1, "accounted": 5}
     assert world.depth == (1, 0, 0, 0)
 
 
@@ -282,6 +353,56 @@ def test_the_run_operator_does_it_all_in_one_task(world: World) -> None:
     assert sorted(n for call in Puppets.calls for n in call[3]) == list(range(13))
     assert world.depth == (0, 0, 0, 1)
     assert world.queue.leases() == []
+
+
+class Ending(Puppets):
+    """Something ends the task at the message 7, each batch holding four."""
+
+    by: ClassVar[str] = ""
+    processors = Processors(concurrency=1, max_demand=4)
+    batchers = {"default": Batcher(engine="python", batch_size=4, batch_timeout=None)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        made = super().handle_message(processor, message, context)
+        if made.data["n"] == 7:
+            if self.by == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif self.by == "an execution_timeout":
+                time.sleep(60.0)
+            else:
+                raise KeyboardInterrupt
+        return made
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "an execution_timeout", "an interrupt"])
+def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(
+    world: World, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr(Ending, "by", by)
+    world.numbers(range(12))
+    with DAG("one_task", schedule=None) as dag:
+        seconds = timedelta(seconds=5.0 if by == "an execution_timeout" else 60.0)
+        BroadwayRunOperator(task_id="all", pipeline=Ending, retries=0, execution_timeout=seconds)
+
+    ran = world.run(dag)
+
+    assert ran.state == ("success" if by == "SIGTERM" else "failed")
+    report = ran.report
+    # Then what was done is settled, the rest is in the queue, and the report says which
+    totals = {name: count for name, count in report["totals"].items() if count}
+    done = 8 if by == "SIGTERM" else 4
+    assert totals == {
+        "received": totals["received"],
+        "acked": done,
+        "released": totals["received"] - done,
+        "accounted": totals["received"],
+    }
+    assert report["balanced"]
+    assert report["failed_tasks"] == ([] if by == "SIGTERM" else ["all"])
+    assert [each["stopped"] for each in report["generations"]] == [
+        "signal" if by == "SIGTERM" else "interrupted"
+    ]
+    assert world.depth == (12 - done, 0, 0, 0)
 
 
 def test_operators_wired_by_hand_need_only_each_others_outputs(world: World) -> None:
@@ -493,6 +614,7 @@ def test_a_class_of_a_dag_file_may_have_python_batchers(world: World) -> None:
 
 
 _DAG_FILE = """\
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 from airflow_broadway import Batcher, Broadway
 from airflow_broadway.producers.sqlite import SqliteProducer

@@ -23,7 +23,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway.producers.sqlite import SqliteQueue
-from scripts.airflow_env import ROOT, home_of
+from scripts.airflow_env import ROOT, airflow_env, home_of
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark]
 
@@ -224,3 +224,22 @@ def test_without_java_one_sentence_says_so(tmp_path: Path) -> None:
     assert done.text == (
         "\nThe demo failed: Spark needs Java, and there is none here: `make demo` sees to that\n"
     )
+
+
+@pytest.mark.slow
+def test_the_first_command_that_a_developer_types_ends(tmp_path: Path) -> None:
+    # Given an Airflow that never ran, and an empty queue
+    env = airflow_env(home=tmp_path, base={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(
+        {"conn_type": "broadway_sqlite", "host": str(tmp_path / "queue.db")}
+    )
+    subprocess.run(["airflow", "db", "migrate"], env=env, check=True, capture_output=True)
+    done = subprocess.run(
+        ["airflow", "dags", "test", "flights"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

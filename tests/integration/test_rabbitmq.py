@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import logging
 from typing import Any
 
 import pika
@@ -17,20 +17,14 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq import Qos, topology
-from airflow_broadway.producers.rabbitmq.properties import MARK, decode
+from airflow_broadway.producers.rabbitmq import Qos
+from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
+from airflow_broadway.producers.rabbitmq.marks import MARK
+from airflow_broadway.producers.rabbitmq.properties import decode
 from airflow_broadway.testing.contract import entry_of
-from tests.rabbitmq_fixtures import wanted_server
-from tests.rabbitmq_place import Place
+from tests.rabbitmq_place import Place, permitted
 
 pytestmark = pytest.mark.broker
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    # Nobody kills this broker: the first lease queue of a test may be used at once.
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
-    return Place(wanted_server(), tmp_path)
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -70,18 +64,47 @@ def test_a_message_of_every_type_arrives_and_is_published_again(place: Place) ->
     json.dumps(dict(second.metadata))
 
 
-def test_a_body_that_is_too_large_is_set_aside_with_the_reason(place: Place) -> None:
+def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     place.declare()
-    place.send(b"1", b"x" * 5_000, b"2")
+    place.send(b"1", b"x" * 5_000, b"2", b"y" * 6_000)
+    caplog.set_level(logging.ERROR)
 
     messages, report = place.settle("g1", max_message_bytes=1_000)
 
     assert [message.data for message in messages] == [b"1", b"2"]
-    assert report == SettleReport(acked=2)
+    told = "dead letters, unprocessed, beside those received: 2 (too large)"
+    assert report == SettleReport(acked=2, errors=(told,))
     found = place.get(place.queues.dead)
     assert found is not None
     assert found[1] == b"x" * 5_000
     assert "max_message_bytes" in found[0].headers["x-broadway-reason"]
+    mark = found[0].headers[MARK]["id"]
+    assert f"Message {mark} is a dead letter, unprocessed: its body has 5000 bytes" in caplog.text
+
+
+def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.declare()
+    crashed = Held("killer", 1, 7, True, b"\0\0", b"\0\0", b"boom")
+    header = Header(bundle="ab.1", generation="g0", queue=place.name, count=1, released=True)
+    with place.channel() as channel:
+        arguments = place.queues.returns_arguments()
+        channel.queue_declare(place.queues.returns, durable=True, arguments=arguments)
+        channel.basic_publish("", place.queues.returns, pack(header, [crashed]))
+    caplog.set_level(logging.ERROR)
+
+    with place.source() as source:
+        assert place.take(source) == []
+        assert source.stop() == []
+        assert source.lease.state["set_aside"] == {"crashed": 1}
+
+    assert "Message killer is a dead letter, unprocessed: its process died 7 times" in caplog.text
+    found = place.get(place.queues.dead)
+    assert found is not None
+    assert found[1] == b"boom"
 
 
 def test_large_messages_are_bundles_of_their_own(place: Place) -> None:
@@ -109,7 +132,8 @@ def test_a_dead_letter_says_why_and_where_it_was(place: Place) -> None:
     assert len(headers["x-broadway-reason"].encode()) <= 2_048
     assert headers["x-broadway-stage"] == "process"
     assert headers["x-broadway-queue"] == place.name
-    assert headers["x-broadway-original"] == {"user_id": "guest", "expiration": "600000"}
+    was = {"user_id": "guest", "expiration": "600000", "delivery_mode": None}
+    assert headers["x-broadway-original"] == was
 
 
 def test_dead_letters_go_where_the_option_says(place: Place) -> None:
@@ -143,16 +167,31 @@ def test_a_dead_letter_that_nobody_takes_fails_and_comes_back(place: Place) -> N
 # -- queues ------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_refused(place: Place) -> None:
+@pytest.mark.parametrize("arguments", [{}, {"x-stream-offset": "first"}])
+def test_a_stream_is_refused(place: Place, arguments: dict[str, Any]) -> None:
     place.declare(**{"x-queue-type": "stream"})
-    place.send(b"1")
-    options: dict[str, Any] = {"consume_options": {"arguments": {"x-stream-offset": "first"}}}
+    place.send(b"1", b"2", b"3")
+    options: dict[str, Any] = {"consume_options": {"arguments": arguments}}
 
-    with (
-        place.source(**options) as source,
-        pytest.raises(ProducerError, match="is a stream"),
-    ):
-        source.receive(10, timeout=3.0)
+    # A user who may do no more than the guide asks for
+    with permitted(place.server, configure="^broadway") as user:
+        producer = place.producer(uri=None, conn_id="rabbit", **options)
+        stream = producer.source(place.env(**user))
+        try:
+            with pytest.raises(ProducerError, match=r"is a stream: .* use a classic or quorum"):
+                stream.receive(10, timeout=0.0)
+        finally:
+            stream.close()
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum"])
+def test_other_types_of_queues_are_not_taken_for_streams(place: Place, kind: str) -> None:
+    place.declare(**{"x-queue-type": kind})
+
+    assert place.settle("g1")[0] == []
+    place.send(b"1")
+    [message] = place.settle("g2")[0]
+    assert not message.redelivered
 
 
 def test_a_priority_queue_gives_the_urgent_first(place: Place) -> None:
@@ -241,7 +280,7 @@ def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place: P
 
 def test_settled_headers_hold_no_more_than_they_must(place: Place) -> None:
     place.declare()
-    place.send(b"1")
+    place.send(b"1", properties=pika.BasicProperties(delivery_mode=2))
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     place.settle("g1", {0: retry})
 

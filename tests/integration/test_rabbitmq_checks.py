@@ -7,12 +7,12 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_broadway import Broadway
+from airflow_broadway.core.custody import RELEASE, Settlement
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
@@ -23,17 +23,9 @@ from airflow_broadway.producers.rabbitmq.queues import lease_arguments
 from airflow_broadway.producers.rabbitmq.sweep import counting
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.cli_runs import ran
-from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
 
 pytestmark = pytest.mark.broker
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    # Nobody kills this broker: the first lease queue of a test may be used at once.
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
-    return Place(wanted_server(), tmp_path)
 
 
 @pytest.fixture
@@ -126,10 +118,10 @@ def test_the_look_is_taken_once_in_a_while_and_not_by_an_empty_run(
     assert looks == [place.queues.lease("g1")]
 
 
-def test_without_the_management_api_a_run_goes_on_and_says_so(
+def test_without_the_management_api_a_run_goes_on_and_warns(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
 
@@ -143,7 +135,7 @@ def test_without_the_management_api_a_run_goes_on_and_says_so(
 def test_a_user_without_the_tag_is_told_which_one_is_needed(
     place: Place, extra: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("WARNING")
     place.declare()
     place.send(b"1")
 
@@ -183,6 +175,39 @@ def test_a_management_address_that_is_none_is_said_without_showing_it(url: str, 
         Management(Address(management_url=url))
 
     assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
+
+
+def test_the_password_goes_unencrypted_to_no_other_port_unless_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(Unseen, match=r"to 'http://rabbit\.example\.org:15672', or false"):
+        Management(Address(host="rabbit.example.org"))
+
+    for host in ("localhost", "127.0.0.1", "::1"):
+        assert ":15672" in Management(Address(host=host)).shown
+    assert ":15671" in Management(Address(host="rabbit.example.org", tls={})).shown
+    assert caplog.messages == []
+    Management(Address(management_url="http://rabbit.example.org"))
+    [told] = caplog.messages
+    assert told == (
+        "The user and password of RabbitMQ go unencrypted to http://rabbit.example.org: use"
+        " https://."
+    )
+
+
+def test_a_connection_that_says_so_is_not_asked(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    place.declare()
+    place.send(b"1")
+
+    assert len(received(place, "g1", extra={"management_url": False})) == 1
+
+    assert "Policies are not checked" in caplog.text
+    assert not [
+        each for each in caplog.records if each.levelname == "WARNING" and "polic" in each.message
+    ]
 
 
 def test_what_answers_there_may_be_something_else(place: Place) -> None:
@@ -249,6 +274,54 @@ def test_the_command_lists_queues_and_findings(
     assert [each["level"] for each in found["findings"]] == ["error"]
 
 
+def test_what_came_back_is_counted_in_bundles_and_says_so(
+    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Given 1,200 messages that a run gave back
+    place.declare()
+    place.send(*[b"%d" % number for number in range(1_200)])
+    with place.source() as source:
+        place.take(source)
+        lease = source.lease
+    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 1_200
+    count = lease.state["bundles"]
+    assert 3 <= count < 100
+
+    shown = ran(capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", connection)
+    told = ran(
+        capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", connection, "--json"
+    )
+
+    assert f" {count} bundles" in shown.out
+    assert {"queue": place.queues.returns, "for": "returns", "bundles": count} in json.loads(
+        told.out
+    )["queues"]
+    assert place.producer().depth(place.env()).ready == count
+
+
+@pytest.mark.parametrize("kind", ["no tag", "false", "nobody there"])
+def test_the_command_finds_fault_with_a_check_that_saw_nothing(
+    place: Place,
+    extra: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    url = {"false": False, "nobody there": "http://127.0.0.1:1"}.get(kind, extra["management_url"])
+    place.declare()
+    with permitted(place.server) as user:
+        value = {"conn_type": "rabbitmq", "host": place.host, "port": place.port, **user}
+        monkeypatch.setenv(
+            "AIRFLOW_CONN_RABBIT_BLIND", json.dumps({**value, "extra": {"management_url": url}})
+        )
+        done = ran(capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", "rabbit_blind")
+
+    assert done.code == 1
+    assert "warning: whether policies make this run lose messages could not be checked" in done.out
+    assert "harm" not in done.out
+    assert PASSWORD not in done.out + done.err
+
+
 class Checked(Broadway):
     producer = RabbitMQProducer(queue="{{ var.value.queue }}", on_failure="retry")
 
@@ -256,8 +329,35 @@ class Checked(Broadway):
         return message
 
 
+class Sharded(Checked):
+    producer = RabbitMQProducer(
+        queue="nobody's",
+        concurrency=2,
+        on_failure="retry",
+        merge_options=lambda index: {"queue": f"sharded-{index}"},
+    )
+
+
 class Embedded(Checked):
     producer = SqliteProducer(queue="orders", path="/nowhere/queue.db")  # type: ignore[assignment]
+
+
+def test_the_command_looks_at_the_queue_of_each_producer(
+    place: Place, connection: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"producer": {"conn_id": connection}}
+    pipeline = {"class": "tests.integration.test_rabbitmq_checks:Sharded", "options": options}
+    with place.channel() as channel:
+        for index in range(2):
+            channel.queue_declare(f"sharded-{index}", durable=True)
+
+    done = ran(capsys, "rabbitmq", "check", "--pipeline", json.dumps(pipeline), "--json")
+
+    assert done.code == 0
+    assert [each["queues"][0]["queue"] for each in json.loads(done.out)] == [
+        "sharded-0",
+        "sharded-1",
+    ]
 
 
 def test_the_command_reads_a_pipeline_and_says_which_it_cannot_check(

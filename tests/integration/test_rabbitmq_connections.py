@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+import threading
+import time
+from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import pika
 import pytest
@@ -17,28 +21,23 @@ from airflow_broadway.core.custody import (
     Source,
     Verdict,
 )
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.settler import Tally
-from airflow_broadway.producers.rabbitmq import Qos, topology
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
+from airflow_broadway.producers.rabbitmq.getter import Getter
 from airflow_broadway.producers.rabbitmq.metadata import NAMES
-from airflow_broadway.producers.rabbitmq.properties import MARK
 from airflow_broadway.testing.contract import settlement_of
-from tests.rabbitmq_fixtures import wanted_server
-from tests.rabbitmq_place import Breaker, Place
+from tests.rabbitmq_place import Breaker, Place, manage, marked
+from tests.rabbitmq_server import free_port
 
 pytestmark = pytest.mark.broker
 
 #: Class and method of ``basic.ack``, as they stand in its frame.
 BASIC_ACK = b"\x00\x3c\x00\x50"
+#: The same of ``basic.consume`` and ``queue.declare``.
+BASIC_CONSUME, QUEUE_DECLARE = b"\x00\x3c\x00\x14", b"\x00\x32\x00\x0a"
 RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    # Nobody kills this broker: the first lease queue of a test may be used at once.
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
-    return Place(wanted_server(), tmp_path)
 
 
 def through(breaker: Breaker) -> dict[str, Any]:
@@ -73,10 +72,8 @@ def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(
         assert breaker.broken == 1
 
     # When one succeeds and the other is to be retried
-    custodian = place.producer().custodian(place.env("custodian"))
     settlement = settlement_of([before, after], {after.message_id: RETRY})
-    report = custodian.settle(lease, settlement)
-    custodian.close()
+    report = place.carry_out(lease, settlement)
 
     # Then each gets its own verdict
     assert before.message_id != after.message_id
@@ -89,11 +86,13 @@ def synchronise(source: Any) -> None:
     source._intake.channel.call("basic_qos", prefetch_count=1)
 
 
-def test_a_retry_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) -> None:
+def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
+    place: Place,
+) -> None:
     # Given a run, and a message on its second attempt
     place.declare()
     place.send(b"first")
-    mark = {MARK: {"id": "its-own", "giver": "g0", "attempt": 2}}
+    mark = marked(b"second", "its-own", attempt=2)
     with Breaker(place.server.address) as breaker:
         with place.source(**through(breaker)) as source:
             first = one(source)
@@ -104,18 +103,19 @@ def test_a_retry_whose_acknowledgement_is_cut_off_is_handled_once(place: Place) 
             place.send(b"second", properties=pika.BasicProperties(headers=mark))
             second = one(source)
             place.send(b"third")
-            third = one(source)
+            messages = [first, second, *place.take(source)]
             lease = source.lease
         assert breaker.broken == 1
 
-    # Then it is recognised when it is delivered again, and the run's sum is right
-    messages = [first, second, third]
-    custodian = place.producer().custodian(place.env("custodian"))
-    report = custodian.settle(lease, settlement_of(messages))
-    custodian.close()
-    assert [message.data for message in messages] == [b"first", b"second", b"third"]
+    # Then nobody can tell it from another's copy: it is handled again, marked, and the sum is right
+    report = place.carry_out(lease, settlement_of(messages))
+    data = [message.data for message in messages]
+    assert sorted(data) == [b"first", b"second", b"second", b"third"]
     assert (second.message_id, second.attempt) == ("its-own", 2)
-    assert report == SettleReport(acked=3)
+    [again] = [each for each in messages[2:] if each.data == b"second"]
+    assert again.message_id.startswith("its-own~")
+    assert again.redelivered
+    assert report == SettleReport(acked=4)
     assert place.settle("g2")[0] == []
 
 
@@ -126,11 +126,9 @@ def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(plac
     with place.source("g0") as source:
         assert len(place.take(source)) == 3
         lease = source.lease
-    custodian = place.producer().custodian(place.env("custodian"))
-    assert custodian.settle(lease, Settlement(rest=RELEASE)).released == 3
-    custodian.close()
+    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 3
     with place.channel() as channel:
-        channel.queue_delete(place.queues.spares)
+        channel.queue_delete(place.queues.spares(21600.0))
 
     # When the connection breaks as the bundle is acknowledged: it is secured by then
     with Breaker(place.server.address) as breaker:
@@ -141,15 +139,180 @@ def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(plac
         assert breaker.broken == 1
 
     # Then it is recognised when it is delivered again, and the run's sum is right
-    custodian = place.producer().custodian(place.env("custodian"))
-    report = custodian.settle(lease, settlement_of(messages))
-    custodian.close()
+    report = place.carry_out(lease, settlement_of(messages))
     assert sorted(message.data for message in messages) == [b"1", b"2", b"3"]
     assert report == SettleReport(acked=3)
     assert place.settle("g2")[0] == []
 
 
+def test_a_run_that_starts_before_its_broker_waits_for_it(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.declare()
+    place.send(b"1")
+    port = free_port()
+    came: list[Breaker] = []
+    later = threading.Timer(1.0, lambda: came.append(Breaker(place.server.address, port=port)))
+    later.start()
+
+    with place.source(
+        uri=f"amqp://127.0.0.1:{port}", backoff_min=0.2, backoff_max=0.3, on_failure="retry"
+    ) as source:
+        assert one(source).data == b"1"
+
+    assert "cannot be reached" in caplog.text
+    assert "trying again in" in caplog.text
+    [breaker] = came
+    with breaker:
+        pass
+
+
+def test_what_fails_after_connecting_is_tried_again_for_a_while(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    calls: list[Any] = []
+
+    def unready(channel: Any) -> None:
+        calls.append(channel)
+        if len(calls) < 3:
+            raise LookupError("the exchange is not there yet")
+
+    options: dict[str, Any] = {"after_connect": unready, "on_failure": "retry", "backoff_min": 0.01}
+    with place.source(**options, backoff_max=0.02) as source:
+        assert one(source).data == b"1"
+    assert len(calls) == 3
+
+    calls.clear()
+    told = "after_connect raised LookupError: the exchange is not there yet"
+    with pytest.raises(ProducerUnavailable, match=told):
+        place.producer(**options, backoff_type="stop").source(place.env())
+    assert len(calls) == 1
+
+
+def failing(breaker: Breaker, **options: Any) -> dict[str, Any]:
+    """Options of a run that connects every tenth of a second, for a second."""
+    delays = {"backoff_min": 0.1, "backoff_max": 0.1, "reconnect_timeout": 1.0}
+    return {"uri": breaker.uri, "on_failure": "retry", **delays, **options}
+
+
+def test_connections_that_fail_at_their_first_use_are_paced_and_given_up_in_time(
+    place: Place,
+) -> None:
+    place.declare()
+    place.send(b"1")
+    with Breaker(place.server.address) as breaker, place.source(**failing(breaker)) as source:
+        breaker.arm(BASIC_CONSUME, times=math.inf)
+        began = time.monotonic()
+        with pytest.raises(ProducerUnavailable, match="is lost"):
+            source.receive(1, timeout=60.0)
+        assert 0.8 < time.monotonic() - began < 10.0
+        assert 3 <= breaker.broken <= 12
+
+    assert [message.data for message in place.settle("g2")[0]] == [b"1"]
+
+
+def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place: Place) -> None:
+    place.declare()
+    place.send(b"1", b"2")
+    stop = threading.Event()
+    with Breaker(place.server.address) as breaker:
+        slow = {"backoff_min": 30.0, "backoff_max": 30.0, "reconnect_timeout": 600.0}
+        options = failing(breaker, qos=Qos(prefetch_count=1), **slow)
+        env = replace(place.env(), stopping=stop.is_set)
+        source = place.producer(**options).source(env)
+        first = one(source)
+        synchronise(source)
+        breaker.arm(times=math.inf)
+        threading.Timer(0.5, stop.set).start()
+
+        assert source.receive(1, timeout=60.0) == []
+        assert stop.is_set()
+        assert source.stop() == []
+        lease = source.lease
+        source.close()
+
+    # What it had received is its own, and settled.
+    assert place.carry_out(lease, settlement_of([first])) == SettleReport(acked=1)
+    assert [message.data for message in place.settle("g2")[0]] == [b"2"]
+
+
+def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    with place.source() as source:
+        messages = place.take(source)
+        lease = source.lease
+    with Breaker(place.server.address) as breaker:
+        custodian = place.producer(**failing(breaker)).custodian(place.env("custodian"))
+        breaker.arm(QUEUE_DECLARE, times=math.inf)
+        with pytest.raises(ProducerUnavailable, match="is lost"):
+            custodian.settle(lease, settlement_of(messages))
+        assert 3 <= breaker.broken <= 12
+
+        breaker.arm(QUEUE_DECLARE, times=5)
+        assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=1)
+        custodian.close()
+
+
 # -- consumers -------------------------------------------------------------------------------------
+
+
+def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Place) -> None:
+    # Given a run that has received a message
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    with place.source(qos=Qos(prefetch_count=1), backoff_min=0.01) as source:
+        first = one(source)
+        synchronise(source)
+
+        # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
+        link = source._link  # type: ignore[attr-defined]
+        end = time.monotonic() + 30
+        while link.lost is None and time.monotonic() < end:
+            for each in manage(place.server, "GET", "connections"):
+                manage(place.server, "DELETE", f"connections/{quote(each['name'])}")
+            time.sleep(0.1)
+        messages = [first, *place.take(source)]
+        lease = source.lease
+    assert "(320)" in str(link.lost)
+    report = place.carry_out(lease, settlement_of(messages))
+
+    # Then it goes on with another
+    assert sorted(message.data for message in messages) == [b"1", b"2", b"3"]
+    assert report == SettleReport(acked=3)
+
+
+def test_a_lease_queue_that_ends_every_connection_which_asks_it_is_asked_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a broker that has left a lease queue without a process: a get closes the connection
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    place.declare()
+    place.send(b"1")
+    dead = place.queues.lease("g1")
+    asked: list[str] = []
+    get = Getter.get
+
+    def get_or_lose(self: Getter, *seconds: float) -> tuple[int, bytes] | None:
+        if self._queue.startswith("broadway.lease."):
+            asked.append(self._queue)
+        if self._queue == dead:
+            self._link.close()
+            raise ProducerUnavailable("RabbitMQ closed the connection: INTERNAL_ERROR (541)")
+        return get(self, *seconds)
+
+    monkeypatch.setattr(Getter, "get", get_or_lose)
+
+    # When a run wants one
+    with place.source("g1", backoff_min=0.01, reconnect_timeout=5.0) as source:
+        messages = place.take(source)
+        lease = source.lease
+    report = place.carry_out(lease, settlement_of(messages))
+
+    # Then it takes another, by its next connection
+    assert asked == [dead, place.queues.lease("g1.1")]
+    assert lease.state["lease_queue"] == asked[1]
+    assert report == SettleReport(acked=1)
 
 
 def test_a_consumer_that_the_broker_cancels_is_one_clear_error(place: Place) -> None:
@@ -246,7 +409,7 @@ def test_each_message_may_have_its_own_way_of_being_settled(place: Place) -> Non
         made = {}
         for message in messages:
             ref = AckRef(RunAcknowledger(producer, Tally()), "g", message.acknowledger.data)
-            own = Message(message.data, redelivered=message.redelivered, acknowledger=ref)
+            own = Message(message.data, attempt=message.attempt, acknowledger=ref)
             failed = own.configure_ack(on_failure=message.data.decode()).failed("why")
             made[message.message_id] = producer.verdict(failed, failed=True, stage="process")
         return made
@@ -260,7 +423,89 @@ def test_each_message_may_have_its_own_way_of_being_settled(place: Place) -> Non
         custodian.close()
         return report
 
-    # What is redelivered is requeued no more than once, but always if that was said.
+    # What failed before is requeued no more than once, but always if that was said.
     assert run("g1") == SettleReport(acked=1, dead_lettered=1, requeued=2)
     assert run("g2") == SettleReport(dead_lettered=1, requeued=1)
     assert [message.data for message in place.settle("g3")[0]] == [b"reject_and_requeue"]
+
+
+# -- set-up ----------------------------------------------------------------------------------------
+
+
+def test_a_binding_without_a_key_binds_by_the_empty_key(place: Place) -> None:
+    exchange = f"exchange-{place.name}"
+    with place.channel() as channel:
+        channel.exchange_declare(exchange, exchange_type="direct", auto_delete=True)
+    options: dict[str, Any] = {
+        "declare": {"durable": True},
+        "bindings": [(exchange, {})],
+        "on_failure": "retry",
+    }
+    with place.source("g0", **options):
+        pass
+
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        channel.basic_publish(exchange, "", b"by no key", mandatory=True)
+        with pytest.raises(pika.exceptions.UnroutableError):
+            channel.basic_publish(exchange, place.name, b"by the queue's name", mandatory=True)
+
+    assert [message.data for message in place.settle("g1", **options)[0]] == [b"by no key"]
+
+
+# -- hosts -----------------------------------------------------------------------------------------
+
+
+def test_the_first_host_that_answers_is_taken_and_another_when_it_goes(place: Place) -> None:
+    # Given a run on the second of three hosts, since the first is away
+    place.declare()
+    place.send(b"before")
+    with Breaker(place.server.address) as breaker:
+        hosts = f"127.0.0.1:1,127.0.0.1:{breaker.port},{place.host}:{place.port}"
+        options = {**through(breaker), "uri": f"amqp://{hosts}"}
+        with place.source(**options) as source:
+            before = one(source)
+            synchronise(source)
+
+            # When that goes away too
+            breaker.arm(BASIC_ACK)
+            breaker.close()
+            place.send(b"after")
+            after = one(source)
+            lease = source.lease
+    assert breaker.broken == 1
+
+    # Then the run goes on at the third, and is settled from there
+    assert place.carry_out(lease, settlement_of([before, after])) == SettleReport(acked=2)
+
+
+def test_hosts_that_are_all_away_are_all_named(place: Place) -> None:
+    producer = place.producer(uri="amqp://127.0.0.1:1,127.0.0.1:2", backoff_type="stop")
+
+    with pytest.raises(
+        ProducerUnavailable,
+        match=r"127\.0\.0\.1:1 cannot be reached.*; RabbitMQ at 127\.0\.0\.1:2 cannot be reached",
+    ):
+        producer.source(place.env())
+
+
+def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_connection_says(
+    place: Place,
+) -> None:
+    extra = {"frame_max": 4096, "channel_max": 16, "client_properties": {"team": "shop"}}
+    env = place.env(extra=extra)
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+    bodies = [bytes([number]) * 20_000 for number in range(50)]
+    place.declare()
+    place.send(*bodies)
+
+    source: Any = producer.source(env)
+    messages = place.take(source)
+    parameters = source._link.raw.params
+    report = producer.custodian(env).settle(source.lease, settlement_of(messages))
+    source.close()
+
+    assert (parameters.frame_max, parameters.channel_max) == (4096, 16)
+    assert parameters.client_properties["team"] == "shop"
+    assert [message.data for message in messages] == bodies
+    assert report == SettleReport(acked=50)

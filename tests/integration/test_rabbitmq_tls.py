@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ from airflow_broadway.producers.rabbitmq.checks import check_queues
 from airflow_broadway.producers.rabbitmq.connection import Blocked
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server
-from tests.rabbitmq_place import Place
-from tests.rabbitmq_server import RabbitServer, find_server, free_port
+from tests.rabbitmq_place import Place, manage
+from tests.rabbitmq_server import RabbitServer, free_port
 from tests.tls import Authority
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -45,20 +44,10 @@ class SecuredServer(RabbitServer):
         lines += [f"ssl_options.{name} = {file}" for name, file in files.items()]
         # Who shows a certificate must show one of this authority; nobody must.
         lines += ["ssl_options.verify = verify_peer", "ssl_options.fail_if_no_peer_cert = false"]
+        lines += ["auth_mechanisms.1 = PLAIN", "auth_mechanisms.2 = EXTERNAL"]
+        lines += ["ssl_cert_login_from = common_name"]
         (self.folder / "more").mkdir(parents=True)
         (self.folder / "more" / "10-tls.conf").write_text("\n".join(lines) + "\n")
-
-    def control(self, *command: str) -> None:
-        """Run ``rabbitmqctl``."""
-        script = find_server()
-        assert script is not None
-        subprocess.run(
-            [script.with_name("rabbitmqctl"), "-n", self.env["RABBITMQ_NODENAME"], *command],
-            env=self.env,
-            check=True,
-            capture_output=True,
-            timeout=60,
-        )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +60,10 @@ def server(
     authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SecuredServer]:
     skip_without_own_server()
-    made = SecuredServer(tmp_path_factory.mktemp("secured"))
+    made = SecuredServer(
+        tmp_path_factory.mktemp("secured"),
+        plugins="rabbitmq_management, rabbitmq_auth_mechanism_ssl",
+    )
     made.secure(authority)
     made.run()
     with made:
@@ -140,6 +132,34 @@ def test_a_certificate_for_another_host_is_refused_and_one_for_the_name_given_is
     producer.source(place.env(**secured(place, verify=False))).close()
 
 
+def test_a_certificate_says_who_logs_in(place: Place, authority: Authority) -> None:
+    # Given a user without a password, whose name is that of a certificate
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
+    place.send(b"1")
+
+    def connection(name: str) -> dict[str, Any]:
+        certificate, key = authority.sign(name, f"{name}.test")
+        tls = {"tls_ca": authority.certificate, "tls_cert": certificate, "tls_key": key}
+        extra = {name: str(file) for name, file in tls.items()}
+        return {
+            **secured(place),
+            "extra": {**extra, "auth_mechanism": "external", "management_url": False},
+        }
+
+    manage(place.server, "PUT", "users/airflow-cert", {"password_hash": "", "tags": ""})
+    allowed = {"configure": ".*", "write": ".*", "read": ".*"}
+    manage(place.server, "PUT", "permissions/%2F/airflow-cert", allowed)
+
+    # When a run shows it, no login is needed
+    source = producer.source(place.env(**connection("airflow-cert")))
+    assert [message.data for message in place.take(source)] == [b"1"]
+    source.close()
+
+    # And one that names nobody is refused
+    with pytest.raises(ProducerError, match="refused the login by certificate"):
+        producer.source(place.env(**connection("nobody")))
+
+
 def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_refused(
     place: Place, authority: Authority, tmp_path: Path
 ) -> None:
@@ -159,7 +179,7 @@ def test_a_certificate_of_the_clients_own_is_shown_and_one_that_is_unknown_is_re
 def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sentence(
     place: Place, authority: Authority
 ) -> None:
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", backoff_type="stop")
     with_tls = secured(place, ca=str(authority.certificate))
     began = time.monotonic()
 
@@ -216,9 +236,7 @@ def test_a_blocked_connection_waits_and_loses_nothing(
 
     # Then it has waited, said so once, has all messages, and settles
     assert time.monotonic() - began > 7
-    custodian = place.producer().custodian(place.env("custodian"))
-    report = custodian.settle(source.lease, settlement_of(taken))
-    custodian.close()
+    report = place.carry_out(source.lease, settlement_of(taken))
     assert sorted(int(message.data) for message in taken) == list(range(20))
     assert report == SettleReport(acked=20)
     blocked = [text for text in caplog.messages if "blocks this connection" in text]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from airflow.providers.common.compat.sdk import AirflowSkipException
 
 from airflow_broadway.operators._settling import RunSettler
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.staging.retention import sweep_retention
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
 from airflow_broadway.staging.store import Store
@@ -124,7 +132,7 @@ def test_what_was_never_handled_is_replayed_only_by_name(shop: Shop, capsys: Cap
     assert shop.queue.depth().ready == 7
 
     # Then a replay of the run would only handle twice what the next run handles
-    assert "none of the 4 batches of run" in replayed(shop, capsys).error
+    assert "none of 4 batches of run" in replayed(shop, capsys).error
     shown = ran(capsys, "show", "--dag-id", DAG_ID, "--run-id", RUN_ID, "--json").json
     name = shown["batches"][0]["batch_id"]
     done = replayed(shop, capsys, "--batch-id", name, "--json")
@@ -237,6 +245,38 @@ def test_batches_of_one_engine_are_not_replayed_on_another(shop: Shop, capsys: C
     assert "staged for engine='python'" in replayed(shop, capsys, "--pipeline", ref).error
 
 
+def test_a_batcher_that_is_cleared_after_settlement_is_skipped_and_names_the_replay(
+    shop: Shop,
+) -> None:
+    run = shop.settled_run()
+    shop.calls()
+    [generation] = [record.generation for record in run.generations()]
+    operator = BroadwayBatcherOperator(
+        task_id="batch",
+        pipeline=shop.ref,
+        batcher="default",
+        processed={"generation": generation, "batchers": {"default": 7}},
+        staging=shop.staging,
+    )
+    pushed: list[Any] = []
+    ti = SimpleNamespace(
+        dag_id=DAG_ID,
+        run_id=RUN_ID,
+        task_id="batch",
+        map_index=-1,
+        try_number=2,
+        id="x",
+        xcom_push=lambda key, value: pushed.append(value["plan"]),
+    )
+    dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
+    command = f"airflow-broadway replay --dag-id {DAG_ID} --run-id {re.escape(RUN_ID)}"
+    with pytest.raises(AirflowSkipException, match=f"are settled, or were given back.*{command}"):
+        operator.execute(context)
+    assert shop.calls() == []
+    assert pushed == [None]
+
+
 # -- Spark -----------------------------------------------------------------------------------------
 
 
@@ -254,7 +294,7 @@ def test_a_spark_run_is_replayed_by_the_command_that_its_task_logs(
     shop.bad(4)
 
     # When it is replayed with the ids alone
-    done = ran(capsys, *RUN, "--json")
+    done = ran(capsys, *RUN, "--yes", "--json")
 
     # Then Spark handled the same batches, and the order that now fails is named
     assert done.code == 1, done.err
@@ -274,8 +314,72 @@ def test_a_spark_connection_that_is_not_there_is_named(
     shop.send([{"n": 1, "shop": "a"}])
     shop.settled_run()
 
-    done = ran(capsys, *RUN, "--conn-id", "spark_nowhere")
+    done = ran(capsys, *RUN, "--yes", "--conn-id", "spark_nowhere")
 
     assert done.code == 2
     assert "the Spark connection 'spark_nowhere' is not defined" in done.err.splitlines()[-1]
     assert [each["run_id"] for each in ran(capsys, "runs", "--json").json] == [RUN_ID]
+
+
+# -- whose code runs -------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """Somebody who types an answer."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose staged files name a module that says when it is imported."""
+    shop = make_shop(tmp_path, monkeypatch, engine="spark")
+    shop.send([{"n": 1, "shop": "a"}])
+    run = shop.settled_run()
+    (tmp_path / "planted.py").write_text("open('planted.txt', 'w').close()\nAny = dict")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = "work/handle_batches-000001.json"
+    work = json.loads(run.files.read(path))
+    work["pipeline"] = {"class": "planted:Any", "options": {"context": {"to": "/else\x1b[2J"}}}
+    run.files.replace(path, json.dumps(work))
+    yield tmp_path / "planted.txt"
+    sys.modules.pop("planted", None)
+
+
+@pytest.mark.parametrize(
+    ("stdin", "error"),
+    [
+        (io.StringIO("y\n"), "give --yes if that is the pipeline, or name it yourself"),
+        (Terminal("n\n"), "nothing was imported"),
+        (Terminal(""), "nothing was imported"),
+    ],
+)
+def test_what_staged_files_name_is_said_and_not_imported_before_somebody_says_yes(
+    planted: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, error: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    done = ran(capsys, *RUN)
+    assert done.code == 2
+    assert "name the pipeline planted:Any with the options" in done.err
+    assert '{"context": {"to": "/else' in done.err
+    assert "\x1b" not in done.err
+    assert error in done.err
+    assert not planted.exists()
+    assert "planted" not in sys.modules
+
+
+@pytest.mark.parametrize(("stdin", "arguments"), [(Terminal("y\n"), ()), (Terminal(), ("--yes",))])
+def test_a_class_that_is_no_pipeline_is_refused_before_it_is_called(
+    planted: Path,
+    capsys: Capsys,
+    monkeypatch: pytest.MonkeyPatch,
+    stdin: io.StringIO,
+    arguments: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    done = ran(capsys, *RUN, *arguments)
+    assert done.code == 2
+    assert "'planted:Any' is no subclass of airflow_broadway.Broadway" in done.err
+    assert planted.exists()

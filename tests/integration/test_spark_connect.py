@@ -1,4 +1,8 @@
-"""Batches under Spark Connect, in a process of its own: a process has one kind of session."""
+"""Batches in a session of Spark Connect; in a process of its own, which has one kind of session.
+
+Applications refuse Spark Connect, for their code does not reach its server.  This is about what is
+ready for it: the handling of batches, once a session and the code are there.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,9 @@ spark.stop()
 """
 
 
-def test_batches_under_spark_connect(tmp_path: Path) -> None:
+def test_batches_that_need_no_code_on_the_server_run_in_a_session_of_spark_connect(
+    tmp_path: Path,
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
         cwd=Path(__file__).parents[2],

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.manifest import paths
+from airflow_broadway.core.manifest import Outcome, paths
 from airflow_broadway.core.message import BatchInfo, Message, Trigger
-from airflow_broadway.spark import failed, outcome
+from airflow_broadway.spark import batch, failed, job, outcome
 from airflow_broadway.spark.fence import Fenced
 from airflow_broadway.spark.work import run_work
 from tests.unit.spark.pipelines import Counting, Mending, Without
@@ -218,6 +222,34 @@ def test_a_batch_reads_only_its_own_rows(spark: SparkSession, staged: Staged) ->
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
 
 
+def test_a_batch_opens_no_file_and_no_row_group_of_another(
+    spark: SparkSession, staged: Staged
+) -> None:
+    # Given a file whose second batch is damaged, and another that is no Parquet
+    batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
+    plan = staged.plan("default", batches, batches_per_file=3)
+    kept, lost = (staged.root / plan.path / name for name in plan.data)
+    lost.write_bytes(b"PAR1 and no more")
+    groups = pq.read_metadata(kept)
+    starts = [groups.row_group(n).column(0).dictionary_page_offset or 0 for n in range(3)]
+    assert all(starts)
+    with kept.open("r+b") as file:
+        file.seek(starts[1])
+        file.write(b"\xff" * (starts[2] - starts[1]))
+    seen: list[int] = []
+
+    # When the first is read whole, and of the others nothing is asked
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b0":
+            seen.append(len(messages.collect()))
+
+    assert run(spark, staged, callback, plan) == 0
+
+    # Then nothing of the damage is met
+    assert seen == [100]
+    assert {made.error for made in staged.outcomes("default").values()} == {""}
+
+
 def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged) -> None:
     from dataclasses import replace
 
@@ -257,6 +289,30 @@ def test_driver_code_alone_costs_no_job(spark: SparkSession, staged: Staged) -> 
     for n in range(40):
         assert list(tracker.getJobIdsForGroup(f"quiet{n}")) == []
     assert len(staged.outcomes("default")) == 40
+
+
+def test_small_batches_have_one_file_each_and_one_for_all(
+    spark: SparkSession, staged: Staged
+) -> None:
+    # Given batches of which some fail in part
+    plan = staged.plan("default", [Planned(f"b{n}", rows(4, prefix=f"b{n}-")) for n in range(6)])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        return failed([f"{info.batch_id}-1"], reason="no") if info.batch_id != "b3" else None
+
+    assert run(spark, staged, callback, plan) == 0
+
+    # Then outcomes hold what failed, and one file has copies of all of them
+    made = staged.outcomes("default")
+    assert {name: sorted(staged.entries(each)) for name, each in made.items()} == {
+        name: [] if name == "b3" else [f"{name}-1"] for name in made
+    }
+    folder = paths.outcomes(plan.path)
+    names = staged.files.list(folder)
+    [gathered] = [name for name in names if paths.is_gathered(name)]
+    assert sorted(names) == sorted([gathered, *(f"b{n}.json" for n in range(6))])
+    copies = [Outcome.loads(line, gathered) for line in staged.files.lines(f"{folder}/{gathered}")]
+    assert {each.batch_id: each for each in copies} == made
 
 
 def test_jobs_bear_the_name_of_their_batch(spark: SparkSession, staged: Staged) -> None:
@@ -314,6 +370,25 @@ def test_two_batches_write_beside_each_other(
     }
 
 
+def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(
+    spark: SparkSession, staged: Staged, tmp_path: Path
+) -> None:
+    keys = ["../../finance/payroll", "a/b=c:d %", "..", "", "Zürich ✓"]
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        rows = messages.select("message_id")
+        rows.write.mode("overwrite").parquet(info.path(f"file://{lake}", f"key={info.batch_key}"))
+
+    lake = tmp_path / "deep" / "lake"
+    batches = [Planned(f"b{n}", rows(1, prefix=f"b{n}-"), batch_key=k) for n, k in enumerate(keys)]
+    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
+    assert all(not made.error for made in staged.outcomes("wide").values())
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["lake"]
+    found = spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
+    expected = {(key or None, f"b{n}") for n, key in enumerate(keys)}
+    assert {(row.key, row.batch_id) for row in found} == expected
+
+
 def test_settings_are_given_and_may_be_overridden(spark: SparkSession, staged: Staged) -> None:
     seen: list[Any] = []
 
@@ -327,12 +402,34 @@ def test_settings_are_given_and_may_be_overridden(spark: SparkSession, staged: S
     assert seen == [("UTC", "4")]  # the second by the session's own configuration
 
 
+def test_a_setting_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a driver whose spark-submit was told one of our settings, and another of its own
+    given = {"spark.sql.session.timeZone": "Asia/Tokyo", "a.b": "c"}
+    from pyspark import SparkConf
+
+    conf = SparkConf(loadDefaults=False).setAll(list(given.items()))
+    monkeypatch.setattr("pyspark.SparkConf", lambda: conf)
+    builder = mock.Mock()
+    monkeypatch.setattr("pyspark.sql.SparkSession.builder", builder)
+
+    job._session()
+
+    # Then the others are set beside them
+    builder.config.assert_called_once_with(conf=conf)
+    assert dict(conf.getAll()) == given | {
+        "spark.scheduler.mode": "FAIR",
+        "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
+        "spark.sql.adaptive.enabled": "true",
+        "spark.sql.parquet.filterPushdown": "true",
+    }
+
+
 # -- what a callback returns -----------------------------------------------------------------------
 
 
 def test_nothing_returned_is_success(spark: SparkSession, staged: Staged) -> None:
     made, entries = one(spark, staged, lambda messages, info: None)
-    assert (made.successful, made.failed, made.missing, made.entries) == (10, 0, 0, None)
+    assert (made.successful, made.failed, made.missing, made.exceptions) == (10, 0, 0, None)
     assert (made.error, made.try_number, entries) == ("", 1, {})
     assert made.application_id == spark.sparkContext.applicationId
     assert made.seconds > 0
@@ -427,7 +524,7 @@ def _nobody(messages: DataFrame) -> Any:
 @pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
 def test_nobody_failed(spark: SparkSession, staged: Staged, callback: Callable[[Any], Any]) -> None:
     made, _ = one(spark, staged, lambda messages, info: callback(messages))
-    assert (made.successful, made.failed, made.entries) == (10, 0, None)
+    assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
 
 
 def _raises(messages: DataFrame) -> Any:
@@ -471,7 +568,7 @@ def _bad_kind(messages: DataFrame) -> Any:
     ("callback", "text"),
     [
         (_raises, "ValueError: no such luck"),
-        (_exits, "3"),
+        (_exits, "SystemExit: 3"),
         (_bad_column, "UNRESOLVED_COLUMN"),
         (_bad_row, "lazily"),
         (_unknown, "PipelineError: handle_batch returned message ids that are not of this batch"),
@@ -516,12 +613,22 @@ def test_a_pipeline_without_handle_batch(spark: SparkSession, staged: Staged) ->
 
 def test_an_empty_batch(spark: SparkSession, staged: Staged) -> None:
     made, _ = one(spark, staged, lambda messages, info: failed(messages), count=0)
-    assert (made.successful, made.failed, made.entries) == (0, 0, None)
+    assert (made.successful, made.failed, made.exceptions) == (0, 0, None)
 
 
-def test_reasons_are_cut(spark: SparkSession, staged: Staged) -> None:
-    _, entries = one(spark, staged, lambda messages, info: failed(["m0"], reason="x" * 5000))
-    assert len(entries["m0"].verdict.reason.encode()) == 2048
+@pytest.mark.parametrize("by", ["ids", "rows", "column"])
+@pytest.mark.parametrize("letter", ["x", "ü"])
+def test_reasons_are_cut_at_2048_bytes(
+    spark: SparkSession, staged: Staged, letter: str, by: str
+) -> None:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        reason: Any = F.lit(letter * 5000) if by == "column" else letter * 5000
+        return failed(["m0"] if by == "ids" else messages.where("data.n = 0"), reason=reason)
+
+    _, entries = one(spark, staged, callback)
+    assert 2046 <= len(entries["m0"].verdict.reason.encode()) <= 2048
 
 
 def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -> None:
@@ -583,6 +690,38 @@ def test_a_large_failure_is_streamed(spark: SparkSession, staged: Staged) -> Non
     )
     assert (made.successful, made.failed) == (10_000, 10_000)
     assert len(entries) == 10_000
+
+
+def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
+    spark: SparkSession, staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given the first sample of the guide, which writes into a folder here
+    guide = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
+    sample = guide.partition("```python\n")[2].partition("```")[0]
+    module = ModuleType("guide_of_spark")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(sample.replace("s3a://lake", f"file://{tmp_path}/lake"), module.__dict__)
+    pipeline = module.Flights(producer={"path": f"{tmp_path}/queue.db"})
+    data = [{"origin": "EWR", "dest": "LAX", "dep_delay": late} for late in (5.0, 1000.0, 1000.1)]
+    given = [Row(f"m{n}", each) for n, each in enumerate(data)]
+    schema = pipeline.batchers["default"].schema
+    plan = staged.plan("default", [Planned("b0", given)], schema=schema)
+
+    # When a batch of it is handled
+    handle = lambda messages, info: pipeline.handle_batch("default", messages, info, None)  # noqa: E731
+    assert run(spark, staged, handle, plan) == 0
+
+    # Then one has failed, with its reason, and the others are in the lake
+    made = staged.outcome("default", "b0")
+    assert (made.successful, made.failed, made.error) == (2, 1, "")
+    assert {name: entry.verdict.reason for name, entry in staged.entries(made).items()} == {
+        "m2": "implausible delay"
+    }
+    found = spark.read.parquet(f"file://{tmp_path}/lake/flights").collect()
+    assert sorted((row.message_id, row.dest, row.dep_delay) for row in found) == [
+        ("m0", "LAX", 5.0),
+        ("m1", "LAX", 1000.0),
+    ]
 
 
 # -- handle_failed ---------------------------------------------------------------------------------
@@ -652,6 +791,91 @@ def test_nobody_settles_at_once_in_the_driver(
     assert made.failed == 1
     assert entries["m0"].verdict.action is Action.RETRY
     assert "ack_immediately is not possible in a Spark batch" in caplog.text
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York", "Europe/Berlin"])
+def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
+    spark: SparkSession, staged: Staged, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    # Given instants that datetime.fromtimestamp cannot build, or builds twice, in some zone
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    instants = [
+        datetime(1, 1, 1, tzinfo=UTC),  # the zero of Go and of .NET
+        datetime(1, 1, 1, 0, 0, 0, 1, tzinfo=UTC),
+        datetime(1883, 11, 18, 12, 3, 57, 999999, tzinfo=UTC),
+        datetime(2026, 10, 25, 0, 30, tzinfo=UTC),
+        datetime(2026, 10, 25, 1, 30, tzinfo=UTC),
+        datetime(9999, 12, 31, 23, 59, 59, 999999, tzinfo=UTC),
+    ]
+    schema = (
+        "t timestamp, `a.b c` struct<t: timestamp, n: int>, l array<struct<t: timestamp>>,"
+        " m map<timestamp, array<timestamp>>, v map<string, timestamp>, gone struct<t: timestamp>"
+    )
+    data = [
+        {
+            "t": each,
+            "a.b c": {"t": each, "n": 1},
+            "l": [{"t": each}, None, {"t": None}],
+            "m": {each: [each, None], EPOCH: None},
+            "v": {"k": each, "n": None},
+            "gone": None,
+        }
+        for each in instants
+    ]
+    given = [Row(f"m{n}", each, received_at=instants[n]) for n, each in enumerate(data)]
+    staged_rows = [
+        Row(
+            row.message_id,
+            {**row.data, "m": list(row.data["m"].items())},
+            received_at=row.received_at,
+        )
+        for row in given
+    ]
+    batches = [Planned("b0", staged_rows), Planned("b1", [Row("n0", None)])]
+    plan = staged.plan("default", batches, schema=schema)
+
+    # When they fail
+    try:
+        assert run(spark, staged, lambda m, info: failed(m), plan, pipeline=Mending) == 0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    # Then handle_failed sees them as they were, and every batch has its outcome
+    seen = {message.message_id: message for chunk in Mending.seen for message in chunk}
+    assert {name: message.data for name, message in seen.items()} == {
+        **{row.message_id: row.data for row in given},
+        "n0": None,
+    }
+    assert [seen[row.message_id].received_at for row in given] == instants
+    assert sorted(staged.outcomes("default")) == ["b0", "b1"]
+
+
+def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
+    spark: SparkSession,
+    staged: Staged,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def to_python(value: Any, kind: Any) -> Any:
+        if value[0] == 3:
+            raise ValueError("year 0 is out of range")
+        return {"n": value[0]}
+
+    monkeypatch.setattr(outcome, "to_python", to_python)
+    batches = [Planned(f"b{n}", rows(2, lambda i, n=n: {"n": n + i})) for n in (0, 2, 4)]
+    plan = staged.plan("default", batches)
+    callback = lambda messages, info: failed(messages, reason="bad")  # noqa: E731
+    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    found = staged.outcomes("default")
+    assert {name: (made.failed, made.error) for name, made in found.items()} == {
+        "b0": (2, ""),
+        "b2": (2, "ValueError: year 0 is out of range"),
+        "b4": (2, ""),
+    }
+    assert [len(chunk) for chunk in Mending.seen] == [2, 2]
+    assert "cannot be read back (ValueError: year 0 is out of range)" in caplog.text
 
 
 # -- order, resume, fence --------------------------------------------------------------------------
@@ -753,7 +977,7 @@ def test_messages_that_are_no_longer_held_never_reach_the_callback(
     assert run(spark, staged, lambda messages, info: None, plan) == 1
     assert [info.batch_id for _, info in Counting.calls] == ["b1"]
     assert sorted(staged.outcomes("default")) == ["b1"]
-    assert "1 batches without an outcome: the lease of generation gone lapsed" in caplog.text
+    assert "1 batch without an outcome: the lease of generation gone lapsed" in caplog.text
     assert "this run no longer holds its messages: clear `process`" in caplog.text
 
 
@@ -811,6 +1035,46 @@ def test_a_keyboard_interrupt_is_never_swallowed(spark: SparkSession, staged: St
     assert sorted(staged.outcomes("default")) == ["b0"]
 
 
+def test_what_is_no_exception_ends_the_application_and_what_is_recorded_stands(
+    spark: SparkSession, staged: Staged
+) -> None:
+    class Over(BaseException):
+        pass
+
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b1":
+            raise Over
+
+    assert run(spark, staged, callback, plan) == 1
+    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
+
+
+def test_a_batch_whose_spark_was_stopped_has_no_outcome(
+    spark: SparkSession,
+    staged: Staged,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Given a context that is stopped while the second of three batches is handled
+    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    stopped = mock.Mock()
+    stopped._jsc.sc().isStopped.return_value = True
+    spark_loss = batch.spark_loss
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        if info.batch_id == "b1":
+            monkeypatch.setattr(batch, "spark_loss", lambda _: spark_loss(stopped))
+            raise RuntimeError("cannot call methods on a stopped SparkContext")
+
+    # Then it is no failure of the callback, and what was recorded before stands
+    assert run(spark, staged, callback, plan) == 1
+    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert "the SparkContext was stopped" in caplog.text
+
+
 def test_an_unwritable_folder_is_one_clear_error(
     spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -861,7 +1125,7 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
 
 
 def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
-    spark: SparkSession, staged: Staged
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given a cluster set to read on without files that it cannot read, and a damaged data file
     batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(2)]
@@ -873,7 +1137,22 @@ def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
             messages.sparkSession.conf.set(f"spark.sql.files.ignore{name}Files", "true")
         messages.collect()
 
-    run(spark, staged, callback, plan)
+    assert run(spark, staged, callback, plan) == 1
 
-    # Then the batch is no success of the messages that were left: of none
-    assert "b0" not in staged.outcomes("default")
+    # Then the batch is no success of the messages that were left: of none; and others go on
+    assert sorted(staged.outcomes("default")) == ["b1"]
+    assert "failed messages of the batch b0 cannot be read back" in caplog.text
+
+
+def test_a_batch_whose_file_is_gone_alone_has_no_outcome(
+    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(3)]
+    plan = staged.plan("default", batches, batches_per_file=1)
+    (staged.root / plan.path / plan.data[1]).unlink()
+
+    assert run(spark, staged, lambda messages, info: None, plan) == 1
+
+    assert sorted(staged.outcomes("default")) == ["b0", "b2"]
+    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b2"]
+    assert "messages of the batch b1 cannot be read back" in caplog.text

@@ -46,7 +46,7 @@ def fly(folder: Path, server: SqsServer, messages: int) -> None:
     assert load(server.client(max_pool_connections=8), messages, SEED) == messages
     env = airflow_env(
         # That of the demo's tests: its database is made once.
-        home=home_of(ROOT, "airflow-test-demo"),
+        home=home_of(ROOT, "airflow-test-sqs"),
         port=free_port(),
         settings={"broadway.staging": f"file://{folder / 'staging'}"},
     )

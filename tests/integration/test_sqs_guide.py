@@ -17,14 +17,14 @@ from botocore import handlers
 from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core.custody import ACK, Settlement
 from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.operators._process import Process
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.sqs_fixtures import wanted_sqs
-from tests.sqs_server import KEY, REGION, SqsServer
+from tests.sqs_server import Connections, SqsServer
 
 pytestmark = pytest.mark.broker
 
@@ -79,22 +79,6 @@ class Batched(Held):
         return [Some.handle_message(self, batcher, message, context) for message in messages]
 
 
-class Known:
-    """Knows the way to the server."""
-
-    def __init__(self, server: SqsServer) -> None:
-        self._server = server
-
-    def get(self, conn_id: str) -> Connection:
-        return Connection(
-            conn_id=conn_id,
-            conn_type="aws",
-            login=KEY["aws_access_key_id"],
-            password=KEY["aws_secret_access_key"],
-            extra={"region_name": REGION, "endpoint_url": self._server.url},
-        )
-
-
 @contextmanager
 def recorded() -> Iterator[Counter[str]]:
     """The requests of every client that is made inside."""
@@ -144,7 +128,7 @@ class Run:
             | {"try_number": 1},
             clock=self.clock,
             staging=f"{store.uri}/{self.pipeline.name}",
-            connections=Known(server),
+            connections=Connections(server.url),
         )
 
     def process(self) -> Mapping[str, Any]:
@@ -279,8 +263,10 @@ def test_a_failed_entry_that_is_retried_holds_back_those_after_it(
     FAILING["a1"] = "retry"
     pipeline, url = ledger(server, kind)
 
-    first = pipeline.run_local(connections=Known(server), max_messages=5)
-    second = pipeline.run_local(connections=Known(server), max_messages=3, wait_seconds=20.0)
+    first = pipeline.run_local(connections=Connections(server.url), max_messages=5)
+    second = pipeline.run_local(
+        connections=Connections(server.url), max_messages=3, wait_seconds=20.0
+    )
 
     assert (first.settled.acked, first.settled.requeued, first.settled.released) == (2, 1, 2)
     assert second.settled.acked == 3
@@ -293,8 +279,10 @@ def test_what_failed_behind_a_failed_entry_is_given_back_too(server: SqsServer) 
     FAILING.update(a1="retry", a2="dead_letter", a3="retry")
     pipeline, url = ledger(server, Batched)
 
-    first = pipeline.run_local(connections=Known(server), max_messages=5)
-    second = pipeline.run_local(connections=Known(server), max_messages=3, wait_seconds=20.0)
+    first = pipeline.run_local(connections=Connections(server.url), max_messages=5)
+    second = pipeline.run_local(
+        connections=Connections(server.url), max_messages=3, wait_seconds=20.0
+    )
 
     assert (first.settled.requeued, first.settled.released) == (1, 2)
     assert (first.settled.acked, first.settled.dead_lettered) == (2, 0)
@@ -307,7 +295,7 @@ def test_a_failed_entry_that_is_set_aside_holds_nothing_back(server: SqsServer) 
     FAILING["a1"] = "dead_letter"
     pipeline, url = ledger(server)
 
-    report = pipeline.run_local(connections=Known(server), max_messages=5)
+    report = pipeline.run_local(connections=Connections(server.url), max_messages=5)
 
     assert (report.settled.acked, report.settled.dead_lettered) == (4, 1)
     assert of("a") == ["a1", "a2", "a3"]
@@ -316,12 +304,12 @@ def test_a_failed_entry_that_is_set_aside_holds_nothing_back(server: SqsServer) 
 
 def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
     pipeline, url = ledger(server)
-    env = ProducerEnv(connections=Known(server))
+    env = ProducerEnv(connections=Connections(server.url))
     other = pipeline.producer.source(env)
     [entry] = other.secure(other.receive(1, timeout=5.0))
     assert entry.data == b"a1"
 
-    report = pipeline.run_local(connections=Known(server))
+    report = pipeline.run_local(connections=Connections(server.url))
 
     assert report.settled.acked == 2
     assert HANDLED == ["b1", "b2"]
@@ -337,7 +325,9 @@ def test_a_run_takes_of_a_group_what_one_receive_brings(server: SqsServer) -> No
         client.send_message(QueueUrl=url, MessageBody=f"{number:02}", MessageGroupId="one")
     pipeline = Some(producer={"queue_name": name, "on_failure": "noop"})
 
-    taken = [pipeline.run_local(connections=Known(server)).settled.acked for _ in range(3)]
+    taken = [
+        pipeline.run_local(connections=Connections(server.url)).settled.acked for _ in range(3)
+    ]
 
     assert taken == [10, 10, 5]
     assert [f"{number:02}" for number in range(25)] == HANDLED

@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import fsspec
 import pytest
 
 from airflow_broadway.core.custody import ACK, Entry, SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.producers.notes import Notes
+from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.reader import read_batch
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention
@@ -210,3 +213,45 @@ def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, An
     writer.abort()
     del writer
     assert run.files.list(generation) == []
+
+
+def test_of_two_settlers_at_once_the_first_ones_report_stands(
+    uri: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    # Given two who have both seen that there is none
+    both = [Notes(uri, "sqs/orders"), Notes(uri, "sqs/orders")]
+    assert not any(notes.exists("settled.json") for notes in both)
+    start = threading.Barrier(2)
+    won: dict[int, bool] = {}
+
+    def settle(number: int) -> None:
+        start.wait()
+        won[number] = both[number].create("settled.json", {"by": number})
+
+    # When both write it
+    threads = [threading.Thread(target=settle, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    # Then one is told that it did, and what it wrote is there
+    [winner] = [number for number, did in won.items() if did]
+    assert both[0].read("settled.json") == {"by": winner}
+
+
+def test_failures_on_record_are_merged_and_read_in_a_bucket(
+    uri: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    clock = ManualClock()
+    for run in range(20):
+        Failures(Notes(uri, "sqs/orders")).note({f"m{run}": run + 1}, clock.now())
+    notes = Notes(uri, "sqs/orders")
+
+    Failures(notes).merge(clock.now())
+
+    assert len(notes.names("attempts")) == 1
+    assert Failures(notes).of(["m0", "m19", "x"], clock.now()) == {"m0": 1, "m19": 20}
+    assert list(notes.read_all(["attempts/gone.json"])) == []

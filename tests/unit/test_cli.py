@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.core.custody import Action, Settlement, Verdict
+from airflow_broadway.core.custody import Action, Entry, Settlement, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran
@@ -94,7 +94,7 @@ def test_dead_letters_are_listed_requeued_and_purged(
     shown = ran(capsys, "queue", "dead", *queue, "--limit", "2").out
     assert shown.splitlines()[1].split()[:3] == [first, "1", "batch"]
     assert "out of stock" in shown
-    assert shown.endswith("These are 2 of 3: --limit shows more.\n")
+    assert shown.endswith("These are 2 of 3: --limit shows more, --by-reason counts them.\n")
     listed = ran(capsys, "queue", "dead", *queue, "--json").json
     assert [each["reason"] for each in listed] == ["out of stock"] * 3
     assert [each.get("body") for each in listed] == ["a", None, "c"]
@@ -102,7 +102,7 @@ def test_dead_letters_are_listed_requeued_and_purged(
 
     # When one is put back, one deleted, then the rest of everything
     done = ran(capsys, "queue", "requeue", *queue, "--message-id", first)
-    assert (done.code, done.out) == (0, "Put 1 dead letters back into 'orders'.\n")
+    assert (done.code, done.out) == (0, "Put 1 dead letter back into 'orders'.\n")
     assert ran(capsys, "queue", "purge", *queue, "--dead", "--message-id", second).code == 0
 
     # Then one is dead still, and one is ready beside the message that never was
@@ -119,7 +119,56 @@ def test_an_id_that_is_no_dead_letter_shows_in_the_exit_code(
 ) -> None:
     SqliteQueue(tmp_path / "queue.db", "orders").send([b"a"])
 
-    assert ran(capsys, "queue", "requeue", *queue, "--message-id", "nobody").code == 1
+    [dead] = kill(tmp_path / "queue.db", 1)
+
+    done = ran(capsys, "queue", "requeue", *queue, "--message-id", "nobody", dead, "zzz")
+
+    assert (done.code, done.out.splitlines()) == (
+        1,
+        ["Put 1 dead letter back into 'orders'.", "These are no dead letters of it: nobody, zzz."],
+    )
+    told = ran(capsys, "queue", "purge", *queue, "--dead", "--message-id", dead, "--json").json
+    assert told == {"purged": 0, "unknown": [dead]}
+
+
+def test_dead_letters_are_counted_by_reason(
+    tmp_path: Path, capsys: Capsys, queue: list[str]
+) -> None:
+    with SqliteQueue(tmp_path / "queue.db", "orders") as orders:
+        ids = orders.send([b"a", b"b", b"c"])
+        orders.receive("g", 3)
+        odd = Verdict(Action.DEAD_LETTER, 0.0, "a bad price", "process")
+        orders.settle_now("g", [Entry(ids[0], "", odd)])
+        rest = Verdict(Action.DEAD_LETTER, 0.0, "out of stock", "batch")
+        orders.settle("g", Settlement(rest=rest))
+
+    done = ran(capsys, "queue", "dead", *queue, "--by-reason")
+
+    assert [line.split() for line in done.out.splitlines()] == [
+        ["COUNT", "STAGE", "REASON"],
+        ["2", "batch", "out", "of", "stock"],
+        ["1", "process", "a", "bad", "price"],
+    ]
+    assert ran(capsys, "queue", "dead", *queue, "--by-reason", "--json").json[0]["count"] == 2
+
+
+def test_the_queues_of_a_file_are_listed(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "queue.db"
+    SqliteQueue(path, "orders").send([b"a", b"b"])
+    SqliteQueue(path, "clicks").send([b"c"])
+    monkeypatch.setenv("AIRFLOW_CONN_Q", json.dumps({"conn_type": "sqlite", "host": str(path)}))
+
+    done = ran(capsys, "queue", "list", "--conn-id", "q")
+
+    assert [line.split()[:2] for line in done.out.splitlines()] == [
+        ["QUEUE", "READY"],
+        ["clicks", "1"],
+        ["orders", "2"],
+    ]
+    listed = ran(capsys, "queue", "list", "--path", str(path), "--json").json
+    assert [each["queue"] for each in listed] == ["clicks", "orders"]
 
 
 def test_a_mistyped_queue_is_refused_instead_of_shown_empty(
@@ -148,6 +197,11 @@ def test_a_file_of_lines_that_is_not_there_is_one_line_of_error(
         ((), "the following arguments are required: COMMAND"),
         (("replays",), "invalid choice: 'replays'"),
         (("queue", "purge", "--path", "q", "--queue", "n"), "one of the arguments --dead --ready"),
+        (
+            ("queue", "dead", "--path", "q", "--queue", "n", "--limit", "-1"),
+            "expected a number of at least 1, got: '-1'",
+        ),
+        (("queue", "depth", "--queue", "n"), "one of the arguments --path --conn-id is required"),
         (("replay", "--dag-id", "d"), "the following arguments are required: --run-id"),
     ],
 )
@@ -182,8 +236,8 @@ def test_each_command_that_the_guide_shows_is_one(arguments: list[str]) -> None:
 def test_the_guide_shows_each_command() -> None:
     commands = {tuple(each[: 2 if each[0] in ("queue", "rabbitmq") else 1]) for each in shown()}
 
-    queue = {("queue", action) for action in ("send", "depth", "dead", "requeue", "purge")}
-    others = {("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
+    queue = {("queue", action) for action in ("list", "send", "depth", "dead", "requeue", "purge")}
+    others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
     assert commands == queue | others
 
 
@@ -211,9 +265,65 @@ def test_runs_are_listed_with_what_they_received_and_whether_they_balance(
     told = [(r["run_id"], r["received"], r["state"], r["balanced"]) for r in listed]
     assert told == [(RUN_ID, 5, "settled", True), ("scheduled__later", 2, "published", None)]
     lines = ran(capsys, "runs", "--dag-id", DAG_ID).out.splitlines()
-    assert lines[0].split() == ["DAG", "RUN", "PIPELINE", "RECEIVED", "STATE", "BALANCED"]
-    assert lines[1].split() == [DAG_ID, RUN_ID, "Orders", "5", "settled", "yes"]
+    heads = ["TIME", "DAG", "RUN", "PIPELINE", "RECEIVED", "ACKED", "DEAD", "FAILED", "STATE"]
+    assert lines[0].split() == [*heads, "BALANCED"]
+    about = [DAG_ID, RUN_ID, "Orders", "5", "5", "0", "0", "settled", "yes"]
+    assert lines[1].split()[2:] == about
     assert lines[2].split()[-1] == "-"
+
+
+def test_the_newest_runs_are_listed_and_the_others_counted(shop: Shop, capsys: Capsys) -> None:
+    for number in range(3):
+        shop.send(orders(1))
+        shop.process(f"run-{number}")
+
+    text = ran(capsys, "runs", "--limit", "2").out
+
+    assert [line.split()[3] for line in text.splitlines()[1:3]] == ["run-1", "run-2"]
+    assert text.endswith("These are the 2 newest of 3: --limit 3 shows all.\n")
+    assert len(ran(capsys, "runs", "--json").json) == 3
+    assert [each["run_id"] for each in ran(capsys, "runs", "--json", "--limit", "1").json] == [
+        "run-2"
+    ]
+    assert "--limit is to be at least 1" in ran(capsys, "runs", "--limit", "-1").error
+
+
+def test_runs_that_need_looking_at_are_listed_with_the_reason(shop: Shop, capsys: Capsys) -> None:
+    # Given a run that went well, and one of which every message failed
+    shop.send(orders(2))
+    shop.settled_run()
+    assert ran(capsys, "runs", "--failed").out.startswith("No runs that need looking at")
+    shop.bad(0, 1, 2)
+    shop.send(orders(2))
+    run, plan = shop.process("bad")
+    shop.handle(run, plan)
+    shop.settle(run)
+
+    # Then the second is listed, and why
+    assert [each["run_id"] for each in ran(capsys, "runs", "--failed", "--json").json] == ["bad"]
+    text = ran(capsys, "runs", "--failed").out
+    assert "bad: 2 messages failed, every message that was handled" in text
+
+
+def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None:
+    # Given a run that is not settled
+    shop.send(orders(2))
+    run, plan = shop.process()
+    asked = ["remove", "--dag-id", DAG_ID, "--run-id", RUN_ID]
+
+    # Then it stays, with the way out
+    error = ran(capsys, *asked).error
+    assert "has 1 generation that nobody has settled" in error
+    assert "clear its `ack` task" in error
+    assert run.generations() != []
+
+    # And once it is settled it goes, with its mark
+    shop.handle(run, plan)
+    shop.settle(run)
+    assert run.dag.list("_balanced") != []
+    assert ran(capsys, *asked).out == f"Removed the files of run {RUN_ID} of the Dag {DAG_ID}.\n"
+    assert ran(capsys, "runs", "--json").json == []
+    assert run.dag.list("_balanced") == []
 
 
 def test_no_runs_are_no_error_but_no_root_is(shop: Shop, capsys: Capsys, tmp_path: Path) -> None:
@@ -242,7 +352,27 @@ def test_a_run_is_shown_with_its_generations_batches_and_report(shop: Shop, caps
     assert value["report"]["totals"]["dead_lettered"] == 2
     assert f"Run {RUN_ID} of the Dag {DAG_ID}, pipeline Orders: settled." in text
     assert value["batches"][0]["batch_id"] in text
-    assert "balanced; 5 received: 3 acked, 2 dead lettered." in text
+    assert ": balanced.\n5 messages received: 3 acked, 2 dead-lettered.\n2 failed: " in text
+
+
+def test_a_terminal_acts_on_nothing_that_a_sender_wrote(shop: Shop, capsys: Capsys) -> None:
+    # Given a message whose id and key a terminal would act on
+    title, red = "\x1b]0;owned\x07", "\x1b[31m\u202e"
+    with shop.queue as queue:
+        queue.send([json.dumps({"n": 1, "void": True}), json.dumps({"n": 2})])
+    run = shop.settled_run()
+    report = json.loads(run.files.read("report.json"))
+    report["reasons"] = [{"count": 1, "stage": "process", "reason": red + title}]
+    run.files.replace("report.json", json.dumps(report))
+
+    # Then what the commands print of it are escapes
+    shown = ran(capsys, "show", "--dag-id", DAG_ID, "--run-id", RUN_ID).out
+    nowhere = ran(capsys, "where", red + "id")
+    error = ran(capsys, "show", "--dag-id", red, "--run-id", title).error
+    for text in (shown, nowhere.out, error):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert r"\x1b" in text
 
 
 def test_what_lies_beside_the_runs_is_no_run(shop: Shop, capsys: Capsys) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from airflow.providers_manager import ProvidersManager
 
+from airflow_broadway.core.producer import Connection
 from airflow_broadway.get_provider_info import get_provider_info
+from airflow_broadway.producers.rabbitmq.connection import Address, address_of
 
 INFO: dict[str, Any] = get_provider_info()
 
@@ -38,3 +40,39 @@ def test_a_connection_form_is_that_of_its_hook(entry: dict[str, Any]) -> None:
 
     assert (hook.conn_type, hook.hook_name) == (entry["connection-type"], entry["hook-name"])
     assert hook.get_ui_field_behaviour() == behaviour
+
+
+def test_every_field_of_rabbitmqs_form_is_an_extra_that_counts() -> None:
+    [entry] = [e for e in INFO["connection-types"] if e["connection-type"] == "rabbitmq"]
+    given = {
+        "tls": True,
+        "tls_ca": "/ca.pem",
+        "tls_cert": "/cert.pem",
+        "tls_key": "/key.pem",
+        "tls_server_name": "broker",
+        "auth_mechanism": "external",
+        "management_url": "https://broker",
+        "heartbeat": 5,
+        "timeout": 6.0,
+        "blocked_connection_timeout": 7.0,
+    }
+    assert given.keys() == entry["conn-fields"].keys()
+
+    def made(**extra: Any) -> Address:
+        return address_of(
+            Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
+        )
+
+    for name in given:
+        without = {key: value for key, value in given.items() if key != name}
+        if name == "tls_cert":
+            without["auth_mechanism"] = "plain"
+        assert made(**given) != made(**without) or name == "tls"
+    assert made(tls=True) != made()
+
+
+def test_airflow_shows_the_fields_of_the_form() -> None:
+    manager: Any = ProvidersManager  # untyped
+    widgets = manager().connection_form_widgets
+
+    assert widgets["extra__rabbitmq__tls_ca"].field_name == "tls_ca"

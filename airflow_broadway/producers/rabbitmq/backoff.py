@@ -1,15 +1,25 @@
-"""How long to wait before connecting again: Broadway's four kinds of back-off."""
+"""How long to wait before connecting again, and when to give it up: Broadway's four back-offs."""
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Callable
+from typing import TypeVar
 
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.errors import BroadwayError, OptionsError, ProducerUnavailable
 
-__all__ = ["TYPES", "Backoff", "bounds"]
+__all__ = ["TYPES", "Attempts", "Backoff", "bounds", "keep_trying"]
+
+log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 TYPES = ("rand_exp", "exp", "rand", "stop")
 _MIN, _MAX = 1.0, 30.0
+#: Seconds between two looks at whether to stop waiting.
+_LOOK = 0.5
 
 
 def bounds(low: float | None, high: float | None) -> tuple[float, float]:
@@ -57,3 +67,73 @@ class Backoff:
     def reset(self) -> None:
         """Begin anew."""
         self._last = None
+
+
+class Attempts:
+    """One stretch of failures: paced by a back-off, and given up in the end.
+
+    It goes on until :meth:`worked`: a connection that is made and fails at its first use is no
+    better than none.
+
+    :param seconds: For how long it is tried at most.
+    :param stopping: Asked while it waits: who is told to stop waits for nothing.
+    """
+
+    def __init__(
+        self,
+        backoff: Backoff,
+        seconds: float,
+        clock: Clock,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._backoff = backoff
+        self._seconds = seconds
+        self._clock = clock
+        self._stopping = stopping
+        self._end: float | None = None
+
+    def worked(self) -> None:
+        """The next failure begins anew."""
+        self._end = None
+        self._backoff.reset()
+
+    def again(self, error: BroadwayError) -> None:
+        """Wait until it is to be tried again: after the first failure of a stretch at once.
+
+        :param error: What failed.
+        :raises BroadwayError: The error, if it is not to be tried again.
+        """
+        if self._end is not None:
+            self.pause(error)
+        self._begin()
+
+    def pause(self, error: BroadwayError) -> None:
+        """The same, but after the first failure too there is a delay."""
+        end = self._begin()
+        pause, now = self._backoff.next(), self._clock.monotonic()
+        if pause is None or now + pause > end or self._stopping():
+            raise error
+        log.warning("%s; trying again in %.1f s", error, pause)
+        until = now + pause
+        while (left := until - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, _LOOK))
+            if self._stopping():
+                raise error
+
+    def _begin(self) -> float:
+        """When it is given up; the time runs from the first failure on."""
+        if self._end is None:
+            self._end = self._clock.monotonic() + self._seconds
+        return self._end
+
+
+def keep_trying(connect: Callable[[], _Made], attempts: Attempts) -> _Made:
+    """What ``connect`` makes, tried again while the broker is unavailable.
+
+    :raises ProducerUnavailable: If the attempts are at their end.
+    """
+    while True:
+        try:
+            return connect()
+        except ProducerUnavailable as error:
+            attempts.pause(error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ __all__ = [
     "Header",
     "Held",
     "pack",
+    "parts",
     "read_header",
     "unpack",
 ]
@@ -121,6 +122,32 @@ def pack_messages(messages: Iterable[Held]) -> bytes:
     return b"".join(parts)
 
 
+def parts(messages: Sequence[Held], capacity: int) -> Iterator[list[Held]]:
+    """``messages`` in portions that are bundles: each of some messages, and no more bytes."""
+    part: list[Held] = []
+    size = 0
+    for held in messages:
+        weight = weight_of(held)
+        if part and (size + weight > capacity or len(part) >= MAX_MESSAGES):
+            yield part
+            part, size = [], 0
+        part.append(held)
+        size += weight
+    if part:
+        yield part
+
+
+def weight_of(held: Held) -> int:
+    """Bytes that a message adds to its bundle."""
+    return (
+        _MESSAGE.size
+        + len(held.message_id.encode())
+        + len(held.route)
+        + len(held.properties)
+        + len(held.body)
+    )
+
+
 def read_header(data: bytes) -> tuple[Header, int]:
     """The header, and where the messages begin.
 
@@ -138,9 +165,33 @@ def read_header(data: bytes) -> tuple[Header, int]:
         raise BundleError("a bundle is damaged: its header is cut off")
     try:
         header = Header(**json.loads(data[9 : 9 + length]))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise BundleError(f"a bundle is damaged: {error}") from None
+    wrong = [name for name, right in _FIELDS.items() if not right(getattr(header, name))]
+    if wrong:
+        raise BundleError(f"a bundle is damaged: its header has no proper {', '.join(wrong)}")
     return header, 9 + length
+
+
+def _is_reference(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("path"), str)
+        and isinstance(value.get("sha256"), str)
+        and isinstance(value.get("bytes"), int)
+    )
+
+
+#: What a header's values must be: anybody who may publish can have written it.
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "bundle": lambda value: isinstance(value, str) and value != "",
+    "generation": lambda value: isinstance(value, str) and value != "",
+    "queue": lambda value: isinstance(value, str),
+    "count": lambda value: isinstance(value, int) and value >= 0,
+    "released": lambda value: isinstance(value, bool),
+    "owner": lambda value: isinstance(value, dict),
+    "staged": lambda value: value is None or _is_reference(value),
+}
 
 
 def unpack(data: bytes) -> tuple[Header, list[Held]]:
@@ -173,6 +224,8 @@ def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
             at = fourth + size
             if at > end:
                 raise BundleError("a bundle is damaged: its last message is cut off")
+            if not key or not attempt or not _is_route(data[second:third]):
+                raise BundleError("a bundle is damaged: a message lacks its id, attempt or route")
             yield Held(
                 data[first:second].decode(),
                 attempt,
@@ -184,3 +237,10 @@ def unpack_messages(data: bytes, at: int = 0) -> Iterator[Held]:
             )
     except (struct.error, UnicodeDecodeError) as error:
         raise BundleError(f"a bundle is damaged: {error}") from None
+
+
+def _is_route(route: bytes) -> bool:
+    """Whether it is an exchange and a routing key, as short strings."""
+    if not route or len(route) < route[0] + 2:
+        return False
+    return len(route) == route[0] + 2 + route[route[0] + 1]

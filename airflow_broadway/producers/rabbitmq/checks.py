@@ -2,15 +2,15 @@
 
 What our own queues are declared with is checked by declaring them: the broker refuses other
 arguments.  Policies come on top, by name, and may make any queue lose what it holds.  Only the
-management API tells of them; where it does not answer, that is said, and nothing fails.
+management API tells of them; where it does not answer, that is a warning, and nothing fails.
 
 ==============  =============================  =============================================
 queue           an error                       a warning
 ==============  =============================  =============================================
 source          a stream                       all else: it is not ours
 lease           expires, message-ttl           max-length, delivery-limit: it refuses, gives back
-returns, dead   expires, message-ttl,          max-length: they are declared to refuse
-                delivery-limit
+returns, dead,  expires, message-ttl,          max-length: they are declared to refuse
+quarantine      delivery-limit
 delay, spares   expires                        max-length, message-ttl, delivery-limit
 ==============  =============================  =============================================
 
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.policies import Setting, effective
+from airflow_broadway.producers.rabbitmq.policies import Setting, effective, matched
 from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues, lease_arguments
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: How grave a finding is.  A note says what could not be checked.
+#: How grave a finding is.  A note says what could not be checked and hardly matters.
 ERROR, WARNING, NOTE = "error", "warning", "note"
 
 #: The first release whose quorum queues dead-letter without loss, and the first in which no feature
 #: flag is needed for that.
 _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
+#: Roles of queues from which nothing is to leave by itself.
+_LASTING = ("returns", "quarantine", "dead", "sink")
 #: The first release in which a quorum queue gives up a message after 20 returns, unless told.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
@@ -82,8 +84,8 @@ class Finding(NamedTuple):
 class Role:
     """A queue, and what it is for.
 
-    :param name: ``source``, ``lease``, ``spares``, ``returns``, ``delay``, ``dead``; ``sink`` for
-        dead letters in a queue of the user's own.
+    :param name: ``source``, ``lease``, ``spares``, ``returns``, ``quarantine``, ``delay``,
+        ``dead``; ``sink`` for dead letters in a queue of the user's own.
     :param arguments: What it is declared with; ``None`` if others declare it.
     """
 
@@ -106,8 +108,9 @@ def roles_of(producer: RabbitMQProducer, *, lease: str = "") -> list[Role]:
             lease or queues.lease("any"),
             lease_arguments(queues, producer.lease, quorum=quorum),
         ),
-        Role("spares", queues.spares, plain),
+        Role("spares", queues.spares(producer.lease), plain),
         Role("returns", queues.returns, plain),
+        Role("quarantine", queues.quarantine, plain),
     ]
     found += [
         Role("delay", queues.delay(step), queues.delay_arguments(step, quorum=quorum))
@@ -165,15 +168,25 @@ def check_queues(
         if producer.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
             found += _flags(management)
     except Unseen as error:
-        return [Finding(NOTE, "", f"policies could not be checked: {error}")]
+        return [_unseen(str(error))]
     return found
+
+
+def _unseen(why: str) -> Finding:
+    return Finding(
+        WARNING, "", f"whether policies make this run lose messages could not be checked: {why}"
+    )
 
 
 def _look(
     producer: RabbitMQProducer, management: Management, version: str, lease: str, there: bool
 ) -> Iterator[Finding]:
-    policies = [*management.policies(operator=False), *management.policies(operator=True)]
-    for role in roles_of(producer, lease=lease):
+    roles = roles_of(producer, lease=lease)
+    policies = matched(
+        [*management.policies(operator=False), *management.policies(operator=True)],
+        [role.queue for role in roles],
+    )
+    for role in roles:
         kind, arguments = producer.queue_type, role.arguments
         if arguments is None:
             known = management.queue(role.queue)
@@ -181,12 +194,9 @@ def _look(
                 known = dict(producer.declare or {})
             if known is None:
                 if role.name == "source":
-                    yield Finding(
-                        NOTE,
-                        "",
-                        f"policies could not be checked: the management API at {management.shown}"
-                        f" knows no queue {role.queue!r}, so it is another broker's; set the"
-                        " connection's extra 'management_url'",
+                    yield _unseen(
+                        f"the management API at {management.shown} knows no queue {role.queue!r},"
+                        " so it is another broker's; set the connection's extra 'management_url'"
                     )
                     return
                 yield Finding(WARNING, role.queue, "does not exist: dead letters would come back")
@@ -292,14 +302,14 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
         yield _told(level, "message-ttl", ttl, text)
     limit = settings.get("delivery-limit")
     if limit is not None and limit.value != own.get("x-delivery-limit"):
-        lost = name in ("returns", "dead", "sink")
+        lost = name in _LASTING
         text = (
             "what is returned to it more often is lost"
             if lost
             else "what is returned to it more often leaves it"
         )
         yield _told(ERROR if lost else WARNING, "delivery-limit", limit, text)
-    dropped = ERROR if name in ("returns", "dead", "sink") else WARNING
+    dropped = ERROR if name in _LASTING else WARNING
     yield from _full(
         settings,
         drops=(dropped, "the oldest in it is lost when it is full"),

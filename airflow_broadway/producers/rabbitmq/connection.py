@@ -5,11 +5,12 @@ A password is held here and given to pika; it never reaches a ``repr``, a log or
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -18,6 +19,10 @@ from airflow_broadway.core.producer import Connection
 
 __all__ = ["Address", "Blocked", "address_of", "address_of_uri", "translate"]
 
+#: The most bytes of a frame that RabbitMQ agrees to unless told.
+_FRAME_MAX = 131072
+#: What the extra ``tls`` says when it is an object.
+_TLS = ("ca", "cert", "key", "server_name", "verify")
 #: Types of connections that may name a RabbitMQ.
 _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
 
@@ -26,10 +31,15 @@ _TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
 class Address:
     """A broker and how to log in.
 
+    :param others: More hosts of the same cluster, with their ports, for when the first is away.
     :param heartbeat: Seconds after which a silent peer counts as dead.
     :param timeout: Seconds that connecting may take.
     :param blocked_timeout: Seconds for which a broker may block a connection that publishes, before
         it counts as lost.
+    :param frame_max: Bytes of a frame at most, as far as the broker agrees.
+    :param channel_max: Channels at most, as far as the broker agrees.
+    :param client_properties: What the broker is told of this client, beside the connection's name.
+    :param external: Whether the certificate says who logs in, instead of ``login``.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
     :param management_url: The management API; ``None``: at its usual port of ``host``; empty: there
@@ -44,6 +54,11 @@ class Address:
     heartbeat: int = 60
     timeout: float = 30.0
     blocked_timeout: float = 300.0
+    others: tuple[tuple[str, int], ...] = ()
+    frame_max: int = _FRAME_MAX
+    channel_max: int = 2047
+    client_properties: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    external: bool = False
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     name: str = "airflow-broadway"
     management_url: str | None = field(default=None, repr=False)
@@ -53,22 +68,35 @@ class Address:
         """It, for people."""
         return f"{self.host}:{self.port}"
 
+    def hosts(self) -> Iterator[Address]:
+        """It, for each of its hosts."""
+        yield replace(self, others=())
+        for host, port in self.others:
+            yield replace(self, host=host, port=port, others=())
+
     def parameters(self) -> Any:
         """It, for pika."""
         import pika
+        from pika.credentials import ExternalCredentials
 
         return pika.ConnectionParameters(
             host=self.host,
             port=self.port,
             virtual_host=self.virtual_host,
-            credentials=pika.PlainCredentials(self.login, self.password),
+            credentials=(
+                ExternalCredentials()
+                if self.external
+                else pika.PlainCredentials(self.login, self.password)
+            ),
             heartbeat=self.heartbeat,
             blocked_connection_timeout=self.blocked_timeout,
             socket_timeout=self.timeout,
             stack_timeout=self.timeout,
             connection_attempts=1,
             ssl_options=self._ssl(),
-            client_properties={"connection_name": self.name},
+            client_properties={"connection_name": self.name, **self.client_properties},
+            frame_max=self.frame_max,
+            channel_max=self.channel_max,
         )
 
     def ssl_context(self) -> ssl.SSLContext | None:
@@ -104,8 +132,8 @@ class Address:
 def address_of(connection: Connection, *, name: str) -> Address:
     """The broker that an Airflow connection names.
 
-    Its schema is the virtual host; the extras ``heartbeat``, ``timeout``,
-    ``blocked_connection_timeout``, ``tls`` and ``management_url`` say the rest.
+    Its host may name several, ``"a, b:5673"``; its schema is the virtual host; its extras say the
+    rest: see ``docs/rabbitmq.md``.  An extra that is ``null`` or empty counts as not given.
 
     :raises ConnectionMissing: If it is of another service, or lacks what is needed.
     """
@@ -114,42 +142,88 @@ def address_of(connection: Connection, *, name: str) -> Address:
         raise ConnectionMissing(
             f"{shown} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
         )
-    if not connection.host:
+    extra = {key: value for key, value in connection.extra.items() if value not in (None, "")}
+    tls = _tls_of(connection, extra, shown)
+    hosts = _hosts_of(connection.host, int(connection.port or (5672 if tls is None else 5671)))
+    if not hosts:
         raise ConnectionMissing(f"{shown} names no host")
-    extra = connection.extra
-    tls = extra.get("tls")
-    if tls is True or (tls is None and connection.conn_type == "amqps"):
-        tls = {}
-    if tls is False:
-        tls = None
-    if tls is not None and not isinstance(tls, Mapping):
-        raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
     management = extra.get("management_url")
-    if management is False:
+    if management is False or management == "false":
         management = ""
     if management is not None and not isinstance(management, str):
         raise ConnectionMissing(
             f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
         )
-    try:
-        return Address(
-            host=connection.host,
-            port=int(connection.port or (5672 if tls is None else 5671)),
-            login=connection.login or "guest",
-            password=connection.password or "guest",
-            virtual_host=connection.schema or "/",
-            heartbeat=int(extra.get("heartbeat", 60)),
-            timeout=float(extra.get("timeout", 30.0)),
-            blocked_timeout=float(extra.get("blocked_connection_timeout", 300.0)),
-            tls=tls,
-            name=name,
-            management_url=management,
-        )
-    except (TypeError, ValueError):
+    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
+    if mechanism not in ("plain", "external"):
+        raise ConnectionMissing(f"{shown}: its extra 'auth_mechanism' must be plain or external")
+    external = mechanism == "external"
+    if external and not (tls or {}).get("cert"):
         raise ConnectionMissing(
-            f"{shown}: its extras 'heartbeat', 'timeout' and 'blocked_connection_timeout' must be"
-            " numbers of seconds"
-        ) from None
+            f"{shown}: its extra 'auth_mechanism' is external, which needs TLS with a certificate:"
+            " the extras 'tls_cert' and 'tls_key'"
+        )
+    properties = extra.get("client_properties", {})
+    if not isinstance(properties, Mapping):
+        raise ConnectionMissing(f"{shown}: its extra 'client_properties' must be an object")
+    return Address(
+        host=hosts[0][0],
+        port=hosts[0][1],
+        others=tuple(hosts[1:]),
+        login=connection.login or ("" if external else "guest"),
+        password=connection.password or ("" if external else "guest"),
+        virtual_host=connection.schema or "/",
+        heartbeat=int(_number(extra, "heartbeat", 60, 0, 65535, shown)),
+        timeout=_number(extra, "timeout", 30.0, 0.01, 1e6, shown),
+        blocked_timeout=_number(extra, "blocked_connection_timeout", 300.0, 0.01, 1e6, shown),
+        frame_max=int(_number(extra, "frame_max", _FRAME_MAX, 4096, _FRAME_MAX, shown)),
+        channel_max=int(_number(extra, "channel_max", 2047, 16, 65535, shown)),
+        client_properties=dict(properties),
+        external=external,
+        tls=tls,
+        name=name,
+        management_url=management,
+    )
+
+
+def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
+    """The hosts that a text names, ``"a, b:5673, [::1]:5674"``, with their ports."""
+    found = []
+    for each in (part.strip() for part in text.split(",")):
+        match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", each)
+        host, own = (match[1], int(match[2])) if match else (each, port)
+        if host.strip("[]"):
+            found.append((host.strip("[]"), own))
+    return found
+
+
+def _tls_of(
+    connection: Connection, extra: Mapping[str, Any], shown: str
+) -> Mapping[str, Any] | None:
+    """How TLS is used: by the extra ``tls``, true or an object, and by ``tls_ca`` and the like."""
+    tls = extra.get("tls")
+    single = {name: extra[f"tls_{name}"] for name in _TLS if f"tls_{name}" in extra}
+    if tls is False:
+        return None
+    if tls is True or (tls is None and (single or connection.conn_type == "amqps")):
+        tls = {}
+    if tls is not None and not isinstance(tls, Mapping):
+        raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
+    return None if tls is None else {**tls, **single}
+
+
+def _number(
+    extra: Mapping[str, Any], name: str, default: float, low: float, high: float, shown: str
+) -> float:
+    try:
+        value = float(extra.get(name, default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if not low <= value <= high:
+        raise ConnectionMissing(
+            f"{shown}: its extra {name!r} must be a number from {low:,g} to {high:,g}"
+        )
+    return value
 
 
 def address_of_uri(uri: str, *, name: str) -> Address:
@@ -159,10 +233,15 @@ def address_of_uri(uri: str, *, name: str) -> Address:
     """
     try:
         parts = urlsplit(uri)
-        port = parts.port
     except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
+        parts = urlsplit("")
+    user, _, hosts = parts.netloc.rpartition("@")
+    login, _, password = user.partition(":")
+    if (
+        parts.scheme not in ("amqp", "amqps")
+        or not hosts
+        or any(":" in host for host, _ in _hosts_of(unquote(hosts), 0) if host.count(":") == 1)
+    ):
         raise ConnectionMissing(
             "the address of RabbitMQ must be amqp://user:password@host:port/virtual-host"
         )
@@ -171,10 +250,9 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         Connection(
             conn_id="of the option 'uri'",
             conn_type=parts.scheme,
-            host=unquote(parts.hostname),
-            port=port,
-            login=unquote(parts.username or ""),
-            password=unquote(parts.password or ""),
+            host=unquote(hosts),
+            login=unquote(login),
+            password=unquote(password),
             schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
             extra={
                 extra: query[name]
@@ -182,6 +260,9 @@ def address_of_uri(uri: str, *, name: str) -> Address:
                     ("heartbeat", "heartbeat"),
                     ("timeout", "connection_timeout"),
                     ("blocked_connection_timeout", "blocked_connection_timeout"),
+                    ("frame_max", "frame_max"),
+                    ("channel_max", "channel_max"),
+                    ("auth_mechanism", "auth_mechanism"),
                     ("management_url", "management_url"),
                 )
                 if name in query
@@ -213,6 +294,11 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
             )
             or getattr(cause, "reply_code", 0) == 403
         ):
+            if address.external:
+                return ProducerError(
+                    f"{where} refused the login by certificate: it knows no user of that name, or"
+                    " lacks the plugin rabbitmq_auth_mechanism_ssl"
+                )
             return ProducerError(
                 f"{where} refused the login of user {address.login!r}: wrong name or password, or"
                 " a user that may come from the broker's own host only"

@@ -2,31 +2,35 @@
 
 All of it happens in the link's thread, while the run's own thread handles what was secured before.
 How far it may run ahead is the demand of the last ``receive``; what the broker delivers beyond that
-stays unacknowledged and goes back in the end.
+stays unacknowledged, and goes back in the end, or when the run asks for nothing for a while.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.lane import Lane
 from airflow_broadway.producers.rabbitmq.link import Channel
-from airflow_broadway.producers.rabbitmq.properties import (
-    Mark,
-    mark_of,
-    republished,
-)
-from airflow_broadway.producers.rabbitmq.sealing import Ready, Sealer
+from airflow_broadway.producers.rabbitmq.marks import Mark, buried, is_of, mark_of, restored
+from airflow_broadway.producers.rabbitmq.sealing import Aside, Ready, Sealer
 from airflow_broadway.producers.rabbitmq.wire import Delivered, Parser
 
 __all__ = ["Intake"]
 
+log = logging.getLogger(__name__)
+
 #: Seconds from a bundle's first message until it is published unfilled.
 LINGER = 0.02
+#: Seconds without a demand after which deliveries go back that nobody has asked for: the broker
+#: closes the channel of a consumer that leaves one unacknowledged for too long.
+SLOW = 10.0
 
 
 class Intake:
@@ -35,6 +39,7 @@ class Intake:
     :param max_bytes: A message with a larger body is set aside as a dead letter.
     :param dead: Exchange and routing key of dead letters.
     :param consume: More arguments of ``basic.consume``.
+    :param slow: Whether the run's callbacks take so long that nothing may wait for them here.
     """
 
     def __init__(
@@ -47,20 +52,24 @@ class Intake:
         max_bytes: int,
         dead: tuple[str, str],
         consume: dict[str, Any],
+        slow: bool = False,
     ) -> None:
         self.channel = channel
         self.backlog: deque[Delivered] = deque()
-        #: Why nothing more is taken, without its being an error: ``"own"``.
+        #: Why nothing more is taken, without its being an error: ``"own"``, ``"stop"``.
         self.stopped = ""
-        self.oversized = 0
+        self.slow = slow
         self.open = False  # whether bundles have a queue to go to
+        #: The generation whose turns must be known before more is taken: its journal is not read
+        #: in the link's thread, which keeps the connection alive.
+        self.unknown = ""
         self._ready = ready
         self._sealer = sealer
         self._prefetch = prefetch
         self._max_bytes = max_bytes
         self._dead = dead
         self._consume = dict(consume)
-        self._tag_name = self._consume.pop("consumer_tag", None) or f"broadway-{sealer.prefix}"
+        self._tag_name = self._consume.pop("consumer_tag", None) or f"broadway-{sealer.ids.prefix}"
         self._consumer: str | None = None
         self._consumers = 0
         self._exact = False
@@ -69,8 +78,8 @@ class Intake:
         self._pending_bytes = 0
         self._pending_tag: int | None = None
         self._timer: Any = None
-        # What another connection secured and could not acknowledge any more is a repetition too.
-        self._known = dict(sealer.again)
+        self._idle_timer: Any = None
+        self._asked = 0
         self.lane = Lane(
             channel,
             multiple=True,
@@ -97,7 +106,11 @@ class Intake:
         """
         if self.stopped or self.lane.failure is not None:
             return
-        stream = demand >= self._prefetch
+        self._asked += 1
+        if self._idle_timer is not None:
+            self.channel.link.raw.ioloop.remove_timeout(self._idle_timer)
+        self._idle_timer = self.channel.link.raw.ioloop.call_later(SLOW, self._not_asked)
+        stream = demand >= self._prefetch and not self.slow
         # Not the demand itself: it may have been met while this call was on its way.
         missing = self._ready.credit - self._ready.outstanding - len(self.backlog)
         if self._consumer is not None and not stream and self._bound > max(0, missing):
@@ -116,19 +129,36 @@ class Intake:
             )
         self.pump()
 
-    def _cancel(self) -> None:
+    def _cancel(self, then: Callable[[Any], None] | None = None) -> None:
+        """End the consumer; ``then`` is called when nothing more of it can come."""
         if self._consumer is not None and self.channel.raw.is_open:
             consumer, self._consumer = self._consumer, None
-            self.channel.raw.basic_cancel(consumer)
+            self.channel.raw.basic_cancel(consumer, callback=then)
+        elif then is not None:
+            then(None)
+
+    def _not_asked(self) -> None:
+        """The run has asked for nothing for a while: let others have what waits here."""
+        self._idle_timer = None
+        if self._consumer is None and not self.backlog:
+            return
+        if not self.slow:
+            self.slow = True
+            log.info("Callbacks take their time: messages are received as they are asked for.")
+        asked = self._asked
+        self._cancel(lambda _: self._give_back() if asked == self._asked else None)
+
+    def _give_back(self) -> None:
+        """Have the broker deliver to others what nobody has asked for."""
+        tags = [delivered.tag for delivered in self.backlog]
+        self.backlog.clear()
+        self.lane.give_back(tags)
 
     def _secured(self, loads: list[Any]) -> None:
         if self._exact:
             # Before the acknowledgement: it would make room for deliveries nobody asked for.
             self._cancel()
-        if self._known:
-            for held in (each for load in loads if load for each in load):
-                if held.message_id in self._known:
-                    self._sealer.again[held.message_id] = self._known[held.message_id]
+        self._sealer.ids.secured(loads)
         self._ready.add(loads)
 
     def _cancelled(self, frame: Any) -> None:
@@ -160,37 +190,45 @@ class Intake:
         with ready.changed:
             ready.outstanding -= unused
             full = ready.outstanding >= ready.credit
+            if self.unknown:
+                ready.changed.notify()
         if self._pending:
             self._seal_in_time(now=full or bool(self.stopped))
 
     def _take(self, room: int) -> int:
         """Move ``room`` deliveries into bundles; how many became messages."""
         backlog, pending = self.backlog, self._pending
-        sealer, prefix = self._sealer, self._sealer.prefix
-        size, limit, largest = self._pending_bytes, bundles.MAX_BYTES, self._max_bytes
+        sealer, ids = self._sealer, self._sealer.ids
+        size, limit, most = self._pending_bytes, sealer.capacity, self._largest()
         taken = 0
         for _ in range(room):
             delivered = backlog[0]
             tag, redelivered, route, properties, body = delivered
             mark = mark_of(properties)
-            if mark is not None and mark.giver == self._sealer.generation:
-                self.stopped = "own"
-                break
+            if mark is not None and is_of(mark, delivered):
+                if mark.giver == sealer.generation:
+                    self.stopped = "own"
+                    self._cancel(lambda _: self._give_back())
+                    break
+                if sealer.turns.of(mark.giver) is None:
+                    self.unknown = mark.giver
+                    break
+            elif mark is not None:  # another message's header: a message like any other
+                mark, redelivered = None, True
             backlog.popleft()
-            weight = len(body) + len(properties) + len(route) + 64
+            weight = len(body) + len(properties) + len(route) + (64 if mark is None else 256)
             if pending and (size + weight > limit or len(pending) >= bundles.MAX_MESSAGES):
                 self._seal()
                 pending, size = self._pending, 0
-            if len(body) > largest:
+            if len(body) > self._max_bytes or weight > most:
                 if pending:
                     self._seal()
                     pending, size = self._pending, 0
                 self._set_aside(delivered)
+                self._pending_tag = None  # done with when this is
                 continue
             if mark is None:
-                sealer.number += 1
-                name = f"{prefix}-{sealer.number:x}"
-                held = Held(name, 1, 0, redelivered, route, properties, body)
+                held = Held(ids.fresh(), 1, 0, redelivered, route, properties, body)
             else:
                 again = self._marked(mark, delivered)
                 if again is None:  # the same once more: done with when what came before is
@@ -204,44 +242,62 @@ class Intake:
         self._pending_bytes = size
         if len(pending) >= bundles.MAX_MESSAGES:
             self._seal()
-        elif self._pending_tag is not None and not pending and not self._sealer.waiting:
+        elif self._pending_tag is not None and not pending:
             # Nothing but repetitions since the last bundle: done with when that is.
             tag, self._pending_tag = self._pending_tag, None
             if not self.lane.window.extend(tag) and self.channel.raw.is_open:
                 self.channel.raw.basic_ack(tag, multiple=True)
         return taken
 
+    def _largest(self) -> int:
+        """Bytes that a message may have in its bundle."""
+        largest = self._sealer.largest
+        return sys.maxsize if largest is None else largest
+
     def _marked(self, mark: Mark, delivered: Delivered) -> Held | None:
-        """A message that was published again; ``None`` if this generation has it already."""
-        print_ = hash((delivered.body, mark.attempt))
-        message_id = mark.message_id
-        if message_id in self._known:
-            if self._known[message_id] == print_:
-                return None
-            self._sealer.number += 1
-            message_id = f"{message_id}~{self._sealer.prefix}-{self._sealer.number:x}"
-        self._known[message_id] = print_
-        return Held(
-            message_id, mark.attempt, 0, True, delivered.route, delivered.properties, delivered.body
-        )
+        """A message that was published again; ``None`` if this generation has it already.
+
+        A repetition is only what settling can have made: each turn of it publishes a message once,
+        and the journal of who gave it back names the turns.  All else is a message of its own.
+        """
+        ids, body = self._sealer.ids, delivered.body
+        turns = self._sealer.turns.of(mark.giver) or ()
+        try:
+            route, properties = restored(
+                delivered.route, delivered.properties, trusted=mark.turn in turns
+            )
+        except ProducerError:  # no mark of ours: a message like any other
+            return Held(ids.fresh(), 1, 0, True, delivered.route, delivered.properties, body)
+        print_ = hash((mark.giver, mark.attempt, route, properties, body))
+        message_id = ids.marked(mark.message_id, print_, mark.turn, turns)
+        if message_id is None:
+            return None
+        return Held(message_id, mark.attempt, 0, True, route, properties, body)
 
     def _set_aside(self, delivered: Delivered) -> None:
-        self.oversized += 1
-        self._sealer.number += 1
-        key = f"{self._sealer.prefix}-{self._sealer.number:x}"
-        reason = f"its body has {len(delivered.body)} bytes, more than max_message_bytes"
+        key, size = self._sealer.ids.fresh(), len(delivered.body)
+        if size > self._max_bytes:
+            reason = f"its body has {size} bytes, more than max_message_bytes ({self._max_bytes})"
+        else:
+            reason = (
+                f"with {size} bytes it fits no bundle, for which RabbitMQ's max_message_size"
+                f" leaves {self._largest()}"
+            )
         exchange, routing_key = self._dead
         self.lane.publish(
             exchange,
             routing_key,
-            republished(
-                delivered.properties,
+            buried(
+                delivered,
                 Mark(key, self._sealer.generation, 1),
-                extra={"x-broadway-reason": reason, "x-broadway-stage": "receive"},
+                reason=reason,
+                stage="receive",
+                limit=self.channel.link.max_properties,
             ),
             delivered.body,
             key=key,
             tag=delivered.tag,
+            load=Aside(key, "oversized", reason),
         )
 
     # -- sealing -------------------------------------------------------------------------------
@@ -264,7 +320,9 @@ class Intake:
         self._pending, self._pending_bytes, self._pending_tag = [], 0, None
         self._sealer.publish(self.lane, messages, tag)
 
-    def flush(self) -> None:
-        """Publish what is pending now."""
+    def stop(self) -> None:
+        """Take nothing more, and publish what was taken.  What is in the backlog goes back."""
+        self.stopped = self.stopped or "stop"
+        self._cancel()
         if self.lane.failure is None and self.open:
             self._seal()

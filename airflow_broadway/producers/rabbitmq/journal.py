@@ -1,26 +1,37 @@
 """What settling has done, kept in staging so that a killed settlement goes on where it was.
 
 One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), and beside
-them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again::
+them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again, and
+``claims/<lease queue>/<generation>.json``: whose it is, and ``relied/<queue>.json``: which of the
+queues that stay are old enough to be relied on::
 
     opened.json     the lease queue is declared: from now on bundles may be in it
-    begun.json      settling publishes failures again: who begins anew may publish them twice
+    turns.json      who settles and publishes failures again: two turns may publish one twice
     now-*.json      ids that callbacks settled at once, by action
     settled.json    settling is done but for deleting the lease queue: the report, and the bundles
+                    and messages that it is true of
 
 Losing these files loses no message: bundles that come back are then handled again, marked.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.notes import Notes, digest
 
-__all__ = ["Due", "Journal", "digest"]
+__all__ = ["Due", "Journal", "Turns", "digest"]
+
+log = logging.getLogger(__name__)
+
+_DUE = re.compile(r"(-?\d+)-([0-9a-f]+)\.json")
+#: Generations whose turns are kept at a time.
+_KEPT = 1_000
 
 
 class Due(NamedTuple):
@@ -28,6 +39,7 @@ class Due(NamedTuple):
 
     :param gone: Whether it was found gone before: only its journal is left.
     :param sure: From when on it need not be asked for what shows in no count.
+    :param empty: Whether the returns queue was empty when it was looked at last.
     """
 
     name: str
@@ -35,6 +47,7 @@ class Due(NamedTuple):
     queue: str
     gone: bool
     sure: float
+    empty: bool = False
 
 
 class Journal:
@@ -52,6 +65,16 @@ class Journal:
         """Whether another process sees it."""
         return self._notes is not None
 
+    def claim(self, queue: str, generation: str) -> bool:
+        """Make a lease queue the generation's alone, for ever; whether it is.
+
+        Of two that claim one at the same instant neither has it.  A broker may hand out a spare
+        queue's name twice, and a stranger may write down the name of one that is in use.
+        """
+        folder, own = f"claims/{digest(queue)}", f"{digest(generation)}.json"
+        self._write(f"{folder}/{own}", {"queue": queue, "generation": generation})
+        return self._names(folder) == [own]
+
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
 
@@ -68,36 +91,61 @@ class Journal:
         return None if value is None else str(value["queue"])
 
     def settled(self, generation: str) -> dict[str, Any] | None:
-        """What a settlement did, if it got as far: ``{"report", "bundles"}``."""
+        """What a settlement did, if it got as far: ``{"report", "bundles", "messages"}``."""
         return self._read(f"{digest(generation)}/settled.json")
 
     def note_settled(
-        self, generation: str, report: dict[str, Any], bundles: Iterable[str] | None
+        self,
+        generation: str,
+        report: dict[str, Any],
+        bundles: Iterable[str] | None,
+        *,
+        messages: Mapping[str, str] | None = None,
     ) -> None:
         """Note that all verdicts are carried out.
 
         :param bundles: The bundles that this is true of; ``None``: all.
+        :param messages: The messages of other bundles that it is true of: message id → action.
         """
         self._write(
             f"{digest(generation)}/settled.json",
-            {"report": report, "bundles": None if bundles is None else list(bundles)},
+            {
+                "report": report,
+                "bundles": None if bundles is None else list(bundles),
+                "messages": dict(messages or {}),
+            },
         )
 
-    def begun(self, generation: str) -> bool:
-        """Whether a settlement has begun to publish failures again."""
-        return self._read(f"{digest(generation)}/begun.json") is not None
+    def turns(self, generation: str) -> frozenset[str]:
+        """The turns in which messages were published again; none if they cannot be read."""
+        try:
+            value = self._read(f"{digest(generation)}/turns.json")
+        except StagingError as error:
+            log.warning("What a settlement published cannot be read: %s", error)
+            return frozenset()
+        return frozenset((value or {}).get("turns", ()))
 
-    def note_begun(self, generation: str) -> None:
-        """Note, before the first, that failures are published again."""
-        self._write(f"{digest(generation)}/begun.json", {})
+    def note_turn(self, generation: str, *, whole: bool) -> tuple[str, bool]:
+        """Note, before the first is, that messages are published again.
+
+        :param whole: Whether the whole generation is settled; else some messages, once.
+        :returns: A name for this turn, and whether the whole was to be settled before.
+        """
+        before, turn = self.turns(generation), uuid.uuid4().hex[:12]
+        name = turn if whole else f"now-{turn}"
+        self._write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
+        return name, whole and any(not each.startswith("now-") for each in before)
 
     def note_now(self, generation: str, actions: dict[str, str]) -> None:
         """Note what callbacks settled at once: message id → action."""
         self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
 
     def now(self, generation: str) -> dict[str, str]:
-        """All that callbacks settled at once."""
-        found: dict[str, str] = {}
+        """All messages that were settled one by one: by callbacks, or without their bundles."""
+        return self._now(generation, self.settled(generation))
+
+    def _now(self, generation: str, settled: Mapping[str, Any] | None) -> dict[str, str]:
+        found: dict[str, str] = dict((settled or {}).get("messages") or {})
         for name in self._names(digest(generation)):
             if name.startswith("now-"):
                 found.update(self._read(f"{digest(generation)}/{name}") or {})
@@ -115,36 +163,91 @@ class Journal:
         """
         self._write("checked.json", {"at": at, "what": what})
 
+    def seen_type(self, now: float) -> bool:
+        """Whether the source queue was found to be no stream within a day.
+
+        :param now: Seconds since the epoch.
+        """
+        value = self._read("type.json")
+        return value is not None and 0 <= now - float(value["at"]) < 86400.0
+
+    def note_type(self, now: float) -> None:
+        """Note that the source queue is no stream."""
+        self._write("type.json", {"at": now})
+
+    def relied(self, queue: str) -> bool | None:
+        """Whether one of our queues may be relied on: it answered when it was old enough.
+
+        :returns: ``None`` if nothing is noted of it; ``False`` if a run is known to have declared
+            it, and nobody relied on it since.
+        """
+        value = self._read(f"relied/{digest(queue)}.json")
+        return None if value is None else bool(value.get("relied"))
+
+    def note_declared(self, queue: str) -> None:
+        """Note, before that is done, that a queue which was not there is declared."""
+        self._write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
+
+    def note_relied(self, queue: str) -> None:
+        """Note, before anything is published to it, that a queue may be relied on."""
+        self._write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
+
+    def limit(self) -> int | None:
+        """The broker's ``max_message_size``, where it refused a bundle for it."""
+        value = self._read("limit.json")
+        return None if value is None else int(value["bytes"])
+
+    def note_limit(self, size: int) -> None:
+        """Note that the broker takes no message of more than ``size`` bytes."""
+        self._write("limit.json", {"bytes": size})
+
     def due(self, now: float) -> list[Due]:
         """The lease queues that may be looked at again."""
         found = []
         for name in self._names("due"):
-            at, _, folder = name.removesuffix(".json").partition("-")
-            if float(at) <= now:
+            match = _DUE.fullmatch(name)  # what has another name is not ours
+            if match is None or float(match[1]) > now:
+                continue
+            try:
                 value = self._read(f"due/{name}")
                 if value is not None:
-                    gone, sure = bool(value.get("gone")), float(value.get("sure", at))
-                    found.append(Due(name, folder, str(value["queue"]), gone, sure))
+                    gone, sure = bool(value.get("gone")), float(value.get("sure", str(match[1])))
+                    queue, empty = str(value.get("queue")), bool(value.get("empty"))
+                    found.append(Due(name, match[2], queue, gone, sure, empty))
+            except (StagingError, TypeError, ValueError, AttributeError) as error:
+                log.warning("%s is passed over, and should be removed: %s", f"due/{name}", error)
         return found
 
-    def put_off(self, due: Due, at: float, *, gone: bool) -> None:
+    def put_off(self, due: Due, at: float, *, gone: bool, empty: bool = False) -> None:
         """Look at a lease queue again from ``at`` on.
 
         :param gone: Whether it is gone, so that only its journal is left.
+        :param empty: Whether the returns queue is empty.
         """
-        value = {"queue": due.queue, "gone": gone, "sure": due.sure}
+        value = {"queue": due.queue, "gone": gone, "sure": due.sure, "empty": empty}
         self._write(f"due/{at:.0f}-{due.folder}.json", value)
         self._remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:
         """Remove all that was noted of a generation."""
         self._remove(due.folder)
+        self._remove(f"claims/{digest(due.queue)}")
         self._remove(f"due/{due.name}")
 
-    def dropped(self, generation: str, bundle: str) -> bool:
-        """Whether a bundle that came back has nothing left to handle."""
-        value = self.settled(generation)
-        return value is not None and (value["bundles"] is None or bundle in value["bundles"])
+    def done(self, generation: str, bundle: str | None) -> Mapping[str, str] | None:
+        """What needs no handling any more of a bundle that came back; ``None``: all of it.
+
+        :param bundle: Its name; ``None`` for one that was given back on purpose.
+        :returns: Messages that were settled one by one: message id → action.
+        """
+        settled = self.settled(generation)
+        if (
+            settled is not None
+            and bundle is not None
+            and (settled["bundles"] is None or bundle in settled["bundles"])
+        ):
+            return None
+        return self._now(generation, settled)
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -157,14 +260,21 @@ class Journal:
             raise StagingError("custody='staged' needs a staging folder")
         return self._notes.put(name, data)
 
-    def get(self, path: str) -> bytes:
+    def size(self, name: str) -> int | None:
+        """Bytes of a file that :meth:`put` wrote; ``None`` if there is none.
+
+        :raises StagingError: If the staging folder cannot be read.
+        """
+        return None if self._notes is None else self._notes.size(name)
+
+    def get(self, name: str) -> bytes:
         """Read a file that :meth:`put` wrote.
 
-        :raises StagingError: If it is not there.
+        :raises StagingError: If it cannot be read.
         """
         if self._notes is None:
-            raise StagingError(f"the staged bundle {path} cannot be read without a staging folder")
-        return self._notes.get(path)
+            raise StagingError(f"the staged bundle {name} cannot be read without a staging folder")
+        return self._notes.get(name)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         if self._notes is None:
@@ -185,5 +295,31 @@ class Journal:
     def _names(self, folder: str) -> list[str]:
         if self._notes is not None:
             return self._notes.names(folder)
-        names = {name.partition("/") for name in self._memory}
-        return sorted({n[2] for n in names if n[0] == folder} if folder else {n[0] for n in names})
+        below = f"{folder}/" if folder else ""
+        return sorted(
+            {n[len(below) :].partition("/")[0] for n in self._memory if n.startswith(below)}
+        )
+
+
+class Turns:
+    """In which turns generations published messages again, as their journals say.
+
+    Whoever publishes may name any generation: so the latest are kept, and no file is read but where
+    it keeps no connection waiting.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._known: dict[str, frozenset[str]] = {}
+
+    def of(self, generation: str) -> frozenset[str] | None:
+        """Its turns; ``None`` if its journal is to be read first."""
+        return self._known.get(generation)
+
+    def read(self, generation: str) -> None:
+        """Read its journal, unless that was done just now."""
+        if generation in self._known:
+            return
+        if len(self._known) >= _KEPT:
+            del self._known[next(iter(self._known))]
+        self._known[generation] = self._journal.turns(generation)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    LeaseLapsed,
+    ProducerError,
+    ProducerUnavailable,
+)
 from airflow_broadway.producers.rabbitmq.link import Channel, raw_properties
-from airflow_broadway.producers.rabbitmq.properties import decode, mark_of
-from airflow_broadway.producers.rabbitmq.transfer import Window
+from airflow_broadway.producers.rabbitmq.marks import mark_of
+from airflow_broadway.producers.rabbitmq.properties import decode
+from airflow_broadway.producers.rabbitmq.transfer import Place, Window
 
-__all__ = ["NO_ROUTE", "Lane", "confirming", "key_of"]
-
-#: The reply code of a message that no queue took.
-NO_ROUTE = 312
+__all__ = ["Lane", "confirming", "key_of"]
 
 
 def key_of(properties: bytes) -> str | None:
@@ -76,8 +79,28 @@ class Lane:
         self._secured = secured
         self._failed = failed
         self._what = what
+        self._elsewhere: dict[str, str] = {}
         channel.on_lost(self.fail)
         confirming(channel, self._confirmed, self._returned)
+
+    def reserve(self, key: str, *, tag: int | None = None, load: Any = None) -> Place:
+        """A place in the order of the deliveries, for what :meth:`send` is to publish later.
+
+        ``tag`` is acknowledged, and ``load`` handed over, when this and all before may be relied
+        on.
+        """
+        return self.window.reserve(key, tag, load)
+
+    def send(
+        self, place: Place, exchange: str, routing_key: str, properties: bytes, body: bytes
+    ) -> None:
+        """Publish what has a place."""
+        if self.failure is not None:
+            return
+        self.window.send(place)
+        self.channel.raw.basic_publish(
+            exchange, routing_key, body, raw_properties(properties), mandatory=True
+        )
 
     def publish(
         self,
@@ -90,23 +113,34 @@ class Lane:
         tag: int | None = None,
         load: Any = None,
     ) -> None:
-        """Publish, and acknowledge ``tag`` when this and all before may be relied on."""
-        if self.failure is not None:
-            return
-        self.window.publish(key, tag, load)
-        self.channel.raw.basic_publish(
-            exchange, routing_key, body, raw_properties(properties), mandatory=True
-        )
+        """Publish at once, to a queue that is no lease queue."""
+        if self.failure is None:
+            self._elsewhere[key] = routing_key or exchange
+            place = self.reserve(key, tag=tag, load=load)
+            self.send(place, exchange, routing_key, properties, body)
 
     def ack(self, tag: int) -> None:
         """Acknowledge one delivery that needs no securing."""
         if self.failure is None and self.channel.raw.is_open:
             self.channel.raw.basic_ack(tag)
 
+    def give_back(self, tags: Iterable[int]) -> None:
+        """Let the broker deliver these again."""
+        if self.failure is None and self.channel.raw.is_open:
+            for tag in tags:
+                self.channel.raw.basic_nack(tag, requeue=True)
+
     def done(self, tag: int) -> None:
         """Acknowledge ``tag`` when all that was published so far may be relied on."""
         if not self.window.extend(tag):
             self.ack(tag)
+
+    def end(self) -> None:
+        """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""
+        if self.failure is None:
+            self.failure = ProducerUnavailable("the source has stopped")
+        if self.channel.raw.is_open:
+            self.channel.raw.close()
 
     def fail(self, error: BroadwayError) -> None:
         """Take nothing more."""
@@ -119,21 +153,30 @@ class Lane:
 
     def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
         self.window.confirmed(number, multiple, refused=refused)
-        found = self.window.relied_on()
-        if found and self.failure is None and self.channel.raw.is_open:
-            self._secured([load for _, load in found])
-            tags = [tag for tag, _ in found if tag is not None]
-            if self._multiple:
-                if tags:
-                    self.channel.raw.basic_ack(tags[-1], multiple=True)
-            else:
-                for tag in tags:
-                    self.channel.raw.basic_ack(tag)
+        if self.failure is None and self.channel.raw.is_open:
+            found = self.window.relied_on()
+            if found:
+                self._secured([load for _, load in found])
+                self._ack([tag for tag, _ in found if tag is not None])
         if self.window.refused:
-            reason = next(iter(self.window.refused.values()))
-            self.fail(
-                LeaseLapsed(
-                    f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
-                    " or its queue deleted or filled up; what is not secured stays in its queue"
-                )
+            self.fail(self._refusal(*next(iter(self.window.refused.items()))))
+
+    def _ack(self, tags: list[int]) -> None:
+        raw = self.channel.raw
+        if not self._multiple:
+            for tag in tags:
+                raw.basic_ack(tag)
+        elif tags:
+            raw.basic_ack(tags[-1], multiple=True)
+
+    def _refusal(self, key: str, reason: str) -> BroadwayError:
+        other = self._elsewhere.get(key)
+        if other is not None:
+            return ProducerError(
+                f"{other!r} takes no message that this run would set aside there: {reason}.  Make"
+                " room, or create it; what is not secured stays in its queue"
             )
+        return LeaseLapsed(
+            f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
+            " or its queue deleted or filled up; what is not secured stays in its queue"
+        )

@@ -17,26 +17,20 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.connection import Address, translate
+from airflow_broadway.producers.rabbitmq.refusals import Refused
 from airflow_broadway.producers.rabbitmq.wire import connection_class
 
-__all__ = ["Channel", "Link", "Refused", "Reply", "raw_properties"]
+__all__ = [
+    "Channel",
+    "Link",
+    "Reply",
+    "raw_properties",
+]
 
 log = logging.getLogger(__name__)
 
 #: Seconds that the broker may take to answer one request.
 ANSWER = 60.0
-
-
-class Refused(ProducerError):
-    """The broker closed a channel instead of doing what it was asked.
-
-    :param code: AMQP's: 403 permissions, 404 missing, 405 locked, 406 other arguments.
-    """
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"RabbitMQ refused: {text} ({code})")
-        self.code = code
-        self.text = text
 
 
 class Reply:
@@ -84,7 +78,7 @@ def _quiet() -> None:
 class Link:
     """A connection and its thread.
 
-    :param on_lost: Called in the thread, with why, when the connection is lost or closed.
+    :param on_lost: Called in the thread, with why, when the connection is lost.
     :raises ConnectionMissing: If the address cannot be used.
     :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
     :raises ProducerError: If it refuses.
@@ -113,6 +107,22 @@ class Link:
             self.close(wait=False)
             raise
 
+    @classmethod
+    def to(
+        cls, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
+    ) -> Link:
+        """One to the first of the address's hosts that answers.
+
+        :raises ProducerUnavailable: If none does.
+        """
+        tried: list[str] = []
+        for each in address.hosts():
+            try:
+                return cls(each, on_lost=on_lost)
+            except ProducerUnavailable as error:
+                tried.append(str(error))
+        raise ProducerUnavailable("; ".join(tried))
+
     @property
     def raw(self) -> Any:
         """Pika's connection; to be used in the thread."""
@@ -123,6 +133,11 @@ class Link:
         """The broker's, as it says; empty if it does not."""
         told = (self._raw.server_properties or {}).get("version", "")
         return told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
+
+    @property
+    def max_properties(self) -> int:
+        """The most bytes of properties that a message may have: they travel in one frame."""
+        return int(self._raw.params.frame_max or 2**31) - 20
 
     @property
     def blocked(self) -> bool:
@@ -202,7 +217,9 @@ class Link:
             self._raw.ioloop.start()
         except Exception as error:  # whatever it is, those who wait must hear of it
             log.debug("The connection's thread ended.", exc_info=True)
-            self._end(error)
+            self._end(error if self._raw is None else _unexpected(error, self.address))
+            if self._raw is not None:
+                self._raw.sever()  # so that the broker gives what is unacknowledged to others
         finally:
             self._done.set()
             if self._raw is not None:
@@ -242,13 +259,27 @@ class Link:
                 else translate(error, self.address, opened=self._opened.given)
             )
         assert self.lost is not None
+        opened = self._opened.given
         self._opened.fail(self.lost)
         for reply in list(self._waiting):
             reply.fail(self.lost)
-        if first:
+        if first and opened and not self._closing:
             self._on_lost(self.lost)
         if self._raw is not None:
             self._raw.ioloop.stop()
+
+
+def _unexpected(error: Exception, address: Address) -> ProducerError:
+    from pika.exceptions import ChannelWrongStateError, ConnectionWrongStateError
+
+    if isinstance(error, (ChannelWrongStateError, ConnectionWrongStateError)):
+        return translate(error, address, opened=True)  # it was lost just now
+    made = ProducerError(
+        f"the connection to RabbitMQ was ended by an unexpected {type(error).__name__}: {error};"
+        " what it had not secured is in its queue; please report it"
+    )
+    made.__cause__ = error
+    return made
 
 
 class Channel:
@@ -262,6 +293,7 @@ class Channel:
         self.raw = raw
         self.lost: ProducerError | None = None
         self._waiting: set[Reply] = set()
+        self._gone = threading.Event()
         self._on_lost: list[Callable[[ProducerError], None]] = []
         raw.add_on_close_callback(self._closed)
 
@@ -296,6 +328,10 @@ class Channel:
         self._waiting = {each for each in self._waiting if not each.given}
         self._waiting.add(reply)
 
+    def await_closed(self, seconds: float) -> None:
+        """Wait until it is closed, or ``seconds`` have passed."""
+        self._gone.wait(seconds)
+
     def shut(self) -> None:
         """Close it, and wait until the broker has done all that came before."""
         if self.lost is None and self.link.lost is None:
@@ -315,17 +351,19 @@ class Channel:
         self.link.post(run)
 
     def _closed(self, raw: Any, error: Any) -> None:
-        code = getattr(error, "reply_code", 0)
+        from pika.exceptions import ChannelClosedByBroker
+
         if self.link.lost is not None:
             self.lost = self.link.lost
-        elif code:
-            self.lost = Refused(code, str(error.reply_text))
-        else:
+        elif isinstance(error, ChannelClosedByBroker):
+            self.lost = Refused(error.reply_code, str(error.reply_text))
+        else:  # with its connection, of which we are told after its channels
             self.lost = translate(error, self.link.address, opened=True)
         for reply in list(self._waiting):
             reply.fail(self.lost)
         for function in self._on_lost:
             function(self.lost)
+        self._gone.set()
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.producers.addresses import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.connection import Address
 from airflow_broadway.producers.rabbitmq.policies import Policy
 
@@ -36,6 +37,9 @@ class Unseen(Exception):
 class Management:
     """What the management API knows of one virtual host.
 
+    Without an address of its own it is asked at its usual port of the broker's host, but the
+    password goes there only by TLS or on this machine: anybody may listen on that port.
+
     :param timeout: Seconds that one answer may take.
     :raises Unseen: If the connection says that there is none, or names no address of one.
     """
@@ -46,6 +50,11 @@ class Management:
             raise Unseen("the connection's extra 'management_url' is false")
         secure = address.tls is not None
         port = _TLS_PORT if secure else _PORT
+        if given is None and not secure and not is_loopback(address.host):
+            raise Unseen(
+                "without TLS the password is sent to no port but the broker's; set the connection's"
+                f" extra 'management_url' to 'http://{_bracketed(address.host)}:{port}', or false"
+            )
         url = given or f"{'https' if secure else 'http'}://{_bracketed(address.host)}:{port}"
         try:
             parts = urlsplit(url)
@@ -57,9 +66,15 @@ class Management:
                 "the connection's extra 'management_url' must be http(s)://host:port, without a"
                 " password"
             )
+        if not address.login:
+            raise Unseen(
+                "the connection names no user and password, which the management API needs beside"
+                " the certificate"
+            )
         self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
         self._path = parts.path.rstrip("/")
         self._secure = parts.scheme == "https"
+        warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
         self._address = address
         self._timeout = timeout
         self._login = base64.b64encode(f"{address.login}:{address.password}".encode()).decode()

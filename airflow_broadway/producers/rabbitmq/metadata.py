@@ -8,7 +8,8 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.properties import FIELDS, MARK, ORIGINAL, decode, plain
+from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL, split_route
+from airflow_broadway.producers.rabbitmq.properties import FIELDS, decode, plain
 
 __all__ = ["NAMES", "Describer"]
 
@@ -55,9 +56,7 @@ class Describer:
                 return {"unreadable": str(error)}
         known["redelivered"] = held.redelivered
         known["persistent"] = known.pop("delivery_mode", 1) == 2
-        first = 1 + held.route[0]
-        known["exchange"] = held.route[1:first].decode("utf-8", "backslashreplace")
-        known["routing_key"] = held.route[first + 1 :].decode("utf-8", "backslashreplace")
+        known["exchange"], known["routing_key"] = split_route(held.route)
         headers = known.get("headers")
         if headers:
             known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}

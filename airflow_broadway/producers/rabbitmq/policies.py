@@ -3,16 +3,23 @@
 Of the users' policies, and of the operators', the one with the highest priority whose pattern
 matches applies, alone.  Where it and an argument of the queue set the same limit, the lower one
 counts; of all else the argument counts.  https://www.rabbitmq.com/docs/parameters
+
+A pattern may be written so that matching it takes for ever.  So all but the plainest are matched in
+a process of its own, which is ended when it takes too long.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from collections.abc import Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Policy", "Setting", "effective"]
+__all__ = ["Policy", "Setting", "effective", "matched"]
 
 #: The limits, of which the lower one counts: milliseconds, messages, bytes, returns.
 LIMITS = ("expires", "max-length", "max-length-bytes", "message-ttl", "delivery-limit")
@@ -22,7 +29,10 @@ _TYPES = {"classic_queues": "classic", "quorum_queues": "quorum", "streams": "st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy, or an operator's."""
+    """A policy, or an operator's.
+
+    :param queues: The queues whose names its pattern matches, where :func:`matched` found that out.
+    """
 
     name: str
     pattern: str
@@ -30,6 +40,7 @@ class Policy:
     priority: int
     definition: Mapping[str, Any]
     operator: bool
+    queues: frozenset[str] | None = None
 
     @classmethod
     def of(cls, value: Mapping[str, Any], *, operator: bool) -> Policy:
@@ -53,10 +64,71 @@ class Policy:
         """Whether it is meant for a queue of that name and type."""
         if self.apply_to not in ("all", "queues") and _TYPES.get(self.apply_to) != kind:
             return False
+        known = self if self.queues is not None else matched([self], [queue])[0]
+        return queue in (known.queues or ())
+
+
+#: A pattern that takes no time: literal characters, and ``.*`` at its end.
+_PLAIN = re.compile(r"\^?(?:[\w<>/:%=-]|\\[.-]|\.(?![*+?{]))*(?:\.\*)?\$?")
+#: Seconds that matching may take; patterns that may take longer, before all others are given up.
+_SECONDS, _SLOW = 2.0, 3
+#: Reads patterns and names, writes the names that each pattern matches, a line each.
+_MATCH = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    try:
+        found = [name for name in names if re.search(pattern, name)]
+    except (re.error, OverflowError, RecursionError):
+        found = names
+    print(json.dumps(found), flush=True)
+"""
+
+
+def matched(policies: Iterable[Policy], queues: Sequence[str]) -> list[Policy]:
+    """The policies, each with those of ``queues`` whose names its pattern matches.
+
+    A pattern that Python cannot read (Erlang's dialect knows more) or that takes too long counts as
+    matching all: rather too many than too few.
+    """
+    known, names = list(policies), list(queues)
+    hard = list(dict.fromkeys(p.pattern for p in known if not _PLAIN.fullmatch(p.pattern)))
+    found = dict(zip(hard, _match(hard, names), strict=True)) if hard else {}
+    return [
+        dataclasses.replace(
+            policy,
+            queues=frozenset(
+                found[policy.pattern]
+                if policy.pattern in found
+                else (name for name in names if re.search(policy.pattern, name))
+            ),
+        )
+        for policy in known
+    ]
+
+
+def _match(patterns: list[str], names: list[str]) -> list[list[str]]:
+    """For each pattern the names that it matches; all names where that takes too long."""
+    found: list[list[str]] = []
+    slow = 0
+    while len(found) < len(patterns) and slow < _SLOW:
+        given = json.dumps([patterns[len(found) :], names]).encode()
         try:
-            return re.search(self.pattern, queue) is not None
-        except re.error:  # Erlang's dialect knows more than Python's: rather too many than too few
-            return True
+            told = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _MATCH],
+                input=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=_SECONDS,
+                check=False,
+            ).stdout
+        except subprocess.TimeoutExpired as late:
+            told = late.stdout or b""
+        found += [json.loads(line) for line in told.splitlines(keepends=True) if line[-1:] == b"\n"]
+        if len(found) < len(patterns):
+            found.append(names)
+            slow += 1
+    return found + [names] * (len(patterns) - len(found))
 
 
 class Setting(NamedTuple):

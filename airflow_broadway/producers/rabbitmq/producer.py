@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 from airflow_broadway.core.custody import (
     Action,
     Custodian,
-    Delivery,
     QueueDepth,
     Source,
     Verdict,
 )
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import Options, option, options, override
 from airflow_broadway.core.producer import Producer, ProducerEnv
 from airflow_broadway.core.rules import (
     AUTO,
+    CONN_ID,
     FUNCTION,
     POSITIVE,
     SECONDS,
@@ -28,6 +27,7 @@ from airflow_broadway.core.rules import (
     at_least,
     one_of,
 )
+from airflow_broadway.core.verdicts import Facts
 from airflow_broadway.producers.rabbitmq.backoff import TYPES, Backoff, bounds
 from airflow_broadway.producers.rabbitmq.connection import Address, address_of, address_of_uri
 from airflow_broadway.producers.rabbitmq.metadata import NAMES
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 DEFAULT_CONNECTION = "rabbitmq_default"
 
 _DECLARE = ("durable", "passive", "arguments")
+#: Options that no producer has alone: tasks and verdicts go by what is declared.
+_FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
 _CONSUME = ("consumer_tag", "exclusive", "arguments")
 
 
@@ -93,8 +95,8 @@ class RabbitMQProducer(Producer):
     """Messages from a RabbitMQ queue: see ``docs/rabbitmq.md``.
 
     ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"reject"``, which
-    dead-letters; ``"reject_and_requeue"``, at once and always; ``"reject_and_requeue_once"``,
-    unless it was redelivered, then ``"reject"``.  Beside them ``"retry"`` (by the option
+    dead-letters; ``"reject_and_requeue"``, at once and always; ``"reject_and_requeue_once"``, at
+    its first failure, then ``"reject"``.  Beside them ``"retry"`` (by the option
     ``retry``), ``"dead_letter"`` and ``"noop"``, after which a message comes again when the lease
     would have lapsed.
     """
@@ -115,7 +117,7 @@ class RabbitMQProducer(Producer):
     queue: str = option(rule=TEXT, doc="The queue to drain: classic or quorum, no stream.")
     conn_id: str | None = option(
         default=AUTO,
-        rule=TEXT.or_none(),
+        rule=CONN_ID.or_none(),
         doc=f"The Airflow connection; ``{DEFAULT_CONNECTION}`` unless ``uri`` is given.",
     )
     uri: str | None = option(
@@ -159,7 +161,11 @@ class RabbitMQProducer(Producer):
         doc="Declares the queue with these arguments before it is read; ``None``: it must exist."
         "  An exclusive or auto-deleted queue would end with the run, and its messages with it.",
     )
-    bindings: Any = option(default=(), rule=_BINDINGS, doc="Binds the queue to exchanges.")
+    bindings: Any = option(
+        default=(),
+        rule=_BINDINGS,
+        doc="Binds the queue to exchanges; without a routing key by ``''``.",
+    )
     consume_options: Mapping[str, Any] | None = option(
         default=None,
         rule=Rule(
@@ -183,12 +189,15 @@ class RabbitMQProducer(Producer):
         default=None,
         rule=FUNCTION.or_none(),
         doc="Called with a channel after connecting, before anything is declared:"
-        " ``channel.call('queue_declare', queue=…)``.  Raises to refuse the connection.",
+        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is called again"
+        " after a delay, as Broadway does, for ``reconnect_timeout``.",
     )
     merge_options: Callable[[int], Mapping[str, Any]] | None = option(
         default=None,
         rule=FUNCTION.or_none(),
-        doc="Called with the producer's index at every connecting; returns options to replace.",
+        doc="Called with the producer's index, from 0, in every process; returns options to replace"
+        " for that producer, the same each time: all but ``concurrency``, ``retry``,"
+        " ``rate_limiting`` and ``transformer``.",
     )
     backoff_type: str = option(
         default="rand_exp",
@@ -204,7 +213,7 @@ class RabbitMQProducer(Producer):
     reconnect_timeout: float = option(
         default=60.0,
         rule=SECONDS,
-        doc="Seconds after which a run that cannot connect again ends with an error.",
+        doc="Seconds after which a run that cannot connect ends with an error.",
     )
     dead_letter: Any = option(
         default=None,
@@ -232,7 +241,10 @@ class RabbitMQProducer(Producer):
                 "RabbitMQProducer.conn_id", "nothing beside 'uri': one of the two", self.conn_id
             )
         if self.uri is None and self.conn_id is None:
-            raise OptionsError.missing("RabbitMQProducer.conn_id")
+            raise OptionsError.missing(
+                "RabbitMQProducer.conn_id",
+                'RabbitMQProducer(conn_id="rabbitmq_default", …), or an address as uri',
+            )
         if self.queue_type == "classic" and self.custody == "broker":
             raise OptionsError(
                 "RabbitMQProducer.queue_type",
@@ -250,15 +262,39 @@ class RabbitMQProducer(Producer):
         return self.qos.prefetch_count
 
     def merged(self, index: int) -> RabbitMQProducer:
-        """These options with those that ``merge_options`` replaces.
+        """The options of one producer: these, with those that ``merge_options`` replaces.
 
-        :raises OptionsError: If it returns what is no option.
+        :raises OptionsError: If it returns what is no option, or one that is for all producers.
         """
         if self.merge_options is None:
             return self
         given = self.merge_options(index)
+        if isinstance(given, Mapping):
+            for name in _FOR_ALL & given.keys():
+                raise OptionsError(
+                    f"merge_options.{name}", "nothing: it is for all producers", given[name]
+                )
+            for name, other in (("uri", "conn_id"), ("conn_id", "uri")):
+                if name in given and other not in given:
+                    given = {**given, other: None}
+            given = {**given, "merge_options": None}
         made: RabbitMQProducer = override(self, given, "merge_options", rendered=True)
+        actions = {name: getattr(made, name) for name in ("on_success", "on_failure")}
+        object.__setattr__(
+            made, "_actions", {name: value for name, value in actions.items() if name in given}
+        )
         return made
+
+    @property
+    def actions_of_messages(self) -> dict[str, str]:
+        """What every message of this producer says of its own settling, wherever that is."""
+        return dict(getattr(self, "_actions", {}))
+
+    def shards(self) -> list[RabbitMQProducer]:
+        """The options of each producer, once for each queue that they drain."""
+        count = self.concurrency if isinstance(self.concurrency, int) else 1
+        each = [self.merged(index) for index in range(count)]
+        return list({(one.queue, one.uri, one.conn_id): one for one in each}.values())
 
     def address(self, env: ProducerEnv) -> Address:
         """The broker.
@@ -277,35 +313,34 @@ class RabbitMQProducer(Producer):
     def source(self, env: ProducerEnv) -> Source:
         from airflow_broadway.producers.rabbitmq.source import RabbitSource
 
-        if "on_failure" in getattr(self, "_auto", ()):
+        own = self.merged(env.index)
+        if "on_failure" in getattr(own, "_auto", ()):
             log.warning(
                 "RabbitMQProducer.on_failure should be specified: by default,"
                 " 'reject_and_requeue', a message that always fails comes again in every run; most"
                 " pipelines want 'retry'."
             )
-        return RabbitSource(self, env)
+        return RabbitSource(own, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         from airflow_broadway.producers.rabbitmq.custodian import RabbitCustodian
+        from airflow_broadway.producers.rabbitmq.sharding import ShardedCustodian
 
-        return RabbitCustodian(self, env)
+        return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth:
         from airflow_broadway.producers.rabbitmq.custodian import depth
 
-        return depth(self, env)
+        return depth(self.shards(), env)
 
     # -- verdicts ------------------------------------------------------------------------------
 
-    def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
-        data = message.acknowledger.data
-        own = data if isinstance(data, Delivery) else Delivery()
-        name = (
-            (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
-        )
-        reason = message.status.text if failed else ""
+    def judge(self, facts: Facts) -> Verdict:
+        name = facts.name
         if name == "reject_and_requeue_once":
-            name = "reject" if message.redelivered else "reject_and_requeue"
+            # By the attempt: the broker says "redelivered", too, of what a run prefetched and gave
+            # back unhandled.
+            name = "reject" if facts.attempt > 1 else "reject_and_requeue"
         if name == "reject_and_requeue":
-            return Verdict(Action.RETRY, 0.0, reason, stage)
-        return self.decide(self.actions[name], message.attempt, reason, stage)
+            return Verdict(Action.RETRY, 0.0, facts.reason, facts.stage)
+        return super().judge(facts._replace(name=name))

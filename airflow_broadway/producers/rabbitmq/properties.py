@@ -1,9 +1,7 @@
-"""The properties of AMQP messages: read from the bytes they came in, and made fit to publish again.
+"""The properties of AMQP messages, as the bytes they came in and as Python's values.
 
 The bytes are a field of flags and the properties that it names, as AMQP 0-9-1 §4.2.6.1 has them,
-with RabbitMQ's types in tables.  What a message came with is never changed; what it is published
-again with differs where keeping it would do harm, and then says what it was in the header
-``x-broadway-original``.
+with RabbitMQ's types in tables.
 """
 
 from __future__ import annotations
@@ -11,31 +9,27 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 
 __all__ = [
     "FIELDS",
-    "MARK",
-    "Mark",
     "decode",
+    "decode_entry",
     "dump",
     "encode",
+    "encode_entry",
+    "entries_of",
+    "fields_of",
+    "join_entries",
+    "join_fields",
     "load",
-    "mark_of",
     "plain",
-    "republished",
 ]
-
-#: The header of a message that was published again: see :class:`Mark`.
-MARK = "x-broadway"
-_MARK = MARK.encode()
-#: The header with what could not be kept where it was.
-ORIGINAL = "x-broadway-original"
 
 #: Names of properties by their bit, from the highest.
 FIELDS = (
@@ -55,30 +49,12 @@ FIELDS = (
     "cluster_id",
 )
 
-#: What a mark of ours never exceeds.
-_MAX_ID, _MAX_ATTEMPT = 200, 1_000_000
 #: How deep tables may nest; what is deeper is hostile.
 _DEPTH = 64
-#: Bytes of headers that leave room for ours in a frame of the usual 131,072 bytes.
-MAX_HEADERS = 96 * 1024
-#: Kept in the original's place, these would do harm: an ``x-death`` makes the broker drop the
-#: message as a cycle, ``CC`` and ``BCC`` send stray copies.
-_HARMFUL_HEADERS = ("x-death", "CC", "BCC")
-#: The same for properties: a foreign ``user_id`` is refused, an ``expiration`` ends the wait early.
-_HARMFUL = ("user_id", "expiration")
 
 
-class Mark(NamedTuple):
-    """What a message says of itself that was published again.
-
-    :param message_id: Its id, kept from its first receipt.
-    :param giver: The generation that gave it back, which does not take it again.
-    :param attempt: The attempt it is on.
-    """
-
-    message_id: str
-    giver: str
-    attempt: int
+class Instant(int):
+    """A timestamp in a table that no ``datetime`` holds: senders write milliseconds and more."""
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -103,7 +79,7 @@ def decode(data: bytes) -> dict[str, Any]:
                 at += 8
             else:
                 made[name], at = _short(data, at)
-    except (struct.error, IndexError, ValueError, OverflowError, ArithmeticError) as error:
+    except (struct.error, IndexError, ValueError, ArithmeticError) as error:
         raise ProducerError(f"the properties of a message cannot be read: {error}") from None
     return made
 
@@ -127,63 +103,92 @@ def encode(properties: Mapping[str, Any]) -> bytes:
     return struct.pack(">H", flags) + b"".join(parts)
 
 
-def mark_of(properties: bytes) -> Mark | None:
-    """The mark of a message, if it bears one that can be read."""
-    if _MARK not in properties:
-        return None
-    try:
-        value = decode(properties).get("headers", {}).get(MARK)
-        mark = Mark(str(value["id"]), str(value["giver"]), max(1, int(value["attempt"])))
-    except (ProducerError, TypeError, KeyError, ValueError, OverflowError, AttributeError):
-        return None
-    if len(mark.message_id.encode("utf-8", "replace")) > _MAX_ID or mark.attempt > _MAX_ATTEMPT:
-        return None  # not one of ours
-    return mark
+# -- as bytes --------------------------------------------------------------------------------------
 
 
-def republished(
-    properties: bytes,
-    mark: Mark,
-    *,
-    extra: Mapping[str, Any] | None = None,
-) -> bytes:
-    """The properties with which a message is published again.
+def fields_of(data: bytes) -> dict[str, bytes]:
+    """The properties by name, each as the bytes it came in: what is kept unchanged stays so.
 
-    :param extra: More headers of ours, such as the reason of a dead letter.
+    :raises ProducerError: If they are no properties.
     """
     try:
-        made = decode(properties)
-    except ProducerError:  # it cannot be read, so it cannot be kept but as it was
-        made = {"headers": {ORIGINAL: {"unreadable": properties[:MAX_HEADERS]}}}
-    headers = dict(made.get("headers") or {})
-    original = headers.pop(ORIGINAL, None)
-    original = dict(original) if isinstance(original, Mapping) else {}
-    for name in _HARMFUL_HEADERS:
-        value = headers.pop(name, None)
-        if name == "x-death" and isinstance(value, list):
-            value = [entry for entry in value if not _ours(entry)]
-        if value:
-            original.setdefault(name, value)
-    for name in _HARMFUL:
-        value = made.pop(name, None)
-        if value is not None:
-            original.setdefault(name, value)
-    for name in [n for n in headers if n.startswith(("x-first-death-", "x-last-death-"))]:
-        del headers[name]
-    ours = {MARK: {"id": mark.message_id, "giver": mark.giver, "attempt": mark.attempt}}
-    ours.update(extra or {})
-    headers.update(ours)
-    if original:
-        headers[ORIGINAL] = original
-    if len(_encode_table(headers)) > MAX_HEADERS:  # its own alone still fit: they came in one frame
-        headers.pop(ORIGINAL, None)
-    made["headers"] = headers
-    made["delivery_mode"] = 2
-    return encode(made)
+        (flags,) = struct.unpack_from(">H", data, 0)
+        at = 2
+        made: dict[str, bytes] = {}
+        for place, name in enumerate(FIELDS):
+            if not flags & (1 << (15 - place)):
+                continue
+            if name == "headers":
+                end = at + 4 + int(struct.unpack_from(">I", data, at)[0])
+            elif name in ("delivery_mode", "priority"):
+                end = at + 1
+            elif name == "timestamp":
+                end = at + 8
+            else:
+                end = at + 1 + data[at]
+            if end > len(data):
+                raise ValueError(f"{name} is cut off")
+            made[name] = data[at:end]
+            at = end
+    except (struct.error, IndexError, ValueError) as error:
+        raise ProducerError(f"the properties of a message cannot be read: {error}") from None
+    return made
 
 
-def _ours(entry: object) -> bool:
-    return isinstance(entry, Mapping) and str(entry.get("queue", "")).startswith("broadway.")
+def join_fields(fields: Mapping[str, bytes]) -> bytes:
+    """The bytes that :func:`fields_of` reads."""
+    flags, parts = 0, []
+    for place, name in enumerate(FIELDS):
+        if name in fields:
+            flags |= 1 << (15 - place)
+            parts.append(fields[name])
+    return struct.pack(">H", flags) + b"".join(parts)
+
+
+def entries_of(table: bytes | None) -> list[tuple[bytes, bytes]]:
+    """The entries of a table in order: name, and the value with its type as the bytes it came in.
+
+    :raises ProducerError: If it is no table.
+    """
+    if table is None:
+        return []
+    made = []
+    try:
+        inner, _ = _long(table, 0)
+        at = 0
+        while at < len(inner):
+            start = at + 1
+            at = start + inner[at]
+            end = _after(inner, at)
+            if end > len(inner):
+                raise ValueError("a value is cut off")
+            made.append((inner[start:at], inner[at:end]))
+            at = end
+    except (struct.error, IndexError, ValueError) as error:
+        raise ProducerError(f"the headers of a message cannot be read: {error}") from None
+    return made
+
+
+def join_entries(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The table that :func:`entries_of` reads."""
+    inner = b"".join(bytes([len(name)]) + name + raw for name, raw in entries)
+    return struct.pack(">I", len(inner)) + inner
+
+
+def encode_entry(name: str, value: object) -> tuple[bytes, bytes]:
+    """An entry of a table."""
+    return _encode_short(name)[1:], _encode_value(value)
+
+
+def decode_entry(raw: bytes) -> Any:
+    """The value of an entry.
+
+    :raises ProducerError: If it cannot be read.
+    """
+    try:
+        return _value(raw, 0, 0)[0]
+    except (struct.error, IndexError, ValueError, OverflowError, ArithmeticError) as error:
+        raise ProducerError(f"a header of a message cannot be read: {error}") from None
 
 
 # -- JSON for staging ------------------------------------------------------------------------------
@@ -305,11 +310,33 @@ def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
             items.append(item)
         return items, end
     if kind == b"T":
-        return datetime.fromtimestamp(struct.unpack_from(">Q", data, at)[0], UTC), at + 8
+        return _instant(struct.unpack_from(">Q", data, at)[0]), at + 8
     if kind == b"D":
         scale, number = struct.unpack_from(">Bi", data, at)
         return Decimal(number).scaleb(-scale), at + 5
     raise ValueError(f"a value of unknown type {kind!r}")
+
+
+def _instant(seconds: int) -> datetime | Instant:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc)
+    except (OSError, OverflowError, ValueError):
+        return Instant(seconds)
+
+
+def _after(data: bytes, at: int) -> int:
+    """Where the value at ``at`` ends."""
+    kind = data[at : at + 1]
+    at += 1
+    fixed = _FIXED.get(kind)
+    if fixed is not None:
+        return at + fixed.size
+    if kind in (b"S", b"x", b"F", b"A"):
+        return at + 4 + int(struct.unpack_from(">I", data, at)[0])
+    sizes = {b"t": 1, b"V": 0, b"T": 8, b"D": 5}
+    if kind not in sizes:
+        raise ValueError(f"a value of unknown type {kind!r}")
+    return at + sizes[kind]
 
 
 def _encode_short(text: str) -> bytes:
@@ -327,6 +354,8 @@ def _encode_value(value: object) -> bytes:
         return b"V"
     if isinstance(value, bool):
         return b"t" + bytes([value])
+    if isinstance(value, Instant):
+        return b"T" + struct.pack(">Q", value)
     if isinstance(value, int):
         if -(2**63) <= value < 2**63:
             return b"l" + struct.pack(">q", value)

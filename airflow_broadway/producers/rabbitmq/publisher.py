@@ -14,7 +14,8 @@ __all__ = ["Publisher"]
 
 #: Publications that may wait for their confirm, and how many are handed over at a time.
 _WINDOW, _PORTION = 2000, 100
-_PORTION_BYTES = 1024 * 1024
+#: The same in bytes, which is what memory they take.
+_WINDOW_BYTES, _PORTION_BYTES = 16 * 1024 * 1024, 1024 * 1024
 
 _Item = tuple[str, str, bytes, bytes, str]
 
@@ -30,6 +31,7 @@ class Publisher:
         self._items: list[_Item] = []
         self._bytes = 0
         self._posted = 0  # handed over and not yet in the window
+        self._unconfirmed = 0  # bytes that were handed over
         self._lost: ProducerError | None = None
         self._channel.on_lost(self._on_lost)
         confirming(self._channel, self._confirmed, self._returned)
@@ -57,20 +59,24 @@ class Publisher:
             return self._window.forget()
 
     def _send(self) -> None:
-        items, self._items, self._bytes = self._items, [], 0
+        items, size = self._items, self._bytes
+        self._items, self._bytes = [], 0
         if not items:
             return
-        self._wait(lambda: self._posted + len(self._window) < _WINDOW)
+        self._wait(
+            lambda: self._posted + len(self._window) < _WINDOW and self._unconfirmed < _WINDOW_BYTES
+        )
         with self._changed:
             self._posted += len(items)
+            self._unconfirmed += size
         raw = self._channel.raw
 
         def run() -> None:
             with self._changed:
                 self._posted -= len(items)
                 if self._lost is None:
-                    for *_, key in items:
-                        self._window.publish(key)
+                    for *_, body, key in items:
+                        self._window.publish(key, load=len(body))
             if self._lost is None:
                 for exchange, routing_key, properties, body, _ in items:
                     raw.basic_publish(
@@ -98,7 +104,8 @@ class Publisher:
 
     def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
         with self._changed:
-            self._window.confirmed(number, multiple, refused=refused)
+            answered = self._window.confirmed(number, multiple, refused=refused)
+            self._unconfirmed -= sum(place.load for place in answered)
             if not refused:
                 self._window.relied_on()
             self._changed.notify()

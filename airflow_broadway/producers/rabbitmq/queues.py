@@ -3,8 +3,9 @@
 ================================  =================================================================
 ``broadway.lease.<q>.<hash>``     what one generation holds; messages leave it when the lease lapses
 ``broadway.returns.<q>``          bundles whose lease lapsed or was given up, for the next run
+``broadway.quarantine.<q>``       what lay in the returns queue and is no bundle that can be read
 ``broadway.delay.<s>.<q>``        retries that wait; one queue per step of the ladder
-``broadway.spares.<q>``           names of lease queues that are declared for runs to come
+``broadway.spares.<q>.<ms>``      names of lease queues that are declared for runs to come, by lease
 ``broadway.dead.<q>``             dead letters, unless ``dead_letter`` names another place
 ``broadway.leases``               the exchange by which bundles reach their lease queue
 ================================  =================================================================
@@ -16,8 +17,11 @@ process that is taken for dead still publishes is returned to it, and it keeps i
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from airflow_broadway.core.errors import ProducerError
 
 __all__ = ["EXCHANGE", "LADDER", "Queues", "lease_arguments", "rung"]
 
@@ -27,6 +31,8 @@ EXCHANGE = "broadway.leases"
 LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
 #: AMQP's limit for a queue's name, in bytes.
 _NAME_BYTES = 255
+#: Hexadecimal digits at the end of a lease queue's name.
+_DIGITS = 20
 #: A retry may come this part of its delay early: as much as the retry policy's own jitter.
 _EARLY = 0.1
 
@@ -59,8 +65,26 @@ class Queues:
 
     def lease(self, generation: str) -> str:
         """The lease queue of a generation."""
-        digest = hashlib.sha256(f"{self.source}\0{generation}".encode()).hexdigest()[:20]
-        return self._name("broadway.lease", f".{digest}")
+        digest = hashlib.sha256(f"{self.source}\0{generation}".encode()).hexdigest()
+        return self._name("broadway.lease", f".{digest[:_DIGITS]}")
+
+    def own_lease(self, name: object) -> str:
+        """``name``, if it is that of a lease queue of this source.
+
+        To be asked of every such name that was read: senders may write to queues, and others to the
+        staging folder, while lease queues are emptied and deleted.
+
+        :raises ProducerError: If it is not.
+        """
+        digest = str(name)[-_DIGITS:]
+        if re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", digest) and name == self._name(
+            "broadway.lease", f".{digest}"
+        ):
+            return str(name)
+        raise ProducerError(
+            f"{str(name)[:_NAME_BYTES]!r} is no lease queue of {self.source!r}, and is left as it"
+            " is: its name was written by somebody else"
+        )
 
     @property
     def returns(self) -> str:
@@ -68,14 +92,21 @@ class Queues:
         return self._name("broadway.returns", "")
 
     @property
+    def quarantine(self) -> str:
+        """Where goes what the returns queue held and nobody can read."""
+        return self._name("broadway.quarantine", "")
+
+    @property
     def dead(self) -> str:
         """Where dead letters go."""
         return self._name("broadway.dead", "")
 
-    @property
-    def spares(self) -> str:
-        """Where the names of lease queues lie that are declared and not yet used."""
-        return self._name("broadway.spares", "")
+    def spares(self, lease: float) -> str:
+        """Where the names of lease queues lie that are declared and not yet used.
+
+        :param lease: Seconds for which they are made: the queues of another lease are of no use.
+        """
+        return self._name("broadway.spares", f".{_milliseconds(lease)}")
 
     def delay(self, step: int) -> str:
         """Where retries wait for a step of the ladder."""
@@ -89,7 +120,7 @@ class Queues:
         return f"{prefix}.{digest}{suffix}"
 
     def returns_arguments(self, *, quorum: bool = True) -> dict[str, Any]:
-        """What the returns queue and the dead-letter queue are declared with."""
+        """What queues are declared with from which nothing leaves by itself."""
         if not quorum:
             return {"x-queue-type": "classic"}
         # Refusing, so that a bound set by a policy makes runs fail rather than lose what is here.
@@ -120,7 +151,11 @@ def lease_arguments(queues: Queues, seconds: float, *, quorum: bool = True) -> d
     )
     return {
         **kind,
-        "x-message-ttl": max(1, int(seconds * 1000)),
+        "x-message-ttl": _milliseconds(seconds),
         "x-dead-letter-exchange": "",
         "x-dead-letter-routing-key": queues.returns,
     }
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

@@ -8,19 +8,19 @@ is known by itself and set aside.
 
 from __future__ import annotations
 
-import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
+from airflow_broadway.producers.rabbitmq.journal import Journal, digest
 
-__all__ = ["Portion", "examine", "load_staged", "portion_limit", "split"]
+__all__ = ["Portion", "examine", "load_staged", "portion_limit", "split", "store_staged"]
 
-log = logging.getLogger(__name__)
+#: The names that bundles are given.
+_NAME = re.compile(r"[0-9a-f]+\.[0-9a-f]+")
 
 
 class Portion(NamedTuple):
@@ -78,15 +78,15 @@ class Returned:
 def examine(data: bytes, journal: Journal) -> Returned | None:
     """Read a returned bundle, less what needs no handling; ``None`` if nothing of it does.
 
-    :raises BundleError: If this release cannot read it.
-    :raises StagingError: If what it refers to is missing.
+    :raises BundleError: If it cannot be read, or what it refers to is missing.
+    :raises StagingError: If the staging folder cannot be read now.
     """
     header, messages = bundles.unpack(data)
-    if not header.released and journal.dropped(header.generation, header.bundle):
+    done = journal.done(header.generation, None if header.released else header.bundle)
+    if done is None:
         return None
     if header.staged is not None:
         messages = load_staged(header, journal)
-    done = journal.now(header.generation)
     if done:
         messages = [message for message in messages if message.message_id not in done]
     return Returned(header, [message._replace(redelivered=True) for message in messages])
@@ -95,28 +95,44 @@ def examine(data: bytes, journal: Journal) -> Returned | None:
 def load_staged(header: Header, journal: Journal) -> list[Held]:
     """The messages that a bundle of staged custody refers to.
 
-    :raises StagingError: If the file is missing or is not what was written.
+    Who may publish can have written the header: only the file of that generation and bundle is
+    read, and only if it has the size that was noted.
+
+    :raises BundleError: If the file is missing or is not what was written.
+    :raises StagingError: If the staging folder cannot be read now.
     """
     import hashlib
 
     staged = header.staged or {}
-    data = journal.get(str(staged.get("path", "")))
-    if hashlib.sha256(data).hexdigest() != staged.get("sha256"):
-        raise StagingError(f"the staged bundle {staged.get('path')} is not what was written")
+    name = staged_name(header.generation, header.bundle)
+    if name is None or not str(staged["path"]).endswith(f"/{name}"):
+        raise BundleError(
+            f"a bundle refers to {staged['path']!r}, which is not the file of its generation and"
+            " name: it is not read"
+        )
+    size = journal.size(name)
+    if size is None:
+        raise BundleError(f"the staged bundle {staged['path']} is missing")
+    data = journal.get(name) if size == staged["bytes"] else b""
+    if hashlib.sha256(data).hexdigest() != staged["sha256"]:
+        raise BundleError(f"the staged bundle {staged['path']} is not what was written")
     messages = list(bundles.unpack_messages(data))
     if len(messages) != header.count:
-        raise StagingError(f"the staged bundle {staged.get('path')} lacks messages")
+        raise BundleError(f"the staged bundle {staged['path']} lacks messages")
     return messages
+
+
+def staged_name(generation: str, bundle: str) -> str | None:
+    """The file of a bundle of staged custody; ``None`` if it is none of our names."""
+    return f"{digest(generation)}/{bundle}.bundle" if _NAME.fullmatch(bundle) else None
 
 
 def store_staged(journal: Journal, generation: str) -> Callable[[str, bytes], dict[str, object]]:
     """What keeps the messages of staged custody."""
     import hashlib
 
-    from airflow_broadway.producers.rabbitmq.journal import digest
-
     def store(name: str, data: bytes) -> dict[str, object]:
-        path = journal.put(f"{digest(generation)}/{name}.bundle", data)
+        path = journal.put(str(staged_name(generation, name)), data)
         return {"path": path, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     return store
@@ -125,10 +141,3 @@ def store_staged(journal: Journal, generation: str) -> Callable[[str, bytes], di
 def rest_header(header: Header, name: str, count: int) -> Header:
     """The header of what is put back of a bundle."""
     return replace(header, bundle=name, count=count, released=True, staged=None)
-
-
-def unreadable(error: ProducerError | StagingError) -> None:
-    """Tell of a bundle that stays where it is."""
-    log.error(
-        "A returned bundle stays in its queue: %s", error, extra={"code": "bundle_unreadable"}
-    )

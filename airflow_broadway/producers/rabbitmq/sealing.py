@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
+from airflow_broadway.producers.rabbitmq.ids import Ids
+from airflow_broadway.producers.rabbitmq.journal import Turns
 from airflow_broadway.producers.rabbitmq.lane import Lane
 from airflow_broadway.producers.rabbitmq.properties import encode
 from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues
+from airflow_broadway.producers.rabbitmq.transfer import Place
 
-__all__ = ["Ready", "Sealer"]
+__all__ = ["Aside", "Ready", "Sealer"]
+
+log = logging.getLogger(__name__)
+
+#: Messages that are named in the log when they are set aside; the others are counted.
+_TOLD = 10
+
+
+class Aside(NamedTuple):
+    """A message that goes among the dead letters without being handled.
+
+    :param kind: ``oversized`` or ``crashed``.
+    """
+
+    message_id: str
+    kind: str
+    reason: str
 
 
 class Ready:
@@ -31,16 +50,30 @@ class Ready:
         self.outstanding = 0
         #: Bundles that were secured.
         self.secured = 0
+        #: Messages that were set aside unprocessed, by kind.
+        self.set_aside: Counter[str] = Counter()
         self.error: BroadwayError | None = None
 
-    def add(self, loads: list[list[Held] | None]) -> None:
-        """Bundles may be relied on."""
+    def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
+        """Bundles may be relied on, or what was published in their place."""
         with self.changed:
             for load in loads:
-                if load:
+                if isinstance(load, Aside):
+                    self._tell(load)
+                elif load:  # else it was of another queue
                     self.bundles.append(load)
                     self.secured += 1
             self.changed.notify()
+
+    def _tell(self, aside: Aside) -> None:
+        self.set_aside[aside.kind] += 1
+        if self.set_aside.total() <= _TOLD:
+            log.error(
+                "Message %s is a dead letter, unprocessed: %s.",
+                aside.message_id,
+                aside.reason,
+                extra={"code": "set_aside"},
+            )
 
     def fail(self, error: BroadwayError) -> None:
         """Nothing more comes."""
@@ -65,48 +98,68 @@ class Ready:
         return taken
 
 
-@dataclass
 class Sealer:
     """Makes bundles of one generation, and publishes them to its lease queue.
 
+    :param ids: The ids of its messages.
+    :param turns: In which turns the settling of generations published messages.
     :param store: Staged custody: keeps the messages of a bundle and returns the reference to them.
     """
 
-    generation: str
-    queues: Queues
-    owner: dict[str, Any]
-    store: Callable[[str, bytes], dict[str, Any]] | None = None
-    #: The lease queue; known before the first bundle.
-    target: str = ""
-    count: int = 0
-    #: Messages that were given an id; goes on over connections, as ids are unique.
-    number: int = 0
-    #: Messages published before, and secured: their id → what tells a repetition.
-    again: dict[str, int] = field(default_factory=dict, repr=False)
-    #: Returned bundles whose messages are secured here, by their bytes: the same once more are done
-    #: with.  Not by name, under which other messages may come.
-    returned: set[bytes] = field(default_factory=set, repr=False)
-    #: Bundles that are sealed and not yet published.
-    waiting: int = 0
-    prefix: str = ""
-    _writer: ThreadPoolExecutor | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        generation: str,
+        queues: Queues,
+        owner: dict[str, Any],
+        ids: Ids,
+        turns: Turns,
+        store: Callable[[str, bytes], dict[str, Any]] | None = None,
+    ) -> None:
+        self.generation = generation
+        self.queues = queues
+        self.ids = ids
+        self.turns = turns
+        #: The lease queue; known before the first bundle.
+        self.target = ""
+        #: Bytes of messages in a bundle: no more than the broker takes.
+        self.capacity = bundles.MAX_BYTES
+        #: Bytes of a message alone, once the broker has refused a larger bundle.
+        self.largest: int | None = None
+        self._owner = owner
+        self._store = store
+        self._count = 0
+        self._writer: ThreadPoolExecutor | None = None
+
+    def fit(self, limit: int, *, refused: bool) -> bool:
+        """Make bundles for a broker that takes no message of more than ``limit`` bytes.
+
+        :param refused: Whether it has just refused one; else it did so to an earlier run.
+        :return: Whether that changes anything.
+        """
+        room = limit - len(bundles.pack(self._header("x" * 48, bundles.MAX_MESSAGES), []))
+        if self._store is not None or room <= 0:
+            return False
+        before = self.capacity, self.largest
+        self.capacity = min(bundles.MAX_BYTES, room)
+        if refused:
+            self.largest = room
+        return before != (self.capacity, self.largest)
 
     def publish(self, lane: Lane, messages: list[Held], tag: int | None) -> None:
         """Secure ``messages``; then ``tag`` may be acknowledged.  For the link's thread."""
-        self.count += 1
-        self.waiting += 1
-        name = f"{self.prefix}.{self.count:x}"
-        if self.store is None:
+        self._count += 1
+        name = f"{self.ids.prefix}.{self._count:x}"
+        place = lane.reserve(name, tag=tag, load=messages)
+        if self._store is None:
             body = bundles.pack(self._header(name, len(messages)), messages)
-            self._publish(lane, name, body, tag, messages)
+            self._send(lane, place, body)
             return
-        # One writer, so that what is published keeps the order of the delivery tags.
         self._writer = self._writer or ThreadPoolExecutor(1, "rabbitmq-staging")
-        store = self.store
+        store = self._store
         link = lane.channel.link
 
         def done(future: Future[dict[str, Any]]) -> None:
-            link.post(lambda: self._stored(future, lane, name, messages, tag))
+            link.post(lambda: self._stored(future, lane, place, len(messages)))
 
         self._writer.submit(lambda: store(name, bundles.pack_messages(messages))).add_done_callback(
             done
@@ -117,14 +170,7 @@ class Sealer:
         if self._writer is not None:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
-    def _stored(
-        self,
-        future: Future[dict[str, Any]],
-        lane: Lane,
-        name: str,
-        messages: list[Held],
-        tag: int | None,
-    ) -> None:
+    def _stored(self, future: Future[dict[str, Any]], lane: Lane, place: Place, count: int) -> None:
         if future.cancelled():
             return
         error = future.exception()
@@ -135,8 +181,7 @@ class Sealer:
                 else ProducerError(f"a bundle could not be staged: {error}")
             )
             return
-        body = bundles.pack(self._header(name, len(messages), future.result()), [])
-        self._publish(lane, name, body, tag, messages)
+        self._send(lane, place, bundles.pack(self._header(place.key, count, future.result()), []))
 
     def _header(self, name: str, count: int, staged: dict[str, Any] | None = None) -> Header:
         return Header(
@@ -144,19 +189,16 @@ class Sealer:
             generation=self.generation,
             queue=self.queues.source,
             count=count,
-            owner=self.owner,
+            owner=self._owner,
             staged=staged,
         )
 
-    def _publish(
-        self, lane: Lane, name: str, body: bytes, tag: int | None, messages: list[Held]
-    ) -> None:
-        self.waiting -= 1
+    def _send(self, lane: Lane, place: Place, body: bytes) -> None:
         properties = encode(
             {
                 "content_type": "application/x-broadway-bundle",
                 "delivery_mode": 2,
-                "message_id": name,
+                "message_id": place.key,
             }
         )
-        lane.publish(EXCHANGE, self.target, properties, body, key=name, tag=tag, load=messages)
+        lane.send(place, EXCHANGE, self.target, properties, body)

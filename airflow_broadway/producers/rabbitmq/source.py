@@ -1,8 +1,8 @@
 """The half that receives: secured in bundles before it is handed out.
 
 :meth:`RabbitSource.receive` returns what is secured already, and lets the intake run ahead by as
-much as was demanded; so ``secure`` has nothing left to do for a message, and, given none, brings in
-what is still on its way.
+much as was demanded; so ``secure`` has nothing left to do, and ``stop`` brings in what is still on
+its way.
 """
 
 from __future__ import annotations
@@ -10,30 +10,45 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.custody import Delivery, Lease
+from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq.backoff import Attempts, keep_trying
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.connection import Blocked
 from airflow_broadway.producers.rabbitmq.drain import Returns
+from airflow_broadway.producers.rabbitmq.ending import (
+    await_confirms,
+    end_lanes,
+    in_thread,
+    patience,
+)
+from airflow_broadway.producers.rabbitmq.ids import Ids
 from airflow_broadway.producers.rabbitmq.intake import Intake
-from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.link import Link, Refused
-from airflow_broadway.producers.rabbitmq.metadata import Describer
-from airflow_broadway.producers.rabbitmq.properties import dump
+from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.lane import Lane
+from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.messages import MessageMaker
+from airflow_broadway.producers.rabbitmq.refusals import (
+    Refused,
+    acknowledged_too_late,
+    explained,
+    too_large,
+)
 from airflow_broadway.producers.rabbitmq.returns import store_staged
 from airflow_broadway.producers.rabbitmq.sealing import Ready, Sealer
 from airflow_broadway.producers.rabbitmq.sweep import counting, due_at, sweep
-from airflow_broadway.producers.rabbitmq.topology import Topology, explained
+from airflow_broadway.producers.rabbitmq.topology import Topology
 
 if TYPE_CHECKING:
     from airflow_broadway.core.producer import ProducerEnv
@@ -66,20 +81,25 @@ class RabbitSource:
         self._producer = producer
         self._env = env
         self._clock = env.clock
-        self._options = producer.merged(env.index)
         self._address = producer.address(env)
         self._journal = Journal(env.staging, producer.queue)
-        self._topology = Topology(producer)
+        self._topology = Topology(producer, self._journal)
         self._queues = self._topology.queues
         self._ready = Ready()
         self._sealer = Sealer(
-            env.generation, self._queues, dict(env.owner), prefix=secrets.token_hex(8)
+            env.generation,
+            self._topology.queues,
+            dict(env.owner),
+            Ids(secrets.token_hex(8)),
+            Turns(self._journal),
+            store_staged(self._journal, env.generation) if producer.custody == "staged" else None,
         )
-        if producer.custody == "staged":
-            self._sealer.store = store_staged(self._journal, env.generation)
-        self._describe = Describer(producer.metadata)
-        self._backoff = producer.backoff()
-        self._position = 0
+        self._make = MessageMaker(
+            env.generation, producer.metadata, env.clock, producer.actions_of_messages
+        )
+        self._attempts = Attempts(
+            producer.backoff(), producer.reconnect_timeout, env.clock, env.stopping
+        )
         self._handed = 0
         self._extra = 0
         self._declared = False
@@ -88,10 +108,15 @@ class RabbitSource:
         self._intake: Intake | None = None
         self._returns = Returns(producer, self._topology, self._journal, self._ready, self._sealer)
         self._has_messages = False
-        self._properties: dict[tuple[bytes, bytes, bool], str] = {}
+        self._slow = False
+        self._stopped = False
         self._deadline = self._fresh_deadline()
+        limit = self._journal.limit()
+        if limit is not None:
+            self._sealer.fit(limit, refused=False)
+        link = self._connect_in_time()
         now = self._clock.now().timestamp()
-        sweep(self._connect(), self._topology, self._journal, now, counting(self._address))
+        sweep(link, self._topology, self._journal, now, counting(self._address))
         _open.add(self)
 
     # -- the lease -----------------------------------------------------------------------------
@@ -103,6 +128,7 @@ class RabbitSource:
             waiting = self._ready.outstanding
             state = {
                 "queue": self._producer.queue,
+                "index": self._env.index,
                 "lease_queue": self._sealer.target,
                 "virtual_host": self._address.virtual_host,
                 "declared": self._declared,
@@ -111,6 +137,8 @@ class RabbitSource:
                 # Bundles that may be there beside those counted, and messages never handed out.
                 "extra": self._extra + waiting,
             }
+            if self._ready.set_aside:
+                state["set_aside"] = dict(self._ready.set_aside)
         return Lease(
             kind=self._producer.kind,
             generation=self._env.generation,
@@ -128,7 +156,7 @@ class RabbitSource:
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         if self._fenced is not None:
             raise self._fenced
-        if demand < 1:
+        if demand < 1 or self._stopped:
             return []
         ready = self._ready
         # What lies in the queue takes a moment to come: a shorter timeout would call it quiet.
@@ -137,18 +165,21 @@ class RabbitSource:
         last = end + _LATE
         self._check_deadline()
         while True:
-            self._reconnect()
+            try:
+                self._reconnect()
+            except ProducerUnavailable:
+                if self._env.stopping():  # what was received is still to be published
+                    return []
+                raise
             intake = self._intake
             assert intake is not None
             assert self._link is not None
+            if intake.unknown:
+                self._sealer.turns.read(intake.unknown)
+                intake.unknown = ""
+                self._link.post(intake.pump)
             if not ready.bundles and self._returns.left > 0:
-                self._returns.drain(
-                    self._link,
-                    min(demand, max(1, demand // 2)) if self._has_messages else demand,
-                    wait=end - self._clock.monotonic(),
-                    fresh=not self._position,
-                    open_lease=lambda intake=intake: self._open_lease(intake),  # type: ignore[misc]
-                )
+                self._drain(intake, demand)
             if not self._returns.alone:
                 with ready.changed:
                     ready.credit = demand
@@ -158,49 +189,81 @@ class RabbitSource:
                 while not (quiet or self._stirred(intake)):
                     left = end - self._clock.monotonic()
                     if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
-                        left = self._patience(self._link, end)
+                        left = patience(self._link, self._lanes(), end, self._clock)
                     quiet = left <= 0
                     if not quiet:
                         ready.changed.wait(left)
                 held = ready.take(demand)
             if held:
+                self._attempts.worked()
                 return self._messages(held)
             if quiet:
                 if self._clock.monotonic() > last or not self._more(intake):
+                    self._see_why_nothing_came()
+                    if ready.error is None:
+                        self._attempts.worked()
                     return []
                 end = self._clock.monotonic() + _AGAIN
             if ready.error is None and intake.backlog and not self._declared:
-                try:
+                with self._unless_lost():
                     self._open_lease(intake)
-                except ProducerUnavailable:
-                    if self._link.lost is None:
-                        raise
-                    # The broker died meanwhile, which the next turn mends.
+
+    def _drain(self, intake: Intake, demand: int) -> None:
+        """Have returned messages secured: at most half of what is wanted, if there are others."""
+        assert self._link is not None
+        most = max(1, demand // 2) if self._has_messages else demand
+        with self._unless_lost():
+            self._returns.drain(
+                self._link,
+                most,
+                fresh=not self._handed,
+                open_lease=lambda: self._open_lease(intake),
+            )
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Let errors pass of a connection that is lost: connecting again mends them."""
+        try:
+            yield
+        except ProducerError:
+            if self._ready.error is None and (self._link is None or self._link.lost is None):
+                raise
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        if messages:
-            return messages
-        # Called with none at the end of pulling, until it returns none: bring in what is on its
-        # way.
-        ready, intake, link = self._ready, self._intake, self._link
-        if intake is None or link is None:
+        return messages
+
+    def stop(self) -> Sequence[Message]:
+        intake, link = self._intake, self._link
+        if self._stopped or intake is None or link is None:
+            self._stopped = True
             return []
+        self._stopped = True
+        ready = self._ready
         with ready.changed:
             ready.credit = 0
-        link.post(intake.flush)
-        end = self._clock.monotonic()
+        in_thread(link, intake.stop)
+        await_confirms(link, self._lanes(), ready, self._clock)
+        self._end_lanes(link)
         with ready.changed:
-            while not ready.bundles and ready.outstanding and ready.error is None:
-                ready.changed.wait(self._patience(link, end))
-            held = ready.take(100_000)
-            if not held and ready.outstanding and ready.error is not None:
-                # Never secured, so still the source's; nobody was given it.
-                ready.outstanding = 0
-                self._extra += 1
+            held = ready.take(sum(map(len, ready.bundles)))
+            # What is left was never secured, so it is still its queue's; nobody was given it.
+            ready.outstanding = 0
         return self._messages(held) if held else []
+
+    def _lanes(self) -> list[Lane]:
+        intake = None if self._intake is None else self._intake.lane
+        return [lane for lane in (intake, self._returns.lane) if lane is not None]
+
+    def _end_lanes(self, link: Link) -> None:
+        if end_lanes(link, self._lanes(), self._clock):
+            self._extra += 1
 
     def close(self) -> None:
         _open.discard(self)
+        try:
+            self.stop()
+        except BroadwayError as error:  # what it does not confirm is not acknowledged either
+            log.warning("The source could not be stopped: %s", error)
         self._sealer.close()
         link, self._link, self._intake = self._link, None, None
         if link is None:
@@ -212,38 +275,40 @@ class RabbitSource:
             log.warning("No lease queue could be declared for the next run: %s", error)
         link.close()
 
-    def _patience(self, link: Link, end: float) -> float:
-        """Seconds to wait for confirms that were due at ``end``.
-
-        :raises ProducerUnavailable: If they take too long, and nothing explains it.
-        """
-        left = end + self._address.timeout - self._clock.monotonic()
-        if left > 0:
-            return left
-        if link.blocked:  # for how long it may be is the link's to say
-            return 1.0
-        raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
-
     def _more(self, intake: Intake) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
         if intake.stopped or self._returns.alone:
             return False
-        queue = self._producer.queue
         # Twice: deliveries that were under way during the first are here after the second.
         for _ in range(2):
             try:
-                declared = intake.channel.call("queue_declare", queue=queue, passive=True)
+                declared = intake.channel.call(
+                    "queue_declare", queue=self._producer.queue, passive=True
+                )
             except ProducerError:  # told at the next receive
                 return False
             if declared.method.message_count:
                 return True
         return bool(intake.backlog or self._ready.outstanding or self._ready.bundles)
 
+    def _see_why_nothing_came(self) -> None:
+        """Refuse a stream, which looks like an empty queue: asked once a day.
+
+        :raises ProducerError: If the queue is one.
+        """
+        now = self._clock.now().timestamp()
+        if self._handed or self._link is None or self._journal.seen_type(now):
+            return
+        with self._unless_lost():
+            self._topology.refuse_stream(self._link)
+            self._journal.note_type(now)
+
     def _stirred(self, intake: Intake) -> bool:
         ready = self._ready
         return bool(
             ready.bundles
             or ready.error is not None
+            or intake.unknown
             or (intake.backlog and not self._declared)
             or (self._returns.left > 0 and not ready.outstanding)
         )
@@ -260,31 +325,7 @@ class RabbitSource:
             raise self._fenced
 
     def _messages(self, held: list[Held]) -> list[Message]:
-        now, position = self._clock.now(), self._position
-        generation, texts, describe = self._env.generation, self._properties, self._describe
-        made = []
-        for place, each in enumerate(held, position):
-            key = (each.route, each.properties, each.redelivered)
-            text = texts.get(key)
-            if text is None:
-                if len(texts) > 10_000:
-                    texts.clear()
-                text = texts[key] = dump(*key)
-            body = each.body
-            made.append(
-                Message(
-                    body,
-                    metadata=describe(each),
-                    acknowledger=AckRef(None, generation, Delivery(payload=body, properties=text)),
-                    message_id=each.message_id,
-                    attempt=each.attempt,
-                    redelivered=each.redelivered,
-                    received_at=now,
-                    position=place,
-                    size=len(body),
-                )
-            )
-        self._position += len(made)
+        made = self._make(held)
         self._handed += len(made)
         return made
 
@@ -292,9 +333,11 @@ class RabbitSource:
 
     def _connect(self) -> Link:
         ready = self._ready
-        link = Link(self._address, on_lost=ready.fail)
+        with ready.changed:
+            ready.error = None
+        link = Link.to(self._address, on_lost=ready.fail)
         try:
-            options = self._options = self._producer.merged(self._env.index)
+            options = self._producer
             channel = link.channel()
             depth = self._topology.prepare(link, channel, options)
             self._has_messages = depth > 0
@@ -306,6 +349,7 @@ class RabbitSource:
                 max_bytes=options.max_message_bytes,
                 dead=self._topology.dead,
                 consume=dict(options.consume_options or {}),
+                slow=self._slow,
             )
             self._link = link
             self._intake.open = self._declared
@@ -315,56 +359,74 @@ class RabbitSource:
             raise
         return link
 
+    def _connect_in_time(self) -> Link:
+        """Connect, by the back-off's delays, for as long as the option allows."""
+        try:
+            return keep_trying(self._connect, self._attempts)
+        except BroadwayError as error:
+            self._ready.fail(error)
+            raise
+
     def _reconnect(self) -> None:
         """Go on after a lost connection; nothing happens if there is none lost."""
-        ready = self._ready
-        error = ready.error
+        error = self._ready.error
         if error is None:
             return
+        self._see_whether_it_can_go_on(error)
+        log.warning("%s: what is not secured yet is received again.", error)
+        if self._link is not None:
+            self._end_lanes(self._link)
+            self._link.close()
+        with self._ready.changed:
+            # What was taken and not secured is its queue's again.
+            self._ready.outstanding = sum(map(len, self._ready.bundles))
+        self._sealer.ids.reconnect()
+        self._attempts.again(error)
+        self._check_deadline()
+        self._connect_in_time()
+        log.info("Connected to RabbitMQ again.")
+
+    def _see_whether_it_can_go_on(self, error: BroadwayError) -> None:
+        """Raise the error unless connecting again may mend it, and do what makes it so."""
         if isinstance(error, LeaseLapsed):
             self._fenced = error
         if isinstance(error, Refused):
+            limit = too_large(error)
+            if limit is not None:
+                self._fit(limit)
+                return
+            if acknowledged_too_late(error):
+                self._slow = True
+                return
             raise explained(error, f"the queue {self._producer.queue!r}") from None
         if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
             raise error
-        log.warning("%s: what is not secured yet is received again.", error)
-        with ready.changed:
-            # What was taken and not confirmed may be in the lease queue, and is the source's again.
-            waiting = sum(map(len, ready.bundles))
-            if ready.outstanding != waiting or self._sealer.waiting:
-                self._extra += 1
-            ready.outstanding = waiting
-        if self._link is not None:
-            self._link.close()
-        end = self._clock.monotonic() + self._producer.reconnect_timeout
-        while True:
-            with ready.changed:
-                ready.error = None
-            try:
-                self._connect()
-            except ProducerUnavailable as again:
-                pause = self._backoff.next()
-                if pause is None or self._clock.monotonic() + pause > end:
-                    with ready.changed:
-                        ready.error = again
-                    raise
-                log.warning("%s; trying again in %.1f s", again, pause)
-                self._clock.sleep(pause)
-            else:
-                self._backoff.reset()
-                log.info("Connected to RabbitMQ again.")
-                return
+
+    def _fit(self, limit: int) -> None:
+        """Make bundles that a broker takes that has just refused one.
+
+        :raises ProducerError: If there are none.
+        """
+        known = f"RabbitMQ takes no message of more than {limit} bytes (its max_message_size)"
+        if not self._sealer.fit(limit, refused=True):
+            raise ProducerError(f"{known}, which is too few even for one alone: raise it")
+        log.warning(
+            "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"
+            " handled, raise the limit, or use custody='staged'.",
+            known,
+        )
+        self._journal.note_limit(limit)
 
     def _open_lease(self, intake: Intake) -> None:
         """Declare the lease queue: at the first message, so that an empty run declares nothing."""
         if self._declared:
             return
         assert self._link is not None
-        if intake.backlog:
-            self._topology.refuse_stream(self._link, intake.backlog[0].properties)
+        if intake.backlog and b"x-stream-offset" in intake.backlog[0].properties:
+            self._topology.refuse_stream(self._link)
         generation, now = self._env.generation, self._clock.now().timestamp()
         self._topology.check(self._link, self._journal, generation, now)
-        name = self._topology.open_lease(self._link, self._env.generation)
+        name = self._topology.open_lease(self._link, self._journal, generation)
         self._deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
         # that never answers again, and nobody must wait for that one.

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.rabbitmq.connection import Address
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import Due, Journal
 from airflow_broadway.producers.rabbitmq.link import Link
 from airflow_broadway.producers.rabbitmq.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.topology import Topology
@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 _COUNTED = 60.0
 #: Seconds for the broker to move what lapsed: its dead-letter worker tries again every 3 minutes.
 _GRACE = 3600.0
-#: Seconds for which a journal outlives its queue: a bundle may lie in the returns queue until then.
+#: Seconds for which a journal outlives its queue at least; longer while bundles lie in the returns
+#: queue.
 _KEPT = 7 * 86400.0
-#: Seconds until a lease queue that could not be deleted is looked at again.
+#: Seconds until what could not be deleted is looked at again.
 _AGAIN = 86400.0
 
 
@@ -56,21 +57,55 @@ def sweep(
     try:
         for due in journal.due(now):
             if due.gone:
-                journal.forget(due)
-                continue
-            if now < due.sure and counted(due.queue) != 0:
-                journal.put_off(due, due.sure, gone=False)
+                _forget(link, topology, journal, due, now, counted)
                 continue
             try:
-                gone = _look_at(link, topology, due.queue)
+                queue = topology.queues.own_lease(due.queue)
+            except ProducerError as error:
+                log.warning("A file about a lease queue is removed: %s.", error)
+                journal.forget(due)
+                continue
+            if now < due.sure and counted(queue) != 0:
+                journal.put_off(due, due.sure, gone=False)
+                continue
+            lost = False
+            try:
+                gone = _look_at(link, topology, queue)
             except BroadwayError as error:
                 log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
-                gone = False
-                if link.lost is not None:
-                    return
+                gone, lost = False, link.lost is not None
             journal.put_off(due, now + (_KEPT if gone else _AGAIN), gone=gone)
+            if lost:
+                return
     except (BroadwayError, OSError, ValueError) as error:
         log.warning("Lease queues of dead generations could not be looked after: %s", error)
+
+
+def _forget(
+    link: Link,
+    topology: Topology,
+    journal: Journal,
+    due: Due,
+    now: float,
+    counted: Callable[[str], int | None],
+) -> None:
+    """Remove what was noted of a generation, unless a returned bundle may still speak of it.
+
+    Such a bundle asks its journal what is settled, and in staged custody finds its messages there.
+    One that a run has in its hands shows in the management API's counts alone: without them the
+    returns queue must have been empty twice, a day apart.
+    """
+    returns = topology.queues.returns
+    held = counted(returns)
+    if held is None:
+        held = topology.depth(link, returns) or 0
+        if not held and not due.empty:
+            journal.put_off(due, now + _AGAIN, gone=True, empty=True)
+            return
+    if held:
+        journal.put_off(due, now + _AGAIN, gone=True)
+    else:
+        journal.forget(due)
 
 
 def counting(address: Address) -> Callable[[str], int | None]:
@@ -105,6 +140,9 @@ def _look_at(link: Link, topology: Topology, queue: str) -> bool:
         )
         return False
     if depth is not None:
+        if not topology.is_empty(link, queue):
+            log.warning("The lease queue %r does not say that it is empty: it is kept.", queue)
+            return False
         topology.ensure_returns(link)
         topology.delete(link, queue)
         log.info("Deleted the lease queue %r of a dead generation.", queue)

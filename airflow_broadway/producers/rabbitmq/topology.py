@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import time
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.checks import act_on, check_queues, refuse_version
 from airflow_broadway.producers.rabbitmq.getter import Getter
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
-from airflow_broadway.producers.rabbitmq.link import Channel, Link, Refused
+from airflow_broadway.producers.rabbitmq.link import Channel, Link
+from airflow_broadway.producers.rabbitmq.marks import split_route
 from airflow_broadway.producers.rabbitmq.properties import encode
 from airflow_broadway.producers.rabbitmq.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.queues import EXCHANGE, Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.refusals import Refused, explained
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
 
-__all__ = ["Topology", "explained"]
+__all__ = ["Topology"]
 
+log = logging.getLogger(__name__)
 
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
 #: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
 _SETTLED = 2.0
 #: Lease queues that are declared until one answers.
 _TRIES = 3
+#: Names of lease queues that are read until one can be used: strangers may have written some.
+_TOKENS = 10
 #: Seconds that a queue which may be dead may take to answer.
 _PATIENCE = 5.0
 #: Seconds for which a look at the broker's policies counts.
@@ -35,13 +42,23 @@ _CHECKED = 600.0
 
 
 class Topology:
-    """The queues of one producer; calls answer when the broker has."""
+    """The queues of one producer; calls answer when the broker has.
 
-    def __init__(self, producer: RabbitMQProducer) -> None:
+    :param journal: Where it is noted which of our queues are old enough to be relied on; who only
+        looks needs none.
+    """
+
+    def __init__(self, producer: RabbitMQProducer, journal: Journal | None = None) -> None:
         self._producer = producer
+        self._journal = journal or Journal(None, producer.queue)
         self._quorum = producer.queue_type == "quorum"
         self._made: set[str] = set()
+        #: Queues that may be new: their arguments, and since when they are there at the latest.
+        self._young: dict[str, tuple[dict[str, Any], float]] = {}
+        self._exchanges: dict[str, str] = {}
         self._spares_answer = True
+        #: Lease queues that were declared and do not answer.
+        self._dead_leases: set[str] = set()
         self.queues = Queues(producer.queue)
 
     @property
@@ -54,15 +71,42 @@ class Topology:
             return "", place
         return str(place.get("exchange", "")), str(place.get("routing_key", ""))
 
+    def dead_for(self, route: bytes) -> tuple[str, str]:
+        """Exchange and routing key of the dead letter of a message that came by ``route``."""
+        place = self._producer.dead_letter
+        exchange, key = self.dead
+        if isinstance(place, Mapping) and "routing_key" not in place:
+            key = split_route(route)[1]
+        return exchange, key
+
+    def missing_exchange(self, link: Link, name: str) -> str:
+        """What to tell if there is no such exchange; else nothing."""
+        if name not in self._exchanges:
+            channel = link.channel()
+            told = ""
+            try:
+                channel.call("exchange_declare", exchange=name, passive=True)
+                channel.close()
+            except Refused as error:
+                told = str(explained(error, f"the exchange {name!r} of dead letters"))
+            self._exchanges[name] = told
+        return self._exchanges[name]
+
     # -- the source ----------------------------------------------------------------------------
 
     def prepare(self, link: Link, channel: Channel, options: RabbitMQProducer) -> int:
         """Do what the options ask for, and see that the source queue is there; its depth.
 
+        :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.
         :raises ProducerError: If it is not, or the broker refuses.
         """
         if options.after_connect is not None:
-            told = options.after_connect(channel)
+            try:
+                told = options.after_connect(channel)
+            except Exception as error:
+                raise ProducerUnavailable(
+                    f"after_connect raised {type(error).__name__}: {error}"
+                ) from error
             if inspect.isawaitable(told) or told not in (None, True):
                 raise ProducerError(
                     f"after_connect must return None, or raise to refuse; it returned {told!r}"
@@ -72,34 +116,37 @@ class Topology:
             if options.declare is not None:
                 channel.call("queue_declare", queue=queue, **dict(options.declare))
             for exchange, arguments in options.bindings:
-                channel.call("queue_bind", queue=queue, exchange=exchange, **dict(arguments))
+                # Without a key pika would take the queue's name.
+                bound = {"routing_key": "", **dict(arguments)}
+                channel.call("queue_bind", queue=queue, exchange=exchange, **bound)
             declared = channel.call("queue_declare", queue=queue, passive=True)
         except Refused as error:
             raise explained(error, f"the source queue {queue!r}") from None
         return int(declared.method.message_count)
 
-    def refuse_stream(self, link: Link, properties: bytes) -> None:
+    def refuse_stream(self, link: Link) -> None:
         """Refuse to read a stream: what is acknowledged there is not removed.
 
-        :param properties: Of a delivery; only those of a stream name their offset.
+        A stream alone takes an offset from its consumers; the answer needs no more permission than
+        consuming does, and nothing is delivered for it.
+
+        :raises ProducerError: If the source is one.
         """
-        if b"x-stream-offset" not in properties:
-            return
-        channel = link.channel()
+        queue, channel = self.queues.source, link.channel()
         try:
+            channel.call("basic_qos", prefetch_count=1)
             channel.call(
-                "queue_declare",
-                queue=self.queues.source,
-                durable=True,
-                arguments={"x-queue-type": "stream"},
+                "basic_consume",
+                queue=queue,
+                on_message_callback=lambda *_: None,
+                arguments={"x-stream-offset": "next"},
             )
-        except Refused as error:
-            if error.code == 406 and "x-queue-type" in error.text:
-                return  # another type, whose message has come from a stream
+        except Refused:
+            return  # what else is refused is told where it matters
         channel.close()
         raise ProducerError(
-            f"{self.queues.source!r} is a stream: reading removes nothing from it, so there is"
-            " nothing to settle; use a classic or quorum queue, fed by the same exchange"
+            f"{queue!r} is a stream: reading removes nothing from it, so there is nothing to"
+            " settle; use a classic or quorum queue, fed by the same exchange"
         )
 
     # -- our own -------------------------------------------------------------------------------
@@ -121,30 +168,42 @@ class Topology:
         if last.get("what") == what and 0 <= now - float(last.get("at", 0)) < _CHECKED:
             return
         lease = self.queues.lease(generation)
-        act_on(check_queues(producer, address, version=link.version, lease=lease))
+        if address.management_url == "":
+            log.info("Policies are not checked: the connection's extra 'management_url' is false.")
+        else:
+            act_on(check_queues(producer, address, version=link.version, lease=lease))
         journal.note_checked(now, what)
 
-    def open_lease(self, link: Link, generation: str) -> str:
+    def open_lease(self, link: Link, journal: Journal, generation: str) -> str:
         """A lease queue of the generation's own, reachable and empty; its name.
 
         :raises ProducerUnavailable: If the broker dies meanwhile.
         :raises ProducerError: If the broker refuses.
         """
-        self.ensure_returns(link)
-        self.ensure_dead(link, self._producer.dead_letter is None)
-        spare = self._claim_spare(link)
+        self.ensure_returns(link, rely=False)
+        self.ensure_dead(link, rely=False)
+        missing = self.dead[0] and self.missing_exchange(link, self.dead[0])
+        if missing:
+            raise ProducerError(missing)
+        spare = self._claim_spare(link, journal, generation)
         if spare is not None:
             self._bind_lease(link, spare)
+            self._rely(link)
             return spare
-        for number in range(_TRIES):
+        known = len(self._dead_leases)  # by an earlier connection: one may end it
+        for number in range(known, known + _TRIES):
             name = self.queues.lease(f"{generation}.{number}" if number else generation)
+            if not journal.claim(name, generation):
+                continue
             self._declare_lease(link, name)
             self._bind_lease(link, name)
             time.sleep(_SETTLED)
             # A broker that died meanwhile may have left one without a leader, which never answers
             # again: that holds nothing yet, and nothing is to depend on it.
-            if self._answers(link, name):
+            if self.is_empty(link, name):
+                self._rely(link)
                 return name
+            self._dead_leases.add(name)
         raise ProducerUnavailable(
             f"RabbitMQ declares lease queues that do not answer, the last of them {name!r}: look at"
             " its log"
@@ -162,51 +221,80 @@ class Topology:
         channel.close()
 
     def leave_spare(self, link: Link) -> None:
-        """Declare a lease queue for the next run, unless one waits already."""
-        spares = self.queues.spares
-        if not self._spares_answer or self.depth(link, spares):
+        """Declare a lease queue for the next run, unless enough of them wait already."""
+        spares = self._spares
+        if not self._spares_answer or (self.depth(link, spares) or 0) >= self._producer.concurrency:
             return
-        self._ensure(link, spares, self.queues.returns_arguments(quorum=self._quorum))
+        # What is lost with it is a name: the next run waits for a queue of its own.
+        self._ensure(link, spares, self.queues.returns_arguments(quorum=self._quorum), rely=False)
         name = self.queues.lease(uuid.uuid4().hex)
         self._declare_lease(link, name)
         publisher = Publisher(link)
-        token = json.dumps({"queue": name, "arguments": self._lease_arguments()})
+        token = json.dumps({"queue": name, "at": time.time()}).encode()
         properties = encode({"delivery_mode": 2, "message_id": name})
-        publisher.publish("", spares, properties, token.encode(), key=name)
+        publisher.publish("", spares, properties, token, key=name)
         publisher.flush()
 
-    def _claim_spare(self, link: Link) -> str | None:
+    def _claim_spare(self, link: Link, journal: Journal, generation: str) -> str | None:
         """A lease queue that an earlier run left, ours alone from now on; ``None`` without one."""
-        if not self.depth(link, self.queues.spares):
-            return None
-        name = None
-        try:
-            getter = Getter(link, self.queues.spares)
-            got = getter.get(_PATIENCE)
-        except ProducerUnavailable:
-            self._spares_answer = False
-            return None
-        if got is not None:
-            getter.keep(got[0])
-            getter.ack()
+        for _ in range(_TOKENS):
+            if not self.depth(link, self._spares):
+                return None
             try:
-                token = json.loads(got[1])
-                if token["arguments"] == self._lease_arguments():
-                    name = str(token["queue"])
-            except (ValueError, TypeError, KeyError):
-                name = None
-        getter.close()
-        return name if name is not None and self._answers(link, name) else None
+                getter = Getter(link, self._spares)
+                got = getter.get(_PATIENCE)
+            except ProducerUnavailable:
+                self._spares_answer = False
+                return None
+            if got is not None:
+                getter.keep(got[0])
+                getter.ack()
+            getter.close()
+            if got is None:  # another run has it
+                return None
+            named, at = _token(got[1])
+            try:
+                name = self.queues.own_lease(named)
+            except ProducerError as error:
+                log.warning("A lease queue named in %r is not used: %s.", self._spares, error)
+                continue
+            time.sleep(min(_SETTLED, max(0.0, at + _SETTLED - time.time())))
+            if self._is_spare(link, name) and journal.claim(name, generation):
+                return name
+        return None
 
-    def _answers(self, link: Link, name: str) -> bool:
-        """Whether a lease queue is there, empty and alive; a dead one still has a count."""
-        if self.depth(link, name) != 0:
+    def _is_spare(self, link: Link, name: str) -> bool:
+        """Whether a queue is there, empty, alive, and declared as this run would declare it."""
+        if not self.is_empty(link, name):
             return False
+        try:
+            self._declare_lease(link, name)
+        except ProducerUnavailable:
+            raise
+        except ProducerError as error:
+            log.warning("A lease queue named in %r is not used: %s.", self._spares, error)
+            return False
+        return True
+
+    @property
+    def _spares(self) -> str:
+        return self.queues.spares(self._producer.lease)
+
+    def is_empty(self, link: Link, name: str) -> bool:
+        """Whether a lease queue is there, alive and empty by its own word.
+
+        One that is dead, or slow to answer, has a count too: 0.
+        """
+        return self.depth(link, name) == 0 and self._is_empty(link, name) is True
+
+    @staticmethod
+    def _is_empty(link: Link, name: str) -> bool | None:
+        """Whether there is nothing to get from a queue; ``None`` if it does not answer."""
         try:
             getter = Getter(link, name)
             empty = getter.get(_PATIENCE) is None
         except ProducerUnavailable:
-            return False
+            return None
         getter.close()
         return empty
 
@@ -223,16 +311,24 @@ class Topology:
             raise explained(error, f"the lease queue {name!r}") from None
         channel.close()
 
-    def ensure_returns(self, link: Link) -> None:
-        """Declare the returns queue."""
-        arguments = self.queues.returns_arguments(quorum=self._quorum)
-        self._ensure(link, self.queues.returns, arguments)
+    def ensure_returns(self, link: Link, *, rely: bool = True) -> None:
+        """Declare the returns queue.
 
-    def ensure_dead(self, link: Link, wanted: bool = True) -> None:
+        :param rely: Whether something is published to it next, so that it must be old enough.
+        """
+        arguments = self.queues.returns_arguments(quorum=self._quorum)
+        self._ensure(link, self.queues.returns, arguments, rely=rely)
+
+    def ensure_quarantine(self, link: Link) -> None:
+        """Declare the quarantine queue."""
+        arguments = self.queues.returns_arguments(quorum=self._quorum)
+        self._ensure(link, self.queues.quarantine, arguments)
+
+    def ensure_dead(self, link: Link, wanted: bool = True, *, rely: bool = True) -> None:
         """Declare the dead-letter queue, if it is ours."""
         if wanted and self._producer.dead_letter is None:
             arguments = self.queues.returns_arguments(quorum=self._quorum)
-            self._ensure(link, self.queues.dead, arguments)
+            self._ensure(link, self.queues.dead, arguments, rely=rely)
 
     def ensure_delay(self, link: Link, step: int) -> str:
         """Declare a step of the delay ladder; its name."""
@@ -253,7 +349,11 @@ class Topology:
         return int(declared.method.message_count)
 
     def fence(self, link: Link, name: str) -> None:
-        """Let nobody publish to a lease queue any more."""
+        """Let nobody publish to a lease queue any more.
+
+        :raises ProducerError: If it is none of this source's.
+        """
+        name = self.queues.own_lease(name)
         channel = link.channel()
         try:
             channel.call("queue_unbind", queue=name, exchange=EXCHANGE, routing_key=name)
@@ -264,7 +364,14 @@ class Topology:
         channel.close()
 
     def delete(self, link: Link, name: str) -> int:
-        """Delete a queue; how many messages it held."""
+        """Delete a lease queue; how many bundles it held.
+
+        :raises ProducerError: If it is none of this source's.
+        """
+        return self._delete(link, self.queues.own_lease(name))
+
+    @staticmethod
+    def _delete(link: Link, name: str) -> int:
         channel = link.channel()
         try:
             deleted = channel.call("queue_delete", queue=name)
@@ -275,27 +382,77 @@ class Topology:
         channel.close()
         return int(deleted.method.message_count)
 
-    def _ensure(self, link: Link, name: str, arguments: dict[str, Any]) -> None:
+    def _ensure(
+        self, link: Link, name: str, arguments: dict[str, Any], *, rely: bool = True
+    ) -> None:
         key = f"{id(link)} {name}"
-        if key in self._made:
-            return
+        if key not in self._made:
+            if self.depth(link, name) is None:
+                # Before it is there again: who finds it there must not take it for the old one.
+                self._journal.note_declared(name)
+            self._declare(link, name, arguments)
+            self._made.add(key)
+            if self._quorum and not self._journal.relied(name):
+                self._young[name] = arguments, time.monotonic()
+        if rely:
+            self._rely(link)
+
+    @staticmethod
+    def _declare(link: Link, name: str, arguments: dict[str, Any]) -> None:
         channel = link.channel()
         try:
             channel.call("queue_declare", queue=name, durable=True, arguments=arguments)
         except Refused as error:
             raise explained(error, f"the queue {name!r}") from None
         channel.close()
-        self._made.add(key)
+
+    def _rely(self, link: Link) -> None:
+        """Wait until queues that may be new are old enough, and see that they answer.
+
+        :raises ProducerUnavailable: If one does not.
+        """
+        for name, (arguments, since) in list(self._young.items()):
+            time.sleep(max(0.0, since + _SETTLED - time.monotonic()))
+            if not self._is_alive(link, name):
+                self._declare_anew(link, name, arguments)
+            self._journal.note_relied(name)
+            del self._young[name]
+
+    def _is_alive(self, link: Link, name: str) -> bool:
+        """Whether a queue answers; one that has messages and may not give them up is not asked."""
+        depth = self.depth(link, name)
+        return bool(depth) or (depth == 0 and self._is_empty(link, name) is not None)
+
+    def _declare_anew(self, link: Link, name: str, arguments: dict[str, Any]) -> None:
+        """Replace a queue that never answered since it was declared, and so holds nothing."""
+        for _ in range(_TRIES):
+            # Whoever relies on a queue has noted that before: this one was declared by a run of
+            # ours, and then RabbitMQ died.
+            if self._journal.relied(name) is not False:
+                break
+            log.warning("The queue %r was declared, and never answered: it is made anew.", name)
+            self._delete(link, name)
+            self._declare(link, name, arguments)
+            time.sleep(_SETTLED)
+            if self._is_alive(link, name):
+                return
+        raise ProducerUnavailable(
+            f"the queue {name!r} does not answer: RabbitMQ may have died right after it was"
+            " declared; look at its log, and if the queue stays so and holds nothing, delete it"
+            " (rabbitmqctl delete_queue): the next run declares it anew"
+        )
 
 
-def explained(error: Refused, what: str) -> ProducerError:
-    """The refusal, with what to do about it."""
-    advice = {
-        403: "grant the user the permissions in docs/rabbitmq.md",
-        404: "create it, or let the option `declare` do so",
-        405: "another connection holds it exclusively",
-        406: "it exists with other arguments; declare it as it is, or delete it once it is empty",
-    }.get(error.code)
-    if error.code == 403 and "exclusive use" in error.text:
-        advice = "another consumer has it for itself: an option `exclusive`, of a run or elsewhere"
-    return ProducerError(f"{what}: {error.text}" + (f"; {advice}" if advice else ""))
+def _token(data: bytes) -> tuple[object, float]:
+    """The queue that a token names, whoever wrote it, and when it was declared.
+
+    In seconds since the epoch; 0 where that is not said.
+    """
+    try:
+        value = json.loads(data)
+    except ValueError:  # not UTF-8, too
+        return data, 0.0
+    if not isinstance(value, dict):
+        return value, 0.0
+    at = value.get("at")
+    return value.get("queue"), float(at) if isinstance(at, int | float) else 0.0

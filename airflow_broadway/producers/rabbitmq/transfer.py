@@ -2,7 +2,8 @@
 
 What was published may be relied on once it is confirmed and was not returned: a return comes before
 its confirm and cancels it, a nack is a refusal, and confirms come out of order.  A delivery may be
-acknowledged once everything published up to its own last publication may be relied on.
+acknowledged once everything up to its own last publication may be relied on: in the order of the
+deliveries, which is that of :meth:`Window.reserve`, and not that of publishing.
 """
 
 from __future__ import annotations
@@ -11,62 +12,90 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Window"]
+__all__ = ["Place", "Window"]
 
 
-@dataclass(slots=True)
-class _Published:
+@dataclass(slots=True, eq=False)
+class Place:
+    """The place of one publication in the order of the deliveries."""
+
     key: str
     tag: int | None
     load: Any
+    sent: bool = False
     confirmed: bool = False
+    refused: bool = False
 
 
 class Window:
-    """What was published on one channel and is not yet relied on."""
+    """What was published on one channel, or is about to be, and is not yet relied on."""
 
     def __init__(self) -> None:
         #: Key → why, of all that the broker returned or refused.
         self.refused: dict[str, str] = {}
         self._last = 0
-        self._open: dict[int, _Published] = {}
-        self._keys: dict[str, _Published] = {}
-        self._order: deque[_Published] = deque()
+        self._open: dict[int, Place] = {}
+        self._keys: dict[str, Place] = {}
+        self._order: deque[Place] = deque()
 
     def __len__(self) -> int:
         """Publications whose confirm is to come."""
         return len(self._open)
 
-    def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
-        """Note a publication, in order.
+    @property
+    def idle(self) -> bool:
+        """Whether all there was may be relied on."""
+        return not self._order
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the broker may have taken something that is not relied on."""
+        return any(place.sent and not place.refused for place in self._order)
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether all waits for what has a place and is not published yet.  From any thread."""
+        return any(not place.sent for place in list(self._order)[:1])
+
+    def reserve(self, key: str, tag: int | None = None, load: Any = None) -> Place:
+        """Note what is going to be published: nothing after it is relied on before it is.
 
         :param key: Names it in a return.
         :param tag: The delivery that is done with once all up to here is relied on.
         :param load: What :meth:`relied_on` is to give back.
         """
+        place = Place(key, tag, load)
+        self._order.append(place)
+        return place
+
+    def send(self, place: Place) -> None:
+        """Note that what has a place is published now."""
         self._last += 1
-        published = _Published(key, tag, load)
-        self._open[self._last] = published
-        self._keys[key] = published
-        self._order.append(published)
+        place.sent = True
+        self._open[self._last] = place
+        self._keys[place.key] = place
+
+    def publish(self, key: str, tag: int | None = None, load: Any = None) -> None:
+        """Note a publication that is made at once."""
+        self.send(self.reserve(key, tag, load))
 
     def extend(self, tag: int) -> bool:
-        """Let ``tag`` be done with when the last publication is; ``False`` if there is none."""
+        """Let ``tag`` be done with when all that has a place is; ``False`` if nothing has."""
         if not self._order:
             return False
-        self._order[-1].tag = tag
+        last = self._order[-1]
+        last.tag = tag if last.tag is None else max(tag, last.tag)
         return True
 
     def returned(self, key: str | None, reason: str) -> None:
         """The broker gave a publication back; an unknown key refuses everything that is open."""
-        if key is not None and key in self._keys:
-            self.refused[key] = reason
-            return
-        for name in self._keys:
+        names = [key] if key is not None and key in self._keys else list(self._keys)
+        for name in names:
             self.refused.setdefault(name, reason)
+            self._keys[name].refused = True
 
-    def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> None:
-        """A confirm, or a refusal, of one publication or of all up to it."""
+    def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Place]:
+        """A confirm, or a refusal, of one publication or of all up to it; those it answers."""
         if multiple:
             numbers = []
             for each in self._open:
@@ -75,21 +104,25 @@ class Window:
                 numbers.append(each)
         else:
             numbers = [number] if number in self._open else []
+        answered = []
         for each in numbers:
-            published = self._open.pop(each)
-            if self._keys.get(published.key) is published:
-                del self._keys[published.key]
+            place = self._open.pop(each)
+            answered.append(place)
+            if self._keys.get(place.key) is place:
+                del self._keys[place.key]
             if refused:
-                self.refused.setdefault(published.key, "the queue refused it")
-            elif published.key not in self.refused:
-                published.confirmed = True
+                self.refused.setdefault(place.key, "the queue refused it")
+                place.refused = True
+            elif place.key not in self.refused:
+                place.confirmed = True
+        return answered
 
     def relied_on(self) -> list[tuple[int | None, Any]]:
         """The tags and loads of the longest prefix that may newly be relied on."""
         order, found = self._order, []
         while order and order[0].confirmed:
-            published = order.popleft()
-            found.append((published.tag, published.load))
+            place = order.popleft()
+            found.append((place.tag, place.load))
         return found
 
     def forget(self) -> dict[str, str]:

@@ -45,8 +45,10 @@ _METHOD_FRAME = struct.Struct(">BHIHH")
 
 #: Class and method of ``basic.deliver``.
 _BASIC, _METHOD = 60, 60
-#: Class and method of ``basic.return``, as bytes.
-_RETURN = b"\x00\x3c\x00\x32"
+#: Method of ``basic.get-ok``.
+_GET_OK = 71
+#: Class and method of ``basic.return`` and ``basic.get-ok``, as bytes.
+_RETURN, _GOT = b"\x00\x3c\x00\x32", b"\x00\x3c\x00\x47"
 
 
 class Parser:
@@ -123,8 +125,9 @@ class Parser:
 
 
 def connection_class() -> type[Any]:
-    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`, and
-    ``returned``: channel number → what is called with code, text and properties of a return.
+    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`;
+    ``returned``: channel number → what is called with code, text and properties of a return; and
+    ``got``: channel number → what is called with the :class:`Delivered` that was asked for.
 
     It changes how pika reads frames, in a method that is pika's own business: a test reads with
     both and compares.
@@ -148,12 +151,25 @@ def connection_class() -> type[Any]:
         def __init__(self, parameters: Parameters, **callbacks: Any) -> None:
             self.parsers: dict[int, Parser] = {}
             self.returned: dict[int, Callable[[int, str, bytes], None]] = {}
+            self.got: dict[int, Callable[[Delivered], None]] = {}
             self.after_data: Callable[[], None] | None = None
             self._parts: list[bytes] = []
             self._missing = 0
             super().__init__(parameters, **callbacks)
 
+        def sever(self) -> None:
+            """Close the socket at once, without a word to the broker."""
+            sock = getattr(getattr(self, "_transport", None), "_sock", None)
+            if sock is not None:
+                sock.close()
+
         def _on_data_available(self, data_in: bytes) -> None:
+            try:
+                self._on_data(data_in)
+            except OSError as error:  # pika would take it for the socket's
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+        def _on_data(self, data_in: bytes) -> None:
             self.bytes_received += len(data_in)  # a sign of life, before a frame is whole
             self._parts.append(data_in)
             self._missing -= len(data_in)
@@ -176,8 +192,9 @@ def connection_class() -> type[Any]:
                         at, other = parser.parse(data, at)
                         if not other:
                             return at
-                    if _is_return(data, at):
-                        after = self._take_return(data, at)
+                    content = data[at + 7 : at + 11] if data[at] == 1 else b""
+                    if content == _RETURN or (content == _GOT and self.got):
+                        after = self._take_content(data, at)
                         if after is None:
                             return at
                         at = after
@@ -189,39 +206,45 @@ def connection_class() -> type[Any]:
                 self._process_frame(value)
             return at
 
-        def _take_return(self, data: bytes, at: int) -> int | None:
-            """Read one returned message; where it ends, or ``None`` if it is not all there."""
+        def _take_content(self, data: bytes, at: int) -> int | None:
+            """Read one message that pika might not; where it ends, or ``None`` if it is not all
+            there.
+            """
             end = len(data)
-            _, channel, size, _, _ = _METHOD_FRAME.unpack_from(data, at)
+            _, channel, size, _, method = _METHOD_FRAME.unpack_from(data, at)
             head = at + size + 8
             if head + 21 > end:
                 return None
-            code = int.from_bytes(data[at + 11 : at + 13], "big")
-            text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
             _, _, size, _, _, left = _HEADER.unpack_from(data, head)
             after = head + size + 8
             if after > end:
                 return None
             properties = data[head + 19 : after - 1]
+            parts = []
             while left:
                 if after + 7 > end:
                     return None
                 size = _FRAME.unpack_from(data, after)[2]
+                parts.append(data[after + 7 : after + 7 + size])
                 after += size + 8
                 left -= size
             if after > end:
                 return None
-            take = self.returned.get(channel)
-            if take is not None:
-                take(code, text, properties)
+            if method == _GET_OK:
+                got = self.got.get(channel)
+                if got is not None:
+                    tag, redelivered = _TAG.unpack_from(data, at + 11)
+                    route = data[at + 20 : head - 5]
+                    got(Delivered(tag, redelivered != 0, route, properties, b"".join(parts)))
+            else:
+                returned = self.returned.get(channel)
+                if returned is not None:
+                    code = int.from_bytes(data[at + 11 : at + 13], "big")
+                    text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
+                    returned(code, text, properties)
             return int(after)
 
     return Reader
-
-
-def _is_return(data: bytes, at: int) -> bool:
-    """Whether a returned message begins here; pika cannot read the properties of every message."""
-    return data[at] == 1 and data[at + 7 : at + 11] == _RETURN
 
 
 def _one_frame(data: bytes, at: int) -> bytes:

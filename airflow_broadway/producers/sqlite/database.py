@@ -6,6 +6,7 @@ write lock at once (``BEGIN IMMEDIATE``), so that no transaction fails half-way 
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.files import new_file
 
 __all__ = ["SCHEMA_VERSION", "Database", "transaction"]
 
@@ -152,7 +154,9 @@ class Database:
             held.connection.close()
         if found is None and not self._may_be_made(create):
             return None
-        connection = self._connect("rwc" if found is None else "rw")
+        if found is None:
+            self._make_file()
+        connection = self._connect()
         try:
             self._prepare(connection)
         except BaseException:
@@ -177,14 +181,37 @@ class Database:
             )
         return create
 
-    def _connect(self, mode: str) -> sqlite3.Connection:
+    def _make_file(self) -> None:
+        """Make the file, empty; SQLite gives the files beside it the same mode."""
+        try:
+            new_file(os.path.realpath(self.path)).close()
+        except FileExistsError:  # another process was faster
+            pass
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full() from error
+            raise self._unwritable(error) from error
+
+    def _full(self) -> ProducerError:
+        return ProducerUnavailable(
+            f"no room is left on the disk of the queue file {self.path}: free some; the queue is"
+            " unchanged"
+        )
+
+    def _unwritable(self, error: Exception) -> ProducerError:
+        return ProducerError(
+            f"the queue file {self.path} cannot be written ({error}): let this user write both the"
+            f" file and its folder {self.path.parent}"
+        )
+
+    def _connect(self) -> sqlite3.Connection:
         if self.path.is_dir():
             raise ProducerError(
                 f"the queue file {self.path} is a folder: name a file in it, such as"
                 f" {self.path / 'queue.db'}"
             )
         return sqlite3.connect(
-            f"file:{quote(str(self.path))}?mode={mode}",
+            f"file:{quote(str(self.path))}?mode=rw",
             uri=True,
             timeout=self.busy_timeout,
             isolation_level=None,  # transactions are written out
@@ -246,19 +273,13 @@ class Database:
                 f" {self.busy_timeout:g} s: try again, or end the process that holds it"
             )
         if code == sqlite3.SQLITE_FULL:
-            return ProducerUnavailable(
-                f"no room is left on the disk of the queue file {self.path}: free some; the queue"
-                " is unchanged"
-            )
+            return self._full()
         if code == sqlite3.SQLITE_IOERR:
             return ProducerUnavailable(
                 f"the disk of the queue file {self.path} fails: {error}; the queue is unchanged"
             )
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            return ProducerError(
-                f"the queue file {self.path} cannot be written ({error}): let this user write both"
-                f" the file and its folder {self.path.parent}"
-            )
+            return self._unwritable(error)
         if code == sqlite3.SQLITE_NOTADB:
             return ProducerError(
                 f"the file {self.path} is not a database: correct the path, or move the file away"

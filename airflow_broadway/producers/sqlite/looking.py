@@ -52,6 +52,15 @@ def leases(
         return [_record(db, row, lease_of) for row in rows]
 
 
+def _owner(text: str) -> dict[str, Any]:
+    """Who holds a lease; nobody that is known, where another program wrote it."""
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, Any]) -> LeaseRecord:
     key, generation, owner, seconds, deadline, state, received, opened, ended, told = row
     held = db.execute("SELECT COUNT(*) FROM messages WHERE lease = ?", (key,)).fetchone()[0]
@@ -60,7 +69,7 @@ def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, An
             generation=generation,
             seconds=seconds,
             deadline=from_micros(deadline),
-            owner=json.loads(owner),
+            owner=_owner(owner),
             **lease_of,
         ),
         state=state,

@@ -6,6 +6,7 @@ first callback sees them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,10 +26,12 @@ from airflow_broadway.core.errors import ConnectionMissing, OptionsError, Produc
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import option, options
 from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
-from airflow_broadway.core.rules import AUTO, SECONDS, TEXT, Rule
+from airflow_broadway.core.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
 from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 
 __all__ = ["DEFAULT_CONNECTION", "SqliteProducer", "path_of"]
+
+log = logging.getLogger(__name__)
 
 #: The connection that names the queue file where no path is given.
 DEFAULT_CONNECTION = "broadway_sqlite_default"
@@ -63,7 +66,7 @@ class SqliteProducer(Producer):
     )
     conn_id: str | None = option(
         default=AUTO,
-        rule=TEXT.or_none(),
+        rule=CONN_ID.or_none(),
         doc="The Airflow connection whose host, or extra ``path``, is the queue file;"
         f" ``{DEFAULT_CONNECTION}`` unless ``path`` is given.",
     )
@@ -79,7 +82,10 @@ class SqliteProducer(Producer):
                 "SqliteProducer.conn_id", "nothing beside 'path': one of the two", self.conn_id
             )
         if self.path is None and self.conn_id is None:
-            raise OptionsError.missing("SqliteProducer.path")
+            raise OptionsError.missing(
+                "SqliteProducer.path",
+                'SqliteProducer(path="/data/queue.db", …), or the id of a connection as conn_id',
+            )
 
     def open_queue(self, env: ProducerEnv) -> SqliteQueue:
         """The queue itself; nothing is opened before its first call.
@@ -93,7 +99,7 @@ class SqliteProducer(Producer):
 
     def source(self, env: ProducerEnv) -> Source:
         queue = self.open_queue(env)
-        queue.check()
+        _warn_if_unknown(queue)
         return _Source(queue, env, self.lease)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
@@ -107,6 +113,27 @@ class SqliteProducer(Producer):
         """The open leases of this queue, with their owners, for sweeps."""
         with self.open_queue(env) as queue:
             return [record.lease for record in queue.leases()]
+
+
+def _warn_if_unknown(queue: SqliteQueue) -> None:
+    """Say that nothing was ever sent to a queue of this name: it may be mistyped.
+
+    :raises ProducerError: If the file cannot be used.
+    """
+    names = queue.names()
+    if names is None:
+        log.warning(
+            "there is no queue file %s yet: queue %r is empty until something is sent to it",
+            queue.path,
+            queue.name,
+        )
+    elif queue.name not in names:
+        log.warning(
+            "the queue file %s has no queue %r; it has %s: nothing was ever sent to it",
+            queue.path,
+            queue.name,
+            names,
+        )
 
 
 def path_of(connection: Connection) -> str:
@@ -138,6 +165,7 @@ class _Source:
         self._queue = queue
         self._clock = env.clock
         self._position = 0
+        self._stopped = False
         self._lease = Lease(
             kind=KIND,
             generation=env.generation,
@@ -152,6 +180,8 @@ class _Source:
         return self._lease
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        if self._stopped:
+            return []
         limit = self._clock.monotonic() + timeout
         pause, longest = _PAUSES
         while True:
@@ -176,7 +206,12 @@ class _Source:
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
 
+    def stop(self) -> Sequence[Message]:
+        self._stopped = True  # a receipt is a row's lease: nothing is ever under way
+        return []
+
     def close(self) -> None:
+        self.stop()
         self._queue.close()
 
     def _deadline(self, seconds: float) -> datetime:

@@ -8,55 +8,46 @@ renewed and settled: nobody else has its messages.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody import (
     RELEASE,
-    Delivery,
     Entry,
     QueueDepth,
     Settlement,
     SettleReport,
 )
-from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.core.message import NO_ACK, AckRef, Message
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.message import Message
 from airflow_broadway.producers.sqlite import dead, looking, settling
 from airflow_broadway.producers.sqlite.database import Database, transaction
+from airflow_broadway.producers.sqlite.receive import Portion, receive
 from airflow_broadway.producers.sqlite.records import (
     DeadLetter,
     LeaseRecord,
     QueueRow,
     from_micros,
-    ranges,
     to_micros,
 )
 from airflow_broadway.producers.sqlite.sending import MAX_BODY, Sendable, parts
 
-__all__ = ["KIND", "MAX_RECEIVE_BYTES", "SqliteQueue"]
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["KIND", "SqliteQueue"]
+
+log = logging.getLogger(__name__)
 
 #: The kind of its leases.
 KIND = "sqlite"
-
-#: Bytes of bodies after which :meth:`SqliteQueue.receive` stops short of its demand.
-MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-
-_READY = """SELECT m.id, b.body, b.attributes, m.enqueued_at, m.attempt, m.deliveries
-    FROM messages m JOIN bodies b ON b.id = m.id
-    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
-    AND (m.giver IS NULL OR m.giver IS NOT ?)
-    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
-_ANY_READY = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
-    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
-    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
-    AND id IS NOT :lease)"""
 
 
 class SqliteQueue:
@@ -162,121 +153,18 @@ class SqliteQueue:
     ) -> list[Message]:
         """Lease at most ``demand`` ready messages to ``generation``, for ``seconds`` from now.
 
-        One call takes no more than ``MAX_RECEIVE_BYTES`` of bodies beyond its first message.  What
+        One call takes no more than 64 MiB of bodies beyond its first message.  What
         this generation has given back is not among them.  Leases past their deadline end here.
 
         :param position: The ``position`` of the first message; the others count on from it.
         :raises LeaseLapsed: If the generation's lease has ended.
         """
-        instant = self._clock.now()
-        now = to_micros(instant)
         with self._opened() as opened:
             if opened is None or demand < 1:
                 return []
             db, queue = opened
-            # Polling an empty queue takes no lock and writes nothing.
-            lease = self._open_lease(db, queue, generation)
-            look = {"queue": queue.id, "now": now, "lease": lease}
-            if not db.execute(_ANY_READY, look).fetchone()[0]:
-                return []
-            with transaction(db):
-                lease = self._open_lease(db, queue, generation)
-                settling.end_lapsed(db, queue, now, spared=lease)
-                rows: list[tuple[Any, ...]] = []
-                size = 0
-                for row in db.execute(_READY, (queue.id, now, lease, demand)):
-                    rows.append(row)
-                    size += len(row[1])
-                    if size >= MAX_RECEIVE_BYTES:
-                        break
-                if rows:
-                    deadline = now + settling.micros_of(seconds)
-                    lease = self._extend(
-                        db, queue, generation, lease, now, deadline, seconds, owner, len(rows)
-                    )
-                    db.executemany(
-                        f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
-                        " WHERE id BETWEEN ? AND ?",
-                        ranges([row[0] for row in rows]),
-                    )
-                # Made before the commit: what fails here stays in the queue.
-                return self._messages(queue, generation, rows, instant, position)
-
-    def _messages(
-        self,
-        queue: QueueRow,
-        generation: str,
-        rows: list[tuple[Any, ...]],
-        instant: datetime,
-        position: int,
-    ) -> list[Message]:
-        prefix = queue.tag + "-"
-        acknowledger = AckRef(NO_ACK.acknowledger, generation, Delivery())
-        messages = []
-        sent, told = None, ""
-        for row, body, attributes, enqueued_at, attempt, deliveries in rows:
-            if enqueued_at != sent:
-                sent, told = enqueued_at, from_micros(enqueued_at).isoformat()
-            metadata: dict[str, Any] = {"queue": self.name, "enqueued_at": told}
-            if attributes is not None:
-                metadata["attributes"] = json.loads(attributes)
-            messages.append(
-                Message(
-                    body,
-                    metadata=metadata,
-                    acknowledger=acknowledger,
-                    message_id=prefix + str(row),
-                    attempt=attempt,
-                    redelivered=deliveries > 0,
-                    received_at=instant,
-                    position=position,
-                    size=len(body),
-                )
-            )
-            position += 1
-        return messages
-
-    def _open_lease(self, db: sqlite3.Connection, queue: QueueRow, generation: str) -> int | None:
-        """The key of the generation's lease, or ``None`` if it has not received anything yet."""
-        row = db.execute(
-            "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
-            (queue.id, generation),
-        ).fetchone()
-        if row is None:
-            return None
-        if row[1] != "open":
-            raise LeaseLapsed(
-                f"generation {generation!r} receives no more from queue {self.name!r}: its lease"
-                f" was {row[1]} at {from_micros(row[2]).isoformat()};"
-                " a new execution opens a new one"
-            )
-        return int(row[0])
-
-    def _extend(
-        self,
-        db: sqlite3.Connection,
-        queue: QueueRow,
-        generation: str,
-        lease: int | None,
-        now: int,
-        deadline: int,
-        seconds: float,
-        owner: Mapping[str, Any] | None,
-        received: int,
-    ) -> int:
-        """Make the lease if there is none yet; count what it receives, and move its deadline."""
-        if lease is None:
-            db.execute(
-                "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (queue.id, generation, json.dumps(dict(owner or {})), seconds, deadline, now),
-            )
-            lease = int(db.execute("SELECT last_insert_rowid()").fetchone()[0])
-        db.execute(
-            "UPDATE leases SET received = received + ?, deadline = max(deadline, ?) WHERE id = ?",
-            (received, deadline, lease),
-        )
-        return lease
+            portion = Portion(generation, demand, position, self._clock.now())
+            return receive(db, queue, self.name, portion, seconds=seconds, owner=owner or {})
 
     # -------------------------------------------------------------------------------- the lease
 
@@ -334,7 +222,8 @@ class SqliteQueue:
         """Carry out ``entries`` and keep the lease for the other messages; idempotent."""
         with self._opened() as opened:
             if opened is None:
-                return SettleReport(lapsed=sum(1 for _ in entries))
+                ids = frozenset(entry.message_id for entry in entries)
+                return SettleReport(lapsed=len(ids), undone=ids)
             db, queue = opened
             return settling.settle_now(db, queue, generation, entries, self._now())
 
@@ -368,6 +257,13 @@ class SqliteQueue:
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
             return looking.leases(*opened, lease_of, ended=ended)
 
+    def names(self) -> list[str] | None:
+        """The names of all queues in the file, sorted; ``None`` if there is no file."""
+        with self._database.open(create=False) as db:
+            if db is None:
+                return None
+            return sorted(row[0] for row in db.execute("SELECT name FROM queues"))
+
     def exists(self) -> bool:
         """Whether the file has been made."""
         return self._database.path.exists()
@@ -390,6 +286,16 @@ class SqliteQueue:
         """
         with self._opened() as opened:
             return [] if opened is None else dead.letters(*opened, limit, offset)
+
+    def dead_reasons(self) -> list[tuple[str, str, int]]:
+        """Of the dead letters each (reason, stage, how many), the most frequent first."""
+        with self._opened() as opened:
+            return [] if opened is None else dead.reasons(*opened)
+
+    def dead_among(self, message_ids: Iterable[str]) -> set[str]:
+        """Those of some ids that are dead letters of this queue."""
+        with self._opened() as opened:
+            return set() if opened is None else dead.among(*opened, message_ids)
 
     def requeue_dead(self, message_ids: Iterable[str] | None = None, *, delay: float = 0.0) -> int:
         """Put dead letters back into the queue, on their first attempt, under their old ids.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody import Lease, SettleReport
 
 __all__ = ["DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
 
 
@@ -34,6 +34,8 @@ class QueueRow(NamedTuple):
         """The row of a message id, or ``None`` if it is not of this queue."""
         tag, _, row = message_id.rpartition("-")
         if tag != self.tag or not (row.isascii() and row.isdecimal() and len(row) < 19):
+            return None
+        if row[0] == "0":  # one row has one id
             return None
         return int(row)
 

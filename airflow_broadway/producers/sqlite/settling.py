@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from airflow_broadway.core.custody import (
@@ -20,13 +21,14 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
+from airflow_broadway.core.entries import MAX_REASON, cut
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.guard import Guard
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow
 
 __all__ = [
     "MAX_DELAY",
-    "MAX_REASON",
     "end_lapsed",
     "micros_of",
     "settle",
@@ -34,8 +36,7 @@ __all__ = [
     "settled_early",
 ]
 
-#: Bytes of UTF-8 at which a dead letter's reason is cut.
-MAX_REASON = 2048
+_STRANGER = "its id is not of this queue; a transformer must keep the message_id"
 
 #: The longest delay, in seconds: some 300 years.
 MAX_DELAY = 1e10
@@ -71,8 +72,9 @@ def settle(
     state: str = "settled",
 ) -> SettleReport:
     """Carry out all verdicts on a lease and end it; a second time, only report."""
-    strangers = _load(db, queue, settlement.entries())
-    if strangers:  # whose verdicts would fall to the rest
+    guard = _load(db, queue, settlement.entries())
+    strangers = len(guard.refused)
+    if strangers and settlement.everything is None:  # their verdicts would fall to the rest
         raise ProducerError(
             f"{strangers} verdicts of generation {generation!r} name message ids that are not of"
             " this queue: nothing was settled, and all comes back when the lease lapses; a"
@@ -80,28 +82,42 @@ def settle(
         )
     with transaction(db):
         lease = db.execute(
-            "SELECT id, state, deadline, report FROM leases WHERE queue = ? AND generation = ?",
+            "SELECT id, state, deadline, report, received FROM leases"
+            " WHERE queue = ? AND generation = ?",
             (queue.id, generation),
         ).fetchone()
         if lease is None:
             return _never_opened(db, queue, generation, settlement, now, state)
-        lease_id, was, deadline, told = lease
+        lease_id, was, deadline, told, received = lease
         early = settled_early(db, lease_id)
         untold = _untold(early, settlement)
         if was != "open":
             report = SettleReport.from_json(json.loads(told))
             return report + untold if was == "lapsed" else report
         work = _Work(db, lease_id, generation, deadline, now)
-        held = work.held()
-        lapsed = work.entries_lapsed()
         rest = settlement.rest
+        missing = 0
         if settlement.expected is not None:
-            gone = early if settlement.settled_now is None else untold
-            lapsed = max(lapsed, settlement.expected - held - gone.total)
-            if held > settlement.expected and rest.action is not Action.RELEASE:
-                _name_all(db, queue, generation, settlement, held)
-                rest = RELEASE
-        report = work.entries() + work.rest(rest) + SettleReport(lapsed=lapsed) + untold
+            known = settlement.settled_now
+            named = settlement.expected + (0 if known is None else known.total)
+            missing = named - received
+            # What was received and never staged must not be settled as if it had been handled;
+            # nor may equal counts hide it.
+            unsure = strangers or missing or received != work.held() + early.total
+            if unsure and rest.action is not Action.RELEASE:
+                if settlement.everything is not None:
+                    _name_all(db, queue, settlement, settlement.everything())
+                    rest = RELEASE
+                elif missing < 0:
+                    raise ProducerError(
+                        f"generation {generation!r} holds {work.held()} messages and its manifest"
+                        f" names {settlement.expected}: none was settled, and all come back when"
+                        " the lease lapses"
+                    )
+        lost = received - work.held() - early.total
+        lapsed = max(work.entries_lapsed(), missing + lost)
+        told_of = SettleReport(lapsed=lapsed, errors=guard.errors())
+        report = work.entries() + work.rest(rest) + told_of + untold
         _end(db, lease_id, state, now, report)
     return report
 
@@ -124,15 +140,16 @@ def settle_now(
     now: int,
 ) -> SettleReport:
     """Carry out verdicts on some messages of a lease, which goes on."""
-    strangers = _load(db, queue, entries)
+    given = {entry.message_id: entry for entry in entries}
+    refused = _load(db, queue, given.values())
     with transaction(db):
-        named = db.execute("SELECT COUNT(*) FROM temp.entries").fetchone()[0]
         lease = db.execute(
             "SELECT id, deadline FROM leases WHERE queue = ? AND generation = ?",
             (queue.id, generation),
         ).fetchone()
         if lease is None:
-            return SettleReport(lapsed=named) + _refused(strangers)
+            lapsed = len(given) - len(refused.refused)
+            return replace(_refused(refused), lapsed=lapsed, undone=frozenset(given))
         work = _Work(db, lease[0], generation, lease[1], now)
         # Written down before anything moves: what the second of two equal calls reports.
         db.execute(
@@ -141,8 +158,13 @@ def settle_now(
             (lease[0],),
         )
         work.entries()
-        report = settled_early(db, lease[0], "message IN (SELECT id FROM temp.entries)")
-    return report + SettleReport(lapsed=named - report.total) + _refused(strangers)
+        named = "message IN (SELECT id FROM temp.entries)"
+        report = settled_early(db, lease[0], named)
+        rows = db.execute(f"SELECT message FROM settled WHERE lease = ? AND {named}", lease[:1])
+        done = {row for (row,) in rows}
+    undone = frozenset(each for each in given if queue.row_of(each) not in done)
+    lapsed = len(undone) - len(refused.refused)
+    return report + _refused(refused) + SettleReport(lapsed=lapsed, undone=undone)
 
 
 def settled_early(db: sqlite3.Connection, lease: int, condition: str = "TRUE") -> SettleReport:
@@ -219,7 +241,7 @@ class _Work:
             {
                 "delay": micros_of(verdict.delay),
                 "stage": verdict.stage,
-                "reason": _cut(verdict.reason),
+                "reason": cut(verdict.reason, MAX_REASON),
             },
             delay=":delay",
             stage=":stage",
@@ -265,43 +287,37 @@ class _Work:
         return _report([(code, self.db.execute(statement, values).rowcount)])
 
 
-def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> int:
-    """Stream entries into the temporary table; return how many are not of this queue."""
-    strangers = 0
+def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> Guard:
+    """Stream entries into the temporary table; return those that are not of this queue.
+
+    What is held under the id that they should name is in nobody's list then, and given back.
+    """
+    guard = Guard()
 
     def rows() -> Iterator[tuple[int, int, int, str, str]]:
-        nonlocal strangers
         for entry in entries:
             row = queue.row_of(entry.message_id)
             if row is None:
-                strangers += 1
+                guard.refuse(entry.message_id, _STRANGER)
                 continue
             action, delay, reason, stage = entry.verdict
-            yield row, _CODES[action], micros_of(delay), stage, _cut(reason)
+            yield row, _CODES[action], micros_of(delay), stage, cut(reason, MAX_REASON)
 
     with transaction(db, "DEFERRED"):  # touches the temporary database alone: no lock
         db.execute(_ENTRIES)
         db.execute("DELETE FROM temp.entries")
         # Of two verdicts on one message, the later one counts.
         db.executemany("INSERT OR REPLACE INTO temp.entries VALUES (?, ?, ?, ?, ?)", rows())
-    return strangers
+    return guard
 
 
 def _name_all(
-    db: sqlite3.Connection, queue: QueueRow, generation: str, settlement: Settlement, held: int
+    db: sqlite3.Connection, queue: QueueRow, settlement: Settlement, everything: Iterable[Entry]
 ) -> None:
-    """Turn the verdict on the rest into entries, because the lease holds more than its manifest.
-
-    What was received and never staged must not be settled as if it had been handled.
-    """
-    if settlement.everything is None:
-        raise ProducerError(
-            f"generation {generation!r} holds {held} messages and its manifest names"
-            f" {settlement.expected}: none was settled, and all come back when the lease lapses"
-        )
+    """Turn the verdict on the rest into entries, because lease and manifest do not agree."""
     action, delay, reason, stage = settlement.rest
-    values = (_CODES[action], micros_of(delay), stage, _cut(reason))
-    named = (queue.row_of(entry.message_id) for entry in settlement.everything())
+    values = (_CODES[action], micros_of(delay), stage, cut(reason, MAX_REASON))
+    named = (queue.row_of(entry.message_id) for entry in everything)
     db.executemany(
         "INSERT OR IGNORE INTO temp.entries VALUES (?, ?, ?, ?, ?)",
         ((row, *values) for row in named if row is not None),
@@ -342,17 +358,5 @@ def _report(counts: Iterable[tuple[int, int]]) -> SettleReport:
     return SettleReport(**named)
 
 
-def _refused(strangers: int) -> SettleReport:
-    if not strangers:
-        return SettleReport()
-    return SettleReport(
-        failed=strangers, errors=("a verdict names a message id that is not of this queue",)
-    )
-
-
-def _cut(reason: str) -> str:
-    """The reason in at most ``MAX_REASON`` bytes, no character cut in two."""
-    if len(reason) <= MAX_REASON and reason.isascii():
-        return reason
-    data = reason.encode("utf-8", "backslashreplace")
-    return data[:MAX_REASON].decode("utf-8", "ignore")
+def _refused(guard: Guard) -> SettleReport:
+    return SettleReport(failed=len(guard.refused), errors=guard.errors())

@@ -13,7 +13,6 @@ any callback sees a message: that is how SQS *secures*.  Below the pipeline's st
         lost-*.json             ids whose receipt SQS refused
         settled.json            settling is done: the report; nothing else is left then
     sqs/<queue>/ended/<day>/<generation>.json    which folders a later run may remove
-    sqs/<queue>/attempts/<day>/*.json            id → failures on record
 
 Losing these files loses no message: all come back when their visibility timeout is over.  Without a
 staging folder the book is in this process's memory alone.
@@ -24,25 +23,25 @@ whose time is over as long as nobody else has the message, and so cannot be aske
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
 from itertools import chain
 from typing import Any
 
 from airflow_broadway.core.custody import Action, SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.notes import Notes, digest
+from airflow_broadway.producers.notes import Damaged, Notes, digest
+from airflow_broadway.producers.sqs.failures import Failures
 
-__all__ = ["COUNTED", "KEPT_FAILURES", "KEPT_REPORTS", "Book", "Shelf", "day_of", "report_of"]
+__all__ = ["COUNTED", "KEPT_REPORTS", "Book", "Shelf", "report_of"]
+
+log = logging.getLogger(__name__)
 
 _VERSION = 1
-#: Days for which the report of a settled generation is kept, and failures of messages: SQS keeps
-#: no message for longer than 14.
-KEPT_REPORTS, KEPT_FAILURES = 7, 16
-#: Seconds between two looks for failures that others noted.
-_LOOK = 30.0
+#: Days for which the report of a settled generation is kept.
+KEPT_REPORTS = 7
 #: Books that a process keeps after their end, so that settling again reports the same.
 _KEPT = 256
 
@@ -55,11 +54,6 @@ COUNTED: dict[Action, str] = {
 }
 
 
-def day_of(now: datetime, *, before: int = 0) -> str:
-    """The day of an instant, or so many days before it: ``YYYY-MM-DD``, UTC."""
-    return (now.astimezone(UTC) - timedelta(days=before)).date().isoformat()
-
-
 def report_of(
     actions: Mapping[Action, int],
     *,
@@ -68,7 +62,7 @@ def report_of(
     errors: Iterable[str] = (),
 ) -> SettleReport:
     """A report by counts of actions."""
-    counts = {COUNTED[action]: count for action, count in actions.items() if count}
+    counts: dict[str, Any] = {COUNTED[action]: count for action, count in actions.items() if count}
     return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
 
 
@@ -102,6 +96,8 @@ class Book:
         self.blocked: set[str] = set()
         #: Whether a settlement began before this one.
         self.begun = False
+        #: Ids for which something was asked of SQS whose answer never came.
+        self.unanswered: set[str] = set()
         self.report: SettleReport | None = None
 
     # -- what is held --------------------------------------------------------------------------
@@ -204,13 +200,16 @@ class Book:
         self.done.update(actions)
         self._note("done", {each: action.value for each, action in actions.items()})
 
-    def end(self, report: SettleReport, day: str) -> None:
+    def end(self, report: SettleReport, day: str) -> SettleReport:
         """Note that settling is done; nothing is held from now on.
 
         :param day: Today, as ``YYYY-MM-DD``.
+        :returns: The report that stands: of two who settle at once, the first one's.
         """
         if self._notes is not None:
-            self._notes.write(f"{self._name}/settled.json", report.to_json())
+            name = f"{self._name}/settled.json"
+            if not self._notes.create(name, report.to_json()):
+                report = SettleReport.from_json(self._read("settled.json"))
             self._notes.write(f"ended/{day}/{self._name}.json", {})
             for name in self._notes.names(self._name):
                 if name != "settled.json":
@@ -221,6 +220,7 @@ class Book:
             self.groups.clear()
             self._spans.clear()
             self.done.clear()
+        return report
 
     def ended(self) -> bool:
         """Whether it has been settled, by anybody."""
@@ -250,7 +250,10 @@ class Book:
         for name in sorted(names):
             kind = name.partition("-")[0]
             if kind == "receipts":
-                self._load_portion(self._read(name), least)
+                try:
+                    self._load_portion(self._read(name), least)
+                except Damaged as error:  # its messages alone are not settled
+                    log.error("%s: its messages come back by themselves", error)
             elif kind in ("now", "done"):
                 actions = {each: Action(value) for each, value in self._read(name).items()}
                 (self.now if kind == "now" else self.done).update(actions)
@@ -258,19 +261,29 @@ class Book:
                 self.lost.update(self._read(name))
         self.begun = "begun.json" in names
 
-    def _load_portion(self, value: dict[str, Any], least: float) -> None:
-        if value.get("version") != _VERSION:
+    def refresh(self) -> None:
+        """Learn until when others have renewed it since."""
+        told = None if self._notes is None else self._notes.read(f"{self._name}/renewed.json")
+        if told is not None:
+            with self._lock:
+                self._spans = [(max(until, told["until"]), ids) for until, ids in self._spans]
+
+    def _load_portion(self, value: Any, least: float) -> None:
+        if not isinstance(value, dict) or "version" not in value:
+            raise Damaged(f"receipts of {self._name} are damaged")
+        if value["version"] != _VERSION:
             raise StagingError(
-                f"the receipts of {self._name} have format version {value.get('version')!r}; this"
+                f"the receipts of {self._name} have format version {value['version']!r}; this"
                 f" release reads {_VERSION}: use the release that wrote them"
             )
-        held = value["held"]
-        self.add(
-            {each[0]: each[1] for each in held},
-            {each[0]: each[2] for each in held if len(each) > 2},
-            value["since"],
-            max(value["until"], least),
-        )
+        try:
+            held = value["held"]
+            receipts = {each[0]: each[1] for each in held}
+            groups = {each[0]: each[2] for each in held if len(each) > 2}
+            since, until = float(value["since"]), float(value["until"])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise Damaged(f"receipts of {self._name} are damaged") from None
+        self.add(receipts, groups, since, max(until, least))
         self._portions += 1
 
     def _read(self, name: str) -> Any:
@@ -295,9 +308,7 @@ class Shelf:
         self._staging = staging
         self._queue = queue
         self._notes = None if staging is None else Notes(staging, f"sqs/{digest(queue)}")
-        self._failures: dict[str, int] = {}
-        self._look_at = 0.0
-        self._read: set[str] = set()
+        self.failures = Failures(self._notes)
 
     @property
     def durable(self) -> bool:
@@ -350,44 +361,3 @@ class Shelf:
         if self._notes is not None:
             with _here_lock:
                 _here.pop((self._staging, self._queue, generation), None)
-
-    # -- attempts ------------------------------------------------------------------------------
-
-    def note_failures(self, failures: Mapping[str, int], day: str) -> None:
-        """Note how many failures messages have on record.
-
-        :param failures: Message id → failures, this one included.
-        :param day: Today, as ``YYYY-MM-DD``.
-        """
-        if failures and self._notes is not None:
-            self._notes.write(f"attempts/{day}/{uuid.uuid4().hex}.json", dict(failures))
-
-    def failures(self, ids: Iterable[str], oldest: str, now: float) -> dict[str, int]:
-        """The failures on record of those of ``ids`` that have any.
-
-        What others note meanwhile is seen half a minute later: listing is dear on object stores.
-
-        :param oldest: Days before this one are forgotten: SQS keeps no message that long.
-        """
-        if self._notes is None:
-            return {}
-        wanted = list(ids)
-        if now >= self._look_at and not all(each in self._failures for each in wanted):
-            self._look_at = now + _LOOK
-            self._look(oldest)
-        return {each: self._failures[each] for each in wanted if each in self._failures}
-
-    def _look(self, oldest: str) -> None:
-        notes = self._notes
-        if notes is None:
-            return
-        for day in notes.names("attempts"):
-            if day < oldest:
-                notes.remove(f"attempts/{day}")
-                continue
-            for name in notes.names(f"attempts/{day}"):
-                path = f"attempts/{day}/{name}"
-                if path not in self._read:
-                    self._read.add(path)
-                    for each, count in (notes.read(path) or {}).items():
-                        self._failures[each] = max(count, self._failures.get(each, 0))

@@ -2,7 +2,9 @@
 
 A batch request may succeed with some of its entries failed.  Such an entry is sent again, after a
 growing pause, where that may help; where it cannot, it is refused for good: a receipt that SQS
-calls invalid is never sent twice.
+calls invalid is never sent twice.  Only what the answer names as done is done: an entry that it
+does not name is sent again.  A request whose contents SQS does not take is sent in parts, so that
+one bad entry is refused alone.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.sqs.errors import retryable
+from airflow_broadway.producers.sqs.client import Told
+from airflow_broadway.producers.sqs.errors import Refused, retryable
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 
-__all__ = ["GONE", "Bulk", "Refusal"]
+__all__ = ["GONE", "LAPSED", "Bulk", "Call", "Refusal"]
 
 log = logging.getLogger(__name__)
 
+#: Ours, for what is not asked of SQS any more because the lease is over.
+LAPSED: Final = "LeaseLapsed"
 #: Codes that say: this receipt holds the message no longer.
 GONE: Final = frozenset(
     {
+        LAPSED,
         "AWS.SimpleQueueService.MessageNotInflight",
         "InvalidParameterValue",
         "MessageNotInflight",
@@ -35,16 +41,22 @@ GONE: Final = frozenset(
 #: How often an entry is sent, and the seconds before the second time; doubled for each more.
 _TRIES: Final = 6
 _PAUSE: Final = 0.1
+#: Entries refused each on its own after which, if none was ever taken, all others are refused too.
+_HOPELESS: Final = 10
 
-#: One request: takes entries, returns those that failed.
-Call = Callable[[Sequence[Any]], list[dict[str, Any]]]
+#: One request: takes entries, returns what was said of each.
+Call = Callable[[Sequence[Any]], Told]
 
 
 class Refusal(NamedTuple):
-    """Why SQS did not do what an entry asked."""
+    """Why SQS did not do what an entry asked.
+
+    :param unclear: Whether it was asked before, and SQS did not say clearly what it did.
+    """
 
     code: str
     text: str
+    unclear: bool = False
 
     @property
     def gone(self) -> bool:
@@ -72,7 +84,8 @@ class Bulk:
     def send(self, call: Call, entries: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Refusal]:
         """Send all entries, ten to a request, in order; returns those refused for good.
 
-        A request that is refused as a whole, for good, refuses all that would follow it too.
+        What is refused for another reason than its contents, such as a permission that is lacking,
+        refuses all that would follow it too.
 
         :param entries: (key, entry without its ``Id``); keys are distinct.
         :raises ProducerUnavailable: If SQS could not be reached or throttles: what was sent until
@@ -104,6 +117,14 @@ class Bulk:
         self, call: Call, wave: list[list[tuple[str, dict[str, Any]]]]
     ) -> list[tuple[dict[str, Refusal], Refusal | None]]:
         halted: list[Refusal] = []
+        alone: list[Refusal] = []
+        taken: list[bool] = []
+
+        def halt(
+            request: list[tuple[str, dict[str, Any]]], refusal: Refusal
+        ) -> tuple[dict[str, Refusal], Refusal | None]:
+            halted.append(refusal)
+            return {key: refusal for key, _ in request}, refusal
 
         def one(
             request: list[tuple[str, dict[str, Any]]],
@@ -111,13 +132,24 @@ class Bulk:
             if halted:
                 return {key: halted[0] for key, _ in request}, None
             try:
-                return self._request(call, request), None
+                made = self._request(call, request)
             except ProducerUnavailable:
                 raise
-            except ProducerError as error:
+            except Refused as error:
+                if len(request) > 1:
+                    half = len(request) // 2
+                    first, stop = one(request[:half])
+                    second, then = one(request[half:])
+                    return first | second, stop or then
                 refusal = Refusal(type(error).__name__, str(error))
-                halted.append(refusal)
-                return {key: refusal for key, _ in request}, refusal
+                alone.append(refusal)
+                if len(alone) >= _HOPELESS and not taken:
+                    return halt(request, refusal)
+                return {key: refusal for key, _ in request}, None
+            except ProducerError as error:
+                return halt(request, Refusal(type(error).__name__, str(error)))
+            taken.append(True)
+            return made, None
 
         if self._concurrency == 1 or len(wave) == 1:
             return [one(request) for request in wave]
@@ -130,25 +162,32 @@ class Bulk:
         left = request
         pause = _PAUSE
         for attempt in range(1, _TRIES + 1):
-            entries = [{"Id": str(place), **entry} for place, (_, entry) in enumerate(left)]
-            failed = call(entries)
-            if not failed:
-                return refused
+            told = call([{"Id": str(place), **entry} for place, (_, entry) in enumerate(left)])
+            failed = {str(each.get("Id")): each for each in told.failed}
             again = []
-            for each in failed:
-                key, entry = left[int(each["Id"])]
-                code = str(each.get("Code", ""))
-                fault = bool(each.get("SenderFault", False))
-                if attempt < _TRIES and code not in GONE and retryable(code, fault):
+            for place, (key, entry) in enumerate(left):
+                said = failed.get(str(place))
+                if said is None and str(place) in told.done:
+                    continue
+                refusal, fault = _refusal(said)
+                if attempt < _TRIES and refusal.code not in GONE and retryable(refusal.code, fault):
                     again.append((key, entry))
                 else:
-                    refused[key] = Refusal(code, str(each.get("Message", "")))
+                    refused[key] = refusal._replace(unclear=attempt > 1)
             if not again:
                 return refused
             left = again
             self._clock.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
         return refused
+
+
+def _refusal(said: dict[str, Any] | None) -> tuple[Refusal, bool]:
+    """What SQS said of an entry that it did not name as done; and whether that is our fault."""
+    if said is None:
+        return Refusal("NoAnswer", "SQS did not say what became of it"), False
+    refusal = Refusal(str(said.get("Code", "")), str(said.get("Message", "")))
+    return refusal, bool(said.get("SenderFault", False))
 
 
 def _tens(

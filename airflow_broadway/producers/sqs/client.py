@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.producers.addresses import warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import translated
 
 if TYPE_CHECKING:
@@ -21,7 +24,15 @@ if TYPE_CHECKING:
 
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["DEFAULT_CONNECTION", "Queue", "boto_client", "endpoint_of", "open_queue", "region_of"]
+__all__ = [
+    "DEFAULT_CONNECTION",
+    "Queue",
+    "Told",
+    "boto_client",
+    "endpoint_of",
+    "open_queue",
+    "region_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +64,18 @@ def endpoint_of(url: str) -> str | None:
     return f"{urlsplit(url).scheme}://{host}"
 
 
+class Told(NamedTuple):
+    """What SQS answered to a request of several entries: by their ``Id``."""
+
+    done: frozenset[str]
+    failed: list[dict[str, Any]]
+
+
+def _told(answer: Any) -> Told:
+    done = frozenset(str(each.get("Id")) for each in answer.get("Successful") or ())
+    return Told(done, list(answer.get("Failed") or ()))
+
+
 class Queue:
     """One queue: the requests that this package makes of it.
 
@@ -65,6 +88,8 @@ class Queue:
         self.name = shown or url.rpartition("/")[2] or url
         meta = client.meta
         self._where = f"in region {meta.region_name!r} at {meta.endpoint_url}"
+        #: When SQS answered the last request for attributes, by its own clock.
+        self.answered_at: datetime | None = None
 
     def receive(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One ``ReceiveMessage``: its messages as boto3 gives them."""
@@ -74,31 +99,31 @@ class Queue:
             raise self._translated(error, "ReceiveMessage") from error
         return answer.get("Messages") or []
 
-    def delete(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
-        """One ``DeleteMessageBatch``: its failed entries."""
+    def delete(self, entries: Sequence[Any]) -> Told:
+        """One ``DeleteMessageBatch``."""
         try:
             answer: Any = self.client.delete_message_batch(QueueUrl=self.url, Entries=entries)
         except Exception as error:
             raise self._translated(error, "DeleteMessage") from error
-        return answer.get("Failed") or []
+        return _told(answer)
 
-    def change(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
-        """One ``ChangeMessageVisibilityBatch``: its failed entries."""
+    def change(self, entries: Sequence[Any]) -> Told:
+        """One ``ChangeMessageVisibilityBatch``."""
         try:
             answer: Any = self.client.change_message_visibility_batch(
                 QueueUrl=self.url, Entries=entries
             )
         except Exception as error:
             raise self._translated(error, "ChangeMessageVisibility") from error
-        return answer.get("Failed") or []
+        return _told(answer)
 
-    def send(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
-        """One ``SendMessageBatch``: its failed entries."""
+    def send(self, entries: Sequence[Any]) -> Told:
+        """One ``SendMessageBatch``."""
         try:
             answer: Any = self.client.send_message_batch(QueueUrl=self.url, Entries=entries)
         except Exception as error:
             raise self._translated(error, "SendMessage") from error
-        return answer.get("Failed") or []
+        return _told(answer)
 
     def attributes(self, *names: Any) -> dict[str, str]:
         """One ``GetQueueAttributes``."""
@@ -108,6 +133,7 @@ class Queue:
             )
         except Exception as error:
             raise self._translated(error, "GetQueueAttributes") from error
+        self.answered_at = _date_of(answer)
         return dict(answer.get("Attributes") or {})
 
     def other(self, place: str) -> Queue:
@@ -133,6 +159,16 @@ class Queue:
 
     def _translated(self, error: Exception, action: str) -> Exception:
         return translated(error, action, self.name, self._where)
+
+
+def _date_of(answer: Mapping[str, Any]) -> datetime | None:
+    """The server's own time, where the answer tells it."""
+    headers = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
+    try:
+        found = parsedate_to_datetime(headers["date"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
 def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
@@ -164,6 +200,8 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
         or extra.get("endpoint_url")
         or (endpoint_of(producer.queue_url) if producer.queue_url else None)
     )
+    if endpoint is not None:
+        warn_of_plain_http(endpoint, "The messages of SQS")
     try:
         return _client(producer, connection, region, endpoint, extra)
     except Exception as error:

@@ -6,12 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
 from airflow_broadway.core.custody import Action, Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, day_of, report_of
+from airflow_broadway.producers.notes import day_of
+from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, report_of
 from airflow_broadway.producers.sqs.bulk import Bulk
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
@@ -118,25 +119,25 @@ class SqsCustodian:
             return book.report
         report = self._settle(lease, book, settlement) + _beyond(book, settlement)
         if book.receipts or settlement.expected != 0:
-            book.end(report, day_of(self._clock.now()))
+            return book.end(report, day_of(self._clock.now()))
         return report
 
     def _settle(self, lease: Lease, book: Book, settlement: Settlement) -> SettleReport:
         planned = plan(book, lease, settlement)
-        strangers = planned.strangers
+        lapsed = SettleReport(lapsed=planned.lapsed, errors=planned.errors)
         if not book.receipts:
             # It never received, or somebody else's process did and wrote nothing down.
-            return SettleReport(lapsed=max(strangers, settlement.expected or 0))
+            return lapsed
         if self._clock.now().timestamp() >= self._until(lease, book):
-            return report_of(
+            return lapsed + report_of(
                 Counter(book.done.values()),
-                lapsed=len(planned.verdicts) - len(book.done) + strangers,
+                lapsed=len(planned.verdicts) - len(book.done),
                 errors=self._why_lapsed(book),
             )
-        settling = self._settling(book)
+        settling = self._settling(lease, book)
         book.begin()
         done = settling.carry_out(planned, note=True)
-        report = settling.report(done.values()) + SettleReport(lapsed=strangers)
+        report = settling.report(done.values()) + lapsed
         return report + SettleReport(errors=self._nearly_lapsed(book))
 
     def _nearly_lapsed(self, book: Book) -> tuple[str, ...]:
@@ -163,18 +164,22 @@ class SqsCustodian:
         if not given:
             return SettleReport()
         if book.ended() or self._clock.now().timestamp() >= self._until(lease, book):
-            return SettleReport(lapsed=len(given))
-        before = [book.now[key] for key in given if key in book.now]
+            return SettleReport(lapsed=len(given), undone=frozenset(given))
+        before = {key: book.now[key] for key in given if key in book.now}
         verdicts = {
             key: entry.verdict
             for key, entry in given.items()
             if key not in book.now and key in book.receipts and key not in book.lost
         }
         lapsed = len(given) - len(before) - len(verdicts)
-        settling = self._settling(book)
-        done = settling.carry_out(Plan(verdicts, given, 0), note=False)
-        book.note_now(done)
-        return settling.report([*before, *done.values()]) + SettleReport(lapsed=lapsed)
+        settling = self._settling(lease, book)
+        try:
+            settling.carry_out(Plan(verdicts, given), note=False)
+        finally:
+            book.note_now(settling.done)
+        done = settling.done | before
+        undone = frozenset(given.keys() - done.keys())
+        return settling.report(done.values()) + SettleReport(lapsed=lapsed, undone=undone)
 
     def close(self) -> None:
         self._bulk.close()
@@ -204,8 +209,20 @@ class SqsCustodian:
         held = book.until
         return deadline if held is None else max(deadline, held)
 
-    def _settling(self, book: Book) -> Settling:
-        return Settling(self._producer, self._queue, self._shelf, self._bulk, book, self._clock)
+    def _until_by_now(self, lease: Lease, book: Book) -> float:
+        book.refresh()
+        return self._until(lease, book)
+
+    def _settling(self, lease: Lease, book: Book) -> Settling:
+        return Settling(
+            self._producer,
+            self._queue,
+            self._shelf,
+            self._bulk,
+            book,
+            self._clock,
+            held_until=lambda: self._until_by_now(lease, book),
+        )
 
     @property
     def _queue(self) -> Queue:
@@ -227,4 +244,4 @@ def _beyond(book: Book, settlement: Settlement) -> SettleReport:
 
 
 def _instant(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    return datetime.fromtimestamp(seconds, timezone.utc)

@@ -48,7 +48,7 @@ def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -
         for name, value in properties.get("attributes", {}).items()
         if name not in _OURS
     }
-    made: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8")}
+    made: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8", "surrogatepass")}
     for limit in (_REASON, _SHORT, 0):
         made["MessageAttributes"] = _attributes(entry, queue, own, limit)
         if size_of(made) <= max_bytes:
@@ -57,6 +57,9 @@ def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -
         made["MessageAttributes"] = own
     if not made["MessageAttributes"]:
         del made["MessageAttributes"]
+    if properties.get("AWSTraceHeader"):  # not counted in its size or its attributes
+        header = {"DataType": "String", "StringValue": properties["AWSTraceHeader"]}
+        made["MessageSystemAttributes"] = {"AWSTraceHeader": header}
     if fifo:
         made["MessageGroupId"] = properties.get("MessageGroupId") or "broadway"
         # Sent again after a crash within five minutes, it is there once.
@@ -115,7 +118,7 @@ def _sendable(text: str, limit: int) -> str:
 
 def size_of(entry: Mapping[str, Any]) -> int:
     """What SQS counts of an entry: body, and name, type and value of each attribute."""
-    total = len(entry["MessageBody"].encode("utf-8"))
+    total = len(entry["MessageBody"].encode("utf-8", "surrogatepass"))
     for name, value in entry.get("MessageAttributes", {}).items():
         total += len(name.encode()) + len(value["DataType"].encode())
         content = value.get("BinaryValue")

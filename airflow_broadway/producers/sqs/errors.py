@@ -8,8 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 
-__all__ = ["MISSING_QUEUE", "Denied", "Expired", "InFlightLimit", "retryable", "translated"]
+__all__ = [
+    "MISSING_QUEUE",
+    "Denied",
+    "Expired",
+    "InFlightLimit",
+    "Refused",
+    "retryable",
+    "translated",
+]
 
 #: The codes of a queue that is not there.
 MISSING_QUEUE = frozenset(
@@ -66,6 +75,10 @@ class InFlightLimit(ProducerError):
     """The queue has as many messages in flight as it may have."""
 
 
+class Refused(ProducerError):
+    """SQS does not take what this request says; another request may say something else."""
+
+
 def retryable(code: str, sender_fault: bool) -> bool:
     """Whether a failed entry of a batch request may succeed when it is sent again."""
     return code in _THROTTLED or code in _TRANSIENT or not sender_fault
@@ -111,8 +124,8 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
         )
     if code in _OVER_LIMIT:
         return InFlightLimit(
-            f"the SQS queue {queue!r} has as many messages in flight as it may have (120,000;"
-            " 20,000 for FIFO): nothing more is received until runs settle what they hold"
+            f"the SQS queue {queue!r} has as many messages in flight as it may have"
+            f" ({IN_FLIGHT:,}): nothing more is received until runs settle what they hold"
         )
     if code in _THROTTLED:
         return ProducerUnavailable(
@@ -122,7 +135,7 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
     if code in _TRANSIENT or status >= 500:
         return ProducerUnavailable(f"SQS could not do {action} on {queue!r} just now ({code})")
     shown = text if len(text) <= 300 else f"{text[:297]}..."
-    return ProducerError(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
+    return Refused(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
 
 
 def _of_client(error: Exception, action: str, queue: str, where: str) -> Exception:
@@ -139,8 +152,8 @@ def _of_client(error: Exception, action: str, queue: str, where: str) -> Excepti
         return ConnectionMissing(
             f"no AWS region for {queue!r}: give region_name to the producer or to its connection"
         )
-    if isinstance(error, of.ParamValidationError):
-        return ProducerError(f"{action} on {queue!r} cannot be asked for: {error}")
+    if isinstance(error, (of.ParamValidationError, TypeError, ValueError)):
+        return Refused(f"{action} on {queue!r} cannot be asked for: {str(error)[:300]}")
     # ConnectTimeout, ReadTimeout, EndpointConnectionError, ConnectionClosedError, SSLError, …
     if isinstance(error, (of.HTTPClientError, of.ConnectionError)):
         return ProducerUnavailable(

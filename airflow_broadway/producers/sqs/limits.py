@@ -6,7 +6,6 @@ from typing import Final
 
 __all__ = [
     "IN_FLIGHT",
-    "IN_FLIGHT_FIFO",
     "LONGEST_VISIBILITY",
     "MAX_ATTRIBUTES",
     "MAX_BATCH",
@@ -19,9 +18,8 @@ __all__ = [
 MAX_BATCH: Final = 10
 #: Seconds for which a message may be hidden in all, from its receipt.
 LONGEST_VISIBILITY: Final = 43_200
-#: Messages that one queue may have in flight.
+#: Messages that one queue may have in flight, standard or FIFO.
 IN_FLIGHT: Final = 120_000
-IN_FLIGHT_FIFO: Final = 20_000
 #: Bytes of one message, attributes included, and of one batch; before August 2025 a quarter.
 MAX_BODY: Final = 1_048_576
 MAX_BODY_FORMERLY: Final = 262_144

@@ -6,21 +6,25 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.core.custody import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.errors import Denied
+from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 
 if TYPE_CHECKING:
+    from airflow_broadway.core.clock import Clock
     from airflow_broadway.core.producer import ProducerEnv
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["check", "dead_letter_queue", "depth", "redrive_of"]
+__all__ = ["check", "dead_letter_queue", "depth", "look_at_empty", "redrive_of"]
 
 log = logging.getLogger(__name__)
 
 #: A release counts as a receive: below this, dead runs alone soon make dead letters.
 FEWEST_RECEIVES = 5
+#: Seconds by which this machine's clock may differ from SQS's before that is told.
+SKEW = 60.0
 
 
 def redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
@@ -51,7 +55,7 @@ _NO_DEAD_LETTER = (
 )
 
 
-def check(producer: SqsProducer, queue: Queue) -> None:
+def check(producer: SqsProducer, queue: Queue, clock: Clock) -> None:
     """Look at the queue before anything is received, and say what will go wrong.
 
     :raises ProducerError: If there is no such queue, or dead letters would have nowhere to go.
@@ -65,18 +69,72 @@ def check(producer: SqsProducer, queue: Queue) -> None:
             queue.name,
         )
         return
+    _compare_clocks(queue, clock)
     policy = redrive_of(attributes)
     most = int(policy.get("maxReceiveCount") or 0)
-    if most and most < FEWEST_RECEIVES:
+    retries = "retry" in (producer.on_success, producer.on_failure)
+    fewest = max(FEWEST_RECEIVES, producer.retry.max_attempts) if retries else FEWEST_RECEIVES
+    if most and most < fewest:
         log.warning(
-            "the redrive policy of %r makes a message a dead letter after %d receives: here what a"
-            " dead or stopped run gives back counts as one too; set maxReceiveCount to %d or more",
+            "the redrive policy of %r makes a message a dead letter after %d receives%s: here what"
+            " a dead or stopped run gives back counts as one too; set maxReceiveCount to %d or"
+            " more",
             queue.name,
             most,
-            FEWEST_RECEIVES,
+            f", before its {producer.retry.max_attempts} attempts are used up"
+            if retries and most < producer.retry.max_attempts
+            else "",
+            fewest,
         )
-    if not policy and producer.dead_letter is None and producer.keeps_payload:
+    if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
         raise ProducerError(_NO_DEAD_LETTER.format(queue.name))
+
+
+def _compare_clocks(queue: Queue, clock: Clock) -> None:
+    """Leases end by our own clocks, on several machines: one that is wrong is told."""
+    if queue.answered_at is None:
+        return
+    ahead = (clock.now() - queue.answered_at).total_seconds()
+    if abs(ahead) > SKEW:
+        log.warning(
+            "this machine's clock is %.0f s %s SQS's: leases end by the clocks of workers, so that"
+            " one that differs settles too late or too early; set the clock (NTP)",
+            abs(ahead),
+            "ahead of" if ahead > 0 else "behind",
+        )
+
+
+def look_at_empty(producer: SqsProducer, queue: Queue) -> None:
+    """Say why a receive was empty, if it was not because the queue is.
+
+    With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
+    flight as it may have: it looks empty.
+    """
+    try:
+        told = queue.attributes("All")
+    except BroadwayError:  # may be denied, and nothing depends on it
+        return
+    visible = int(told.get("ApproximateNumberOfMessages", 0))
+    hidden = int(told.get("ApproximateNumberOfMessagesNotVisible", 0))
+    if not visible:
+        return
+    if hidden >= IN_FLIGHT:
+        log.error(
+            "the SQS queue %r looks empty because it has as many messages in flight as it may have"
+            " (about %d of %d): about %d more wait until runs settle what they hold",
+            queue.name,
+            hidden,
+            IN_FLIGHT,
+            visible,
+        )
+    elif producer.fifo and hidden:
+        log.warning(
+            "about %d messages of the FIFO queue %r wait behind about %d in flight of their"
+            " groups: they come when these are settled",
+            visible,
+            queue.name,
+            hidden,
+        )
 
 
 def depth(producer: SqsProducer, env: ProducerEnv) -> QueueDepth | None:

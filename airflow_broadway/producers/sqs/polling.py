@@ -20,6 +20,10 @@ __all__ = ["Answer", "Polls"]
 
 #: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
 _PATIENCE: Final = 120.0
+#: The same of a run that was told to stop.
+_HURRIED: Final = 1.0
+#: Seconds between two looks at whether it was.
+_LOOK: Final = 0.2
 
 
 class Answer(NamedTuple):
@@ -37,8 +41,10 @@ class Polls:
 
     :param receive: Makes one receive of at most so many messages; called in any thread.
     :param most: Messages in one receive, at most.
-    :param concurrency: Receives at a time; with 1 they are made in the caller's thread.
+    :param concurrency: Receives at a time.
     :param interval: Seconds from an empty receive to the next.
+    :param late: Takes what is found after :meth:`close` has given up waiting; in any thread.
+    :param hurry: Whether to wait for none of them any more.
     """
 
     def __init__(
@@ -49,12 +55,16 @@ class Polls:
         concurrency: int,
         interval: float,
         clock: Clock,
+        late: Callable[[Sequence[Mapping[str, Any]]], None] = lambda found: None,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         self._receive = receive
         self._most = most
         self._concurrency = concurrency
         self._interval = interval
         self._clock = clock
+        self._late = late
+        self._hurry = hurry
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._credit = 0
@@ -66,6 +76,8 @@ class Polls:
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
+        #: Whether nobody takes answers any more.
+        self._gone = False
         #: Receives in flight that were made before the queue was found quiet.
         self._early = 0
 
@@ -80,16 +92,13 @@ class Polls:
             # One asks whether it is still quiet; the others follow once it is not.
             room = (1 if self._quiet else self._concurrency) - self._flying
             wanted = min(room, -(-self._credit // self._most))
-            if wanted <= 0:
-                return
-            if self._concurrency > 1:
+            if wanted > 0:
                 self._start(wanted)
-                return
-            self._flying += 1
-        self._work(once=True)
 
     def take(self, timeout: float) -> Answer | None:
         """The next answer, waiting up to ``timeout`` seconds while receives are in flight.
+
+        In a hurry it does not wait.
 
         :raises Exception: What a receive raised, once all that was found before is taken.
         """
@@ -97,9 +106,9 @@ class Polls:
         with self._changed:
             while not self._answers and self._flying and self._error is None:
                 left = end - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._hurry():
                     return None
-                self._changed.wait(left)
+                self._changed.wait(min(left, _LOOK))
             if self._answers:
                 answer = self._answers.popleft()
                 self._waiting -= len(answer.messages)
@@ -128,16 +137,27 @@ class Polls:
             return max(0.0, self._quiet_until - self._clock.monotonic())
 
     def close(self) -> list[Answer]:
-        """Make no more receives, let those in flight end, and return what they found."""
+        """Make no more receives, let those in flight end, and return what they found.
+
+        What has not ended after two minutes, or in a hurry after a second, is given up: what it
+        finds goes to ``late``.
+        """
         with self._changed:
             self._closed = True
             self._credit = 0
             end = time.monotonic() + _PATIENCE
-            while self._flying and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
+            hurried = False
+            while self._flying:
+                if not hurried and self._hurry():
+                    hurried, end = True, min(end, time.monotonic() + _HURRIED)
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, _LOOK))
             answers = list(self._answers)
             self._answers.clear()
             self._waiting = 0
+            self._gone = True
         if self._pool is not None:
             self._pool.shutdown(wait=not self._flying)
             self._pool = None
@@ -150,7 +170,7 @@ class Polls:
         for _ in range(count):
             self._pool.submit(self._work, scout=self._quiet)
 
-    def _work(self, *, scout: bool = False, once: bool = False) -> None:
+    def _work(self, *, scout: bool) -> None:
         """Ask until nothing is found or wanted.
 
         :param scout: Whether it asks for all, because the queue is quiet.
@@ -158,7 +178,7 @@ class Polls:
         while True:
             with self._changed:
                 asked = min(self._most, self._credit)
-                in_vain = self._quiet and not scout and not once  # found while this one started
+                in_vain = self._quiet and not scout  # found while this one started
                 if asked <= 0 or in_vain or self._closed or self._error is not None:
                     self._end()
                     return
@@ -174,23 +194,27 @@ class Polls:
             except Exception as raised:
                 error = raised
             with self._changed:
+                gone = self._gone
                 self._asked -= asked
                 self._early -= early
                 if error is not None:
                     self._error = self._error or error
                 elif found:
                     self._credit += asked - len(found)
-                    self._waiting += len(found)
-                    self._answers.append(Answer(at, found))
+                    if not gone:
+                        self._waiting += len(found)
+                        self._answers.append(Answer(at, found))
                     self._quiet, self._quiet_until = False, 0.0
                 else:
                     self._credit += asked
                     self._quiet = True
                     self._quiet_until = self._clock.monotonic() + self._interval
-                if error is not None or not found or once:
+                if error is not None or not found:
                     self._end()
                     return
                 self._changed.notify_all()
+            if gone:
+                self._late(found)
 
     def _end(self) -> None:
         self._flying -= 1

@@ -17,6 +17,7 @@ from airflow_broadway.core.options import option, options
 from airflow_broadway.core.producer import Producer, ProducerEnv
 from airflow_broadway.core.rules import (
     AUTO,
+    CONN_ID,
     SECONDS,
     SECONDS_OR_ZERO,
     TEXT,
@@ -101,6 +102,7 @@ class SqsProducer(Producer):
     """
 
     kind: ClassVar[str] = "sqs"
+    keeps_payload: ClassVar[bool] = True
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "noop": Action.LEAVE,
@@ -119,7 +121,7 @@ class SqsProducer(Producer):
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
-        rule=TEXT.or_none(),
+        rule=CONN_ID.or_none(),
         doc="The Airflow connection of type ``aws``; ``None``: boto3 looks for credentials itself,"
         f" and so it does where there is no ``{DEFAULT_CONNECTION}``.",
     )
@@ -202,7 +204,10 @@ class SqsProducer(Producer):
                 self.queue_name,
             )
         if self.queue_url is None and self.queue_name is None:
-            raise OptionsError.missing("SqsProducer.queue_url")
+            raise OptionsError.missing(
+                "SqsProducer.queue_url",
+                'SqsProducer(queue_name="orders"), or its whole address as queue_url',
+            )
         told = region_of(self.queue_url or "")
         if told is not None and self.region_name not in (None, told) and not _is_open(self):
             raise OptionsError(
@@ -267,13 +272,9 @@ class SqsProducer(Producer):
         """The visibility timeout of a receive: the lease in whole seconds."""
         return math.ceil(self.lease)
 
-    @property
-    def keeps_payload(self) -> bool:  # type: ignore[override]
-        """Whether this package may have to send dead letters, so that bodies must be kept."""
-        failing = self.on_failure == "dead_letter" or (
-            self.on_failure == "retry" and self.retry.dead_letter
-        )
-        return failing or self.on_success == "dead_letter" or self.dead_letter is not None
+    def publishes(self, action: Action) -> bool:
+        """A dead letter alone is sent anew; a message of its own may say that it is one."""
+        return action is Action.DEAD_LETTER
 
     @property
     def keeps_order(self) -> bool:

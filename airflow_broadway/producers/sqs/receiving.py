@@ -5,15 +5,26 @@ from __future__ import annotations
 import base64
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from airflow_broadway.core.custody import Delivery
+from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["SYSTEM_ATTRIBUTES", "Reader", "asked", "properties_of", "request_of"]
+__all__ = [
+    "SYSTEM_ATTRIBUTES",
+    "Reader",
+    "asked",
+    "group_of",
+    "properties_of",
+    "receives_of",
+    "request_of",
+]
 
 #: Broadway's names of the system attributes → SQS's.
 SYSTEM_ATTRIBUTES: Final = {
@@ -31,9 +42,9 @@ _NUMBERS: Final = frozenset(
     {"SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"}
 )
 #: What custody itself needs of each message.
-_NEEDED: Final = ("ApproximateReceiveCount",)
+_NEEDED: Final = ("ApproximateReceiveCount", "AWSTraceHeader")
 _NEEDED_FIFO: Final = (
-    "ApproximateReceiveCount",
+    *_NEEDED,
     "MessageGroupId",
     "MessageDeduplicationId",
     "SequenceNumber",
@@ -56,8 +67,8 @@ def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
     """The arguments of one ``ReceiveMessage``.
 
     Beside the options it asks for what custody needs: the visibility timeout, which is the lease,
-    the receive count, and of a FIFO queue the group.  A FIFO receive that is sent again after its
-    answer was lost gets that answer.
+    the receive count, what a dead letter keeps, and of a FIFO queue the group.  A FIFO receive that
+    is sent again after its answer was lost gets that answer.
     """
     given = asked(producer, demand)
     request: dict[str, Any] = {
@@ -73,20 +84,17 @@ def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
     else:
         wanted = dict.fromkeys([*needed, *(SYSTEM_ATTRIBUTES[name] for name in names)])
         request["MessageSystemAttributeNames"] = list(wanted)
-    own = given.get("message_attribute_names", ())
-    if own == "all" or producer.keeps_payload:  # a dead letter keeps all of its attributes
-        request["MessageAttributeNames"] = ["All"]
-    elif own:
-        request["MessageAttributeNames"] = list(own)
+    request["MessageAttributeNames"] = ["All"]  # a dead letter keeps all of its attributes
     if producer.fifo:
         request["ReceiveRequestAttemptId"] = uuid.uuid4().hex
     return request
 
 
 class Reader:
-    """Makes metadata of what SQS hands out, as the options want it."""
+    """Makes messages of what SQS hands out, with metadata as the options want it."""
 
-    def __init__(self, producer: SqsProducer) -> None:
+    def __init__(self, producer: SqsProducer, generation: str = "") -> None:
+        self._generation = generation
         names = producer.attribute_names
         self._all = names == "all"
         chosen = () if names is None or self._all else names
@@ -97,18 +105,44 @@ class Reader:
         self._selected = () if own is None or own == "all" else tuple(own)
         self._any = own == "all"
 
+    def message(
+        self,
+        raw: Mapping[str, Any],
+        *,
+        attempt: int,
+        redelivered: bool,
+        at: datetime,
+        position: int,
+    ) -> Message:
+        """The message; raises whatever its contents make fail."""
+        body = raw["Body"].encode("utf-8", "surrogatepass")
+        delivery = Delivery(payload=body, properties=properties_of(raw))
+        return Message(
+            body,
+            metadata=self.metadata(raw),
+            acknowledger=AckRef(None, self._generation, delivery),
+            message_id=raw["MessageId"],
+            attempt=attempt,
+            redelivered=redelivered,
+            received_at=at,
+            position=position,
+            size=len(body),
+        )
+
     def metadata(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Broadway's metadata of one message: all that SQS says but the body."""
         attributes: dict[str, Any] = {}
         if self._all or self._system:
-            for name, value in raw.get("Attributes", {}).items():
+            for name, value in _system(raw).items():
                 if self._all or name in self._system:
-                    attributes[_OURS.get(name, name)] = int(value) if name in _NUMBERS else value
+                    attributes[_OURS.get(name, name)] = (
+                        _number(value) if name in _NUMBERS else _as_text(value)
+                    )
         own = raw.get("MessageAttributes")
         return {
             "message_id": raw["MessageId"],
             "receipt_handle": raw["ReceiptHandle"],
-            "md5_of_body": raw.get("MD5OfBody", ""),
+            "md5_of_body": _as_text(raw.get("MD5OfBody")),
             "attributes": attributes,
             "message_attributes": self._own(own) if own else {},
         }
@@ -121,6 +155,36 @@ class Reader:
         }
 
 
+def _system(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """SQS's own attributes of a message."""
+    value = raw.get("Attributes")
+    return value if isinstance(value, Mapping) else {}
+
+
+def receives_of(raw: Mapping[str, Any]) -> int:
+    """How often SQS has handed the message out, this time included."""
+    count = _number(_system(raw).get("ApproximateReceiveCount", 1))
+    return count if isinstance(count, int) and count > 0 else 1
+
+
+def group_of(raw: Mapping[str, Any]) -> str:
+    """The message group; ``""`` if it has none."""
+    return str(_system(raw).get("MessageGroupId") or "")
+
+
+def _number(value: Any) -> Any:
+    """A number that SQS gives as text; what is none stays as it came."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return _as_text(value)
+
+
+def _as_text(value: Any) -> str:
+    """What SQS gives as text; of another server's answer its text."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
 def _matches(name: str, pattern: str) -> bool:
     if pattern in ("All", ".*"):
         return True
@@ -130,10 +194,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _value(attribute: Mapping[str, Any]) -> dict[str, Any]:
-    kind = attribute.get("DataType", "String")
+    kind = _as_text(attribute.get("DataType", "String"))
     if "BinaryValue" in attribute:
         return {"data_type": kind, "binary_value": _text(attribute["BinaryValue"])}
-    return {"data_type": kind, "string_value": attribute.get("StringValue", "")}
+    return {"data_type": kind, "string_value": _as_text(attribute.get("StringValue"))}
 
 
 def _text(value: bytes) -> str:
@@ -142,16 +206,11 @@ def _text(value: bytes) -> str:
 
 def properties_of(raw: Mapping[str, Any]) -> str:
     """What a dead letter of the message keeps, as JSON: attributes, group, deduplication id."""
-    system = raw.get("Attributes", {})
+    system = _system(raw)
     kept: dict[str, Any] = {}
     if raw.get("MessageAttributes"):
         kept["attributes"] = {name: _value(each) for name, each in raw["MessageAttributes"].items()}
     for name in ("MessageGroupId", "MessageDeduplicationId", "AWSTraceHeader"):
         if system.get(name):
-            kept[name] = system[name]
-    return json.dumps(kept, separators=(",", ":"))
-
-
-def unique(answer: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Message id → the message; of one that is there twice, the one with the newer receipt."""
-    return {raw["MessageId"]: raw for raw in answer}
+            kept[name] = _as_text(system[name])
+    return json.dumps(kept, separators=(",", ":")) if kept else "{}"

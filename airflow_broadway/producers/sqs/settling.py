@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
@@ -24,10 +24,11 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.guard import Guard
 from airflow_broadway.producers.sqs import dead
-from airflow_broadway.producers.sqs.book import Book, Shelf, day_of, report_of
-from airflow_broadway.producers.sqs.bulk import Bulk, Refusal
-from airflow_broadway.producers.sqs.client import Queue
+from airflow_broadway.producers.sqs.book import Book, Shelf, report_of
+from airflow_broadway.producers.sqs.bulk import LAPSED, Bulk, Call, Refusal
+from airflow_broadway.producers.sqs.client import Queue, Told
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
 from airflow_broadway.producers.sqs.looking import dead_letter_queue
 
@@ -40,11 +41,16 @@ log = logging.getLogger(__name__)
 
 #: Messages after which a settlement notes how far it has come.
 WAVE: Final = 2000
-#: What comes again holds back the later messages of its FIFO group.
 _NO_BODY: Final = (
-    "a dead letter cannot be sent: its body was not kept; give the producer dead_letter=…, or"
-    " on_failure='retry' or 'dead_letter', before it receives"
+    "a dead letter cannot be sent: its body was not kept; give the producer on_failure='retry' or"
+    " 'dead_letter' before it receives"
 )
+_NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
+_MISSING: Final = (
+    "the receipts of {} messages are missing in the staging folder: they are not settled, and come"
+    " back when their visibility timeout is over"
+)
+#: What comes again holds back the later messages of its FIFO group.
 _COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 #: What behind such a message becomes a release.
 _ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
@@ -55,47 +61,59 @@ class Plan(NamedTuple):
 
     :param verdicts: Message id → verdict, in order of arrival.
     :param entries: Of these, those that were named one by one.
-    :param strangers: Messages that were named and are not held.
+    :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
     """
 
     verdicts: dict[str, Verdict]
     entries: dict[str, Entry]
-    strangers: int
+    lapsed: int = 0
+    errors: tuple[str, ...] = ()
 
 
 def plan(book: Book, lease: Lease, settlement: Settlement) -> Plan:
     """The verdict on each message that the book holds.
 
+    What is in the book is compared with what the source says that it wrote, and with the manifest.
+
     :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
     """
     entries = {entry.message_id: entry for entry in settlement.entries()}
     held = book.held()
-    lost = [each for each in book.lost if each in book.receipts]
+    lost = {each for each in book.lost if each in book.receipts}
+    at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
+    named = None if settlement.expected is None else settlement.expected + at_once
+    written = max(named or 0, int(lease.state.get("messages") or 0))
+    missing = max(0, written - len(book.receipts))
     # Each gets the verdict of the rest unless it is named: one object for most of them.
     verdicts = dict.fromkeys(held, settlement.rest)
-    if settlement.rest.action is not Action.RELEASE and settlement.expected != len(held) + len(
-        lost
-    ):
+    gone = lost
+    agree = named == len(book.receipts) and not missing
+    if settlement.rest.action is not Action.RELEASE and not agree:
         # What was received and never staged must not be settled as if it had been handled.
         if settlement.everything is None:
             raise ProducerError(
-                f"generation {lease.generation!r} holds {len(held) + len(lost)} messages and its"
-                f" manifest names {settlement.expected}: none was settled, and all come back when"
-                " the lease lapses"
+                f"generation {lease.generation!r} holds {len(book.receipts) - at_once} messages and"
+                f" its manifest names {settlement.expected}: none was settled, and all come back"
+                " when the lease lapses"
             )
         known = {entry.message_id for entry in settlement.everything()}
         verdicts = {each: settlement.rest if each in known else RELEASE for each in held}
-    strangers = sum(each not in entries for each in lost)
+        gone = lost | {each for each in known if each not in book.receipts}
     for key, entry in entries.items():
         if key in verdicts:
             verdicts[key] = entry.verdict
         elif key not in book.now:
-            strangers += 1
-    return Plan(verdicts, entries, strangers)
+            gone = gone | {key}
+    errors = (_MISSING.format(missing),) if missing and book.receipts else ()
+    return Plan(verdicts, entries, max(len(gone), missing + len(lost)), errors)
 
 
 class Settling:
-    """Carries verdicts out on what one book holds; used from one thread."""
+    """Carries verdicts out on what one book holds; used from one thread.
+
+    :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
+        that asks nothing more of SQS, which would still take an old receipt.
+    """
 
     def __init__(
         self,
@@ -105,6 +123,8 @@ class Settling:
         bulk: Bulk,
         book: Book,
         clock: Clock,
+        *,
+        held_until: Callable[[], float],
     ) -> None:
         self._producer = producer
         self._queue = queue
@@ -112,9 +132,13 @@ class Settling:
         self._bulk = bulk
         self._book = book
         self._clock = clock
+        self._held_until = held_until
+        self._until = 0.0
         #: Whether a settlement before this one was killed on its way.
         self._resumed = book.begun
         self._errors: list[str] = []
+        #: What it has done so far, of this book.
+        self.done: dict[str, Action] = {}
         self._entries: dict[str, Entry] = {}
         self._letters: tuple[Queue, int] | None = None
         self._lapsed = 0
@@ -123,16 +147,18 @@ class Settling:
         self._left = 0
 
     def carry_out(self, plan: Plan, *, note: bool) -> dict[str, Action]:
-        """Do it; returns what was done.
+        """Do it; returns what was done, which :attr:`done` names however it ends.
 
         :param note: Whether to note on the way how far it has come.
         :raises ProducerUnavailable: If SQS cannot be reached: calling again goes on.
         """
         book, self._entries = self._book, plan.entries
-        done: dict[str, Action] = {}
+        done = self.done
         verdicts = self._held_back(plan.verdicts) if book.groups else plan.verdicts
         keys = list(verdicts)
         for start in range(0, len(keys), WAVE):
+            if note and start and book.ended():
+                break  # another has settled it meanwhile: what it reports stands
             fresh: dict[str, Action] = {}
             by_verdict: dict[Verdict, list[str]] = {}
             for key in keys[start : start + WAVE]:
@@ -141,11 +167,15 @@ class Settling:
                 else:
                     by_verdict.setdefault(verdicts[key], []).append(key)
             for action, each in _by_action(by_verdict).items():
-                refused = self._do(action, each)
+                try:
+                    refused = self._do(action, each)
+                except ProducerUnavailable:
+                    book.unanswered.update(each)
+                    raise
                 fresh.update({key: action for key in each if key not in refused})
                 for key, refusal in refused.items():
                     self._refused(action, key, refusal, fresh)
-            done.update(fresh)
+                done.update(fresh)
             if note and len(keys) > WAVE:
                 book.note_done(fresh)
         return done
@@ -172,14 +202,29 @@ class Settling:
             return self._dead_letter(verdicts)
         if action is Action.RETRY:
             failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
-            self._shelf.note_failures(failures, day_of(self._clock.now()))
+            self._shelf.failures.note(failures, self._clock.now())
         return self._change(verdicts)
 
     def _delete(self, keys: Iterable[str]) -> dict[str, Refusal]:
         receipt = self._receipt
         return self._bulk.send(
-            self._queue.delete, ((key, {"ReceiptHandle": receipt(key)}) for key in keys)
+            self._while_held(self._queue.delete),
+            ((key, {"ReceiptHandle": receipt(key)}) for key in keys),
         )
+
+    def _while_held(self, call: Call) -> Call:
+        """The request, as long as the lease lasts; then every entry of it has lapsed."""
+
+        def checked(entries: Sequence[Any]) -> Told:
+            now = self._clock.now().timestamp()
+            if now >= self._until:
+                self._until = self._held_until()
+            if now < self._until:
+                return call(entries)
+            failed = {"Code": LAPSED, "SenderFault": True, "Message": "the lease has lapsed"}
+            return Told(frozenset(), [{"Id": entry["Id"], **failed} for entry in entries])
+
+        return checked
 
     def _change(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         book, now = self._book, self._clock.now().timestamp()
@@ -195,7 +240,7 @@ class Settling:
                     delay, cut = left, cut + 1
                 yield key, {"ReceiptHandle": self._receipt(key), "VisibilityTimeout": delay}
 
-        refused = self._bulk.send(self._queue.change, changes())
+        refused = self._bulk.send(self._while_held(self._queue.change), changes())
         if cut:
             self._cut += cut
             self._left = left
@@ -208,6 +253,7 @@ class Settling:
             raise
         except BroadwayError as error:
             return dict.fromkeys(verdicts, Refusal("", str(error)))
+        guard = Guard()
         letters: dict[str, dict[str, Any]] = {}
         refused: dict[str, Refusal] = {}
         for key in verdicts:
@@ -215,12 +261,12 @@ class Settling:
             if entry is None or entry.payload is None:
                 refused[key] = Refusal("", _NO_BODY)
                 continue
-            letters[key] = dead.letter(
-                entry,
-                self._queue.name,
-                fifo=target.url.endswith(".fifo"),
-                max_bytes=most,
-            )
+            with guard.each(key):
+                letters[key] = dead.letter(
+                    entry, self._queue.name, fifo=target.url.endswith(".fifo"), max_bytes=most
+                )
+        for key, reason in guard.refused.items():
+            refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
         for key, refusal in self._bulk.send_requests(target.send, dead.requests(letters)).items():
             # Said of the letter, not of the receipt.
             code = f"SendMessage: {refusal.code}"
@@ -244,7 +290,8 @@ class Settling:
 
     def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
         if refusal.gone:
-            if self._resumed and action in (Action.RETRY, Action.RELEASE):
+            again = self._resumed or refusal.unclear or key in self._book.unanswered
+            if again and action in (Action.RETRY, Action.RELEASE) and refusal.code != LAPSED:
                 # An earlier settlement, killed since, gave it back: it is in flight no more.
                 done[key] = action
                 return

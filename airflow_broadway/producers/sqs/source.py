@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core import telemetry
-from airflow_broadway.core.custody import Delivery, Lease
+from airflow_broadway.core.custody import Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.producers.sqs.book import (
-    KEPT_FAILURES,
-    KEPT_REPORTS,
-    Shelf,
-    day_of,
-)
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.notes import day_of
+from airflow_broadway.producers.sqs.asking import Receives
+from airflow_broadway.producers.sqs.book import KEPT_REPORTS, Shelf
 from airflow_broadway.producers.sqs.bulk import Bulk
 from airflow_broadway.producers.sqs.client import open_queue
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
-from airflow_broadway.producers.sqs.looking import check
+from airflow_broadway.producers.sqs.looking import check, look_at_empty
 from airflow_broadway.producers.sqs.polling import Answer, Polls
-from airflow_broadway.producers.sqs.receiving import Reader, properties_of, request_of
+from airflow_broadway.producers.sqs.receiving import (
+    Reader,
+    group_of,
+    receives_of,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.producer import ProducerEnv
@@ -47,6 +47,8 @@ _STALE: Final = 0.3
 _SMALL: Final = 200
 #: Seconds for which SQS may be out of reach before the run ends with an error, and between tries.
 _OUTAGE, _AGAIN = 60.0, 2.0
+#: Seconds between two looks at why a queue seems empty.
+_LOOK: Final = 60.0
 #: The least seconds worth sleeping.
 _TICK: Final = 0.02
 
@@ -65,19 +67,24 @@ class SqsSource:
         self._clock = env.clock
         self._queue = open_queue(producer, env)
         try:
-            check(producer, self._queue)
+            check(producer, self._queue, env.clock)
+            self._shelf = Shelf(env.staging, producer.place)
+            self._shelf.failures.merge(env.clock.now())
+            oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
+            self._book = self._shelf.open(env.generation, oldest)
         except BaseException:
             self._queue.close()
             raise
-        self._shelf = Shelf(env.staging, producer.place)
-        self._book = self._shelf.open(env.generation, day_of(env.clock.now(), before=KEPT_REPORTS))
-        self._reader = Reader(producer)
+        self._reader = Reader(producer, env.generation)
+        self._receives = Receives(producer, self._queue, env.pipeline, env.clock)
         self._polls = Polls(
-            self._receive_some,
+            self._receives.receive,
             most=producer.max_number_of_messages,
             concurrency=producer.receive_concurrency,
             interval=producer.receive_interval,
             clock=env.clock,
+            late=self._give_back_late,
+            hurry=env.stopping,
         )
         self._bulk = Bulk(producer.receive_concurrency, env.clock)
         #: Received and not handed out yet, each with the instant it was asked for.
@@ -86,11 +93,15 @@ class SqsSource:
         self._spare: dict[str, str] = {}
         #: Handed out by the last receive, not yet secured.
         self._unsecured: tuple[dict[str, str], dict[str, str], float] | None = None
+        #: Messages secured: all that the generation holds.
+        self._secured = 0
         self._gather = _GATHER_FILES if self._shelf.durable else _GATHER
         self._position = 0
         self._full = False
         self._trouble: float | None = None
         self._told = False
+        self._look_at = 0.0
+        self._stopped = False
         self._closed = False
 
     @property
@@ -108,7 +119,7 @@ class SqsSource:
             owner=dict(self._env.owner),
             state={
                 "queue": producer.place,
-                "messages": self._position,
+                "messages": self._secured,
                 "since": None if since is None else _instant(since).isoformat(),
             },
         )
@@ -118,24 +129,37 @@ class SqsSource:
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         if self._book.report is not None:
             raise self._lapsed()
-        if demand < 1:
+        if demand < 1 or self._stopped:
             return []
+        self._take_back_unsecured()
         end = self._clock.monotonic() + timeout
         while True:
             self._collect(demand, end)
             if not self._ready:
+                if not self._env.stopping():
+                    self._explain_empty()
                 return []
             messages = self._messages(demand)
             if messages:  # not only such as this run knows already
                 return messages
 
+    def _explain_empty(self) -> None:
+        """Once in a while, say why nothing comes if there is something."""
+        now = self._clock.monotonic()
+        if self._polls.quiet and not self._full and now >= self._look_at:
+            self._look_at = now + _LOOK
+            look_at_empty(self._producer, self._queue)
+
     def _collect(self, demand: int, end: float) -> None:
-        """Wait for messages until ``end``, or until those are there that go together."""
+        """Wait for messages until ``end``, or until those are there that go together.
+
+        A run that is told to stop waits for nothing: what is in flight is for :meth:`stop`.
+        """
         clock, polls = self._clock, self._polls
         gathering: float | None = None
         # Of a large demand a half is handed out while the other half is on its way.
         enough = demand if demand <= _SMALL else demand // 2
-        while len(self._ready) < enough:
+        while len(self._ready) < enough and not self._env.stopping():
             if gathering is not None and clock.monotonic() >= gathering:
                 break
             if not self._full:
@@ -177,31 +201,23 @@ class SqsSource:
         self._trouble = None
         return answer
 
-    def _receive_some(self, count: int) -> list[dict[str, Any]]:
-        request = request_of(self._producer, count)
-        if not telemetry.handlers(*_EVENTS):
-            return self._queue.receive(request)
-        span = telemetry.Span(_SPAN, {"name": self._env.pipeline, "demand": count})
-        try:
-            found = self._queue.receive(request)
-        except Exception as error:
-            span.exception("error", error, "")
-            raise
-        span.stop({"name": self._env.pipeline, "demand": count, "messages": found})
-        return found
-
     def _messages(self, demand: int) -> list[Message]:
         taken, self._ready = self._ready[:demand], self._ready[demand:]
         if not taken:
             return []
-        lease = self._producer.visibility
-        taken = self._still_held(taken, lease)
+        try:
+            return self._sorted(self._still_held(taken, self._producer.visibility))
+        except BaseException:  # it goes back at the end
+            self._ready[:0] = taken
+            raise
+
+    def _sorted(self, taken: list[tuple[float, Any]]) -> list[Message]:
+        """The messages of what was taken that are new to this run."""
         now = self._clock.now()
-        instant = now.timestamp()
         book, spare = self._book, self._spare
         fresh: dict[str, Any] = {}
         newer: dict[str, str] = {}
-        oldest = instant
+        oldest = now.timestamp()
         for at, raw in taken:
             key = raw["MessageId"]
             if key in book.now or key in spare:
@@ -213,18 +229,24 @@ class SqsSource:
             else:
                 fresh[key] = raw  # of two receipts in hand, the newer
                 oldest = min(oldest, at)
-        receipts = {key: raw["ReceiptHandle"] for key, raw in fresh.items()}
-        groups = self._groups(fresh)
-        until = oldest + lease
-        if newer:
-            # Handed out before: it is being handled, and settled by its newest receipt.
-            book.add(newer, {}, oldest, until)
-            book.write(newer, {}, oldest, until)
-        if not fresh:
+        # Handed out before, it is being handled, and settled by its newest receipt.
+        self._hold(newer, {}, oldest)
+        made = self._made(fresh, now)
+        if not made:
             return []
-        book.add(receipts, groups, oldest, until)
-        self._unsecured = receipts, groups, oldest
-        return self._made(fresh, now)
+        receipts = {each.message_id: fresh[each.message_id]["ReceiptHandle"] for each in made}
+        self._unsecured = receipts, self._groups(fresh), oldest
+        return made
+
+    def _hold(self, receipts: dict[str, str], groups: dict[str, str], since: float) -> None:
+        """Write receipts down, and hold their messages from now on.
+
+        :raises StagingError: If they cannot be written: then they are not held.
+        """
+        if receipts:
+            until = since + self._producer.visibility
+            self._book.write(receipts, groups, since, until)
+            self._book.add(receipts, groups, since, until)
 
     def _still_held(self, taken: list[tuple[float, Any]], lease: int) -> list[tuple[float, Any]]:
         """``taken`` with what has waited here for long held anew, if it still can be."""
@@ -245,9 +267,7 @@ class SqsSource:
     def _groups(self, fresh: dict[str, Any]) -> dict[str, str]:
         if not self._producer.fifo:
             return {}
-        groups = {
-            key: raw.get("Attributes", {}).get("MessageGroupId", "") for key, raw in fresh.items()
-        }
+        groups = {key: group_of(raw) for key, raw in fresh.items()}
         if "" in groups.values() and not self._told:
             self._told = True
             log.warning(
@@ -258,56 +278,51 @@ class SqsSource:
         return groups
 
     def _made(self, fresh: dict[str, Any], now: datetime) -> list[Message]:
-        counts = {
-            key: int(raw.get("Attributes", {}).get("ApproximateReceiveCount", 1))
-            for key, raw in fresh.items()
-        }
+        counts = {key: receives_of(raw) for key, raw in fresh.items()}
         again = [key for key, count in counts.items() if count > 1]
-        failures: dict[str, int] = {}
-        if again:
-            oldest = day_of(now, before=KEPT_FAILURES)
-            failures = self._shelf.failures(again, oldest, now.timestamp())
+        failures = self._shelf.failures.of(again, now) if again else {}
         # Without notes of failures the receives must stand for them, releases and lapses included.
         durable = self._shelf.durable
-        keeps, generation = self._producer.keeps_payload, self._env.generation
-        metadata, position = self._reader.metadata, self._position
-        plain = AckRef(None, generation, Delivery())
         made = []
         for key, raw in fresh.items():
-            body = raw["Body"].encode("utf-8", "surrogatepass")
             count = counts[key]
-            made.append(
-                Message(
-                    body,
-                    metadata=metadata(raw),
-                    acknowledger=AckRef(
-                        None, generation, Delivery(payload=body, properties=properties_of(raw))
+            attempt = 1 if count == 1 else failures.get(key, 0) + 1 if durable else count
+            try:
+                made.append(
+                    self._reader.message(
+                        raw, attempt=attempt, redelivered=count > 1, at=now, position=self._position
                     )
-                    if keeps
-                    else plain,
-                    message_id=key,
-                    attempt=1 if count == 1 else failures.get(key, 0) + 1 if durable else count,
-                    redelivered=count > 1,
-                    received_at=now,
-                    position=position,
-                    size=len(body),
                 )
-            )
-            position += 1
-        self._position = position
+                self._position += 1
+            except Exception as error:  # one that cannot be read fails alone
+                self._spare[key] = raw["ReceiptHandle"]
+                log.error(
+                    "message %r of the SQS queue %r cannot be read (%s: %s): it is left to the"
+                    " queue's redrive policy, and given back when the run ends",
+                    key,
+                    self._queue.name,
+                    type(error).__name__,
+                    error,
+                )
         return made
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        portion, self._unsecured = self._unsecured, None
+        portion = self._unsecured
         if portion is None or not messages:
             return messages
         if self._book.ended():
             # A newer execution of this task, or a sweep, has ended the generation meanwhile.
-            self._spare.update(portion[0])
             raise self._lapsed()
-        receipts, groups, since = portion
-        self._book.write(receipts, groups, since, since + self._producer.visibility)
+        self._hold(*portion)
+        self._unsecured = None
+        self._secured += len(portion[0])
         return messages
+
+    def _take_back_unsecured(self) -> None:
+        """What was handed out and never secured is not this run's: it goes back at the end."""
+        portion, self._unsecured = self._unsecured, None
+        if portion is not None:
+            self._spare.update(portion[0])
 
     def _lapsed(self) -> LeaseLapsed:
         return LeaseLapsed(
@@ -317,43 +332,68 @@ class SqsSource:
 
     # -- the end -------------------------------------------------------------------------------
 
+    def stop(self) -> Sequence[Message]:
+        if self._stopped:
+            return []
+        self._stopped = True
+        for answer in self._polls.close():
+            self._ready += [(answer.at, raw) for raw in answer.messages]
+        if not self._env.stopping():  # it may take as long as a long poll
+            self._ready += self._receives.lost()
+        self._take_back_unsecured()
+        ready, self._ready = self._ready, []
+        newer: dict[str, str] = {}
+        for _, raw in ready:
+            key = raw["MessageId"]
+            held = self._book.knows(key) and key not in self._book.now
+            (newer if held else self._spare)[key] = raw["ReceiptHandle"]
+        self._give_back()
+        # Received again, and settled by their newest receipts.
+        self._hold(newer, {}, min((at for at, _ in ready), default=0.0))
+        return []
+
+    def _give_back(self) -> None:
+        """Show everybody at once what was received and is not held."""
+        if not self._spare:
+            return
+        spare = dict(self._spare)
+        try:
+            refused = self._bulk.send(self._queue.change, _shown(spare.items()))
+        except BroadwayError as error:  # tried once more at the very end
+            log.warning("Could not give back %d unused messages: %s", len(spare), error)
+            return
+        self._spare.clear()
+        log.info("Gave back %d messages unused.", len(spare) - len(refused))
+
+    def _give_back_late(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Give back what a receive found that nobody waited for any more; in its own thread."""
+        entries = _shown((str(place), raw["ReceiptHandle"]) for place, raw in enumerate(found))
+        try:
+            self._queue.change([{"Id": key, **entry} for key, entry in entries])
+        except BroadwayError as error:
+            log.warning("Could not give back %d unused messages: %s", len(found), error)
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for answer in self._polls.close():
-            self._ready += [(answer.at, raw) for raw in answer.messages]
-        unused: dict[str, str] = {}
-        newer: dict[str, str] = {}
-        for _, raw in self._ready:
-            known = self._book.knows(raw["MessageId"]) and raw["MessageId"] not in self._book.now
-            (newer if known else unused)[raw["MessageId"]] = raw["ReceiptHandle"]
-        unused |= self._spare
         try:
-            if newer:  # received again, and settled by their newest receipts
-                since = min(at for at, _ in self._ready)
-                until = since + self._producer.visibility
-                self._book.add(newer, {}, since, until)
-                self._book.write(newer, {}, since, until)
-            if unused:
-                refused = self._bulk.send(
-                    self._queue.change,
-                    (
-                        (key, {"ReceiptHandle": receipt, "VisibilityTimeout": 0})
-                        for key, receipt in unused.items()
-                    ),
-                )
-                log.info("Gave back %d messages unused.", len(unused) - len(refused))
-        except BroadwayError as error:  # they come back by themselves
-            log.warning("Could not give back %d unused messages: %s", len(unused), error)
-        self._bulk.close()
-        self._queue.close()
-        self._shelf.close(self._env.generation)
+            self.stop()
+            self._give_back()
+        except BroadwayError as error:
+            log.warning("Could not note newer receipts: %s", error)
+        finally:
+            self._bulk.close()
+            if not self._polls.flying:  # else what it finds is still to be given back
+                self._queue.close()
+            self._shelf.close(self._env.generation)
 
 
-_SPAN: Final = "sqs.receive_messages"
-_EVENTS: Final = tuple(f"{_SPAN}.{end}" for end in ("start", "stop", "exception"))
+def _shown(receipts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Entries that make messages visible at once."""
+    for key, receipt in receipts:
+        yield key, {"ReceiptHandle": receipt, "VisibilityTimeout": 0}
 
 
 def _instant(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    return datetime.fromtimestamp(seconds, timezone.utc)

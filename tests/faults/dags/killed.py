@@ -23,6 +23,8 @@ for broker, pipeline in PIPELINES.items():
         pipeline(context={"handled": "{{ params.handled }}"}).task_group(
             # A killed task is tried again at once, as often as it takes.
             default_args={"retries": 60, "retry_delay": timedelta(seconds=1)},
+            # The last runs have but the messages that fail each time.
+            ack={"fail_when": "never"},
             spark={
                 "conf": {
                     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

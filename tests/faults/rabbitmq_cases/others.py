@@ -50,7 +50,7 @@ def a_settlement_is_killed_before_it_is_noted(place: Place, name: str) -> Found:
         if int(m.data) % 3 != 1
     }
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         raise _Killed
 
     with pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import urllib.request
 import uuid
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class Place:
 
     def delete_spares(self) -> None:
         """Delete the queue of lease queues that are declared for runs to come."""
-        self.delete(self.queues.spares)
+        self.delete(self.queues.spares(self.producer.lease))
 
     def count(self, *queues: str) -> int:
         """Messages that are ready in queues; 0 in those that do not exist."""
@@ -157,16 +157,19 @@ class Place:
 
     def receive(self, source: Source, demand: int = 1000) -> list[Message]:
         """One call of ``receive``, secured."""
-        got = source.secure(source.receive(demand, timeout=1.0))
-        for message in got:
+        return self._noted(source.secure(source.receive(demand, timeout=1.0)))
+
+    def _noted(self, messages: Sequence[Message]) -> list[Message]:
+        for message in messages:
             self._taken[int(message.data), message.attempt].append(message.redelivered)
-        return list(got)
+        return list(messages)
 
     def hold(self, generation: str, most: int = 100_000) -> tuple[Lease, list[Message]]:
         """What a process task has when it has published its manifest."""
         source = self.source(generation)
         try:
             messages = self.take(source, most)
+            messages += self._noted(source.stop())
             return source.lease, messages
         finally:
             source.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
@@ -37,7 +39,22 @@ class InProcesses(Broadway):
                 os._exit(3)
             case "interrupt":
                 raise KeyboardInterrupt
+            case "exit":
+                sys.exit(message.metadata.get("code"))
+            case "stdin":
+                read = subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout
+                return message.put_data((sys.stdin.read(), read))
+            case "descriptors":
+                told = "import os; print(len(os.listdir('/proc/self/fd')))"
+                # What a callback starts without a thought for descriptors
+                command = [sys.executable, "-c", told]
+                started = subprocess.run(command, close_fds=False, capture_output=True, check=True)
+                return message.put_data(int(started.stdout))
         return message.put_data((message.data, os.getpid()))
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         return messages
+
+
+class WithoutBatchers(InProcesses):
+    batchers: Any = {}

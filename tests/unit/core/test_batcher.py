@@ -103,6 +103,24 @@ def test_a_partition_must_be_an_integer_of_at_least_0(value: object) -> None:
         partition(message(1))
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "sizes"), [(2, [1] * 6), (3, [2, 2, 2]), (4, [2, 2, 2]), (100, [6])]
+)
+def test_a_flush_reaches_as_far_as_the_step_that_the_batch_size_makes(
+    batch_size: int, sizes: list[int]
+) -> None:
+    batcher = stage(batch_size=batch_size)
+    closed = batcher.add([message(number, mode="flush") for number in range(6)], 0.0)
+    assert [(each.size, each.trigger.value) for each in closed] == [(n, "flush") for n in sizes]
+
+
+def test_at_the_end_batches_come_in_the_order_in_which_they_were_opened() -> None:
+    batcher = stage(batch_size=2, batch_timeout=None)
+    # The first key's batch is closed by its size, and its next one is opened after the others
+    batcher.add([message(number, key) for number, key in enumerate("abcaa")], 0.0)
+    assert data(batcher.flush()) == [("b", "flush", [1]), ("c", "flush", [2]), ("a", "flush", [4])]
+
+
 def test_merged_calls_hold_whole_batches_up_to_batch_size() -> None:
     def closed(key: str, size: int, partition: int | None = None) -> Closed:
         return Closed([None] * size, key, partition, Trigger.FLUSH, size)

@@ -51,6 +51,13 @@ def test_another_message_id_is_refused_before_any_work_is_done() -> None:
         transformed(renames, [DELIVERED])
 
 
+@pytest.mark.parametrize("transformer", [None, lambda message: message])
+def test_every_item_that_is_no_message_is_found_not_the_first_alone(transformer: Any) -> None:
+    items: Any = [DELIVERED, DELIVERED, b"raw"]
+    with pytest.raises(PipelineError, match=r"message.*, got: b'raw'"):
+        transformed(transformer, items)
+
+
 class _Broken:
     """A source whose broker has gone."""
 
@@ -59,6 +66,9 @@ class _Broken:
 
     def secure(self, messages: list[Message]) -> list[Message]:
         return messages
+
+    def stop(self) -> list[Message]:
+        return []
 
 
 def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
@@ -71,3 +81,102 @@ def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
 
     # The retry of the task has the whole window.
     assert limiter.take(100) == 10
+
+
+class _Told(_Broken):
+    """A source of which the run is told to stop while it waits."""
+
+    told = ""
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.told = "signal"
+        return []
+
+
+def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty() -> None:
+    source: Any = _Told()
+    clock = ManualClock()
+    intake = Intake(
+        source,
+        Budget(),
+        clock=clock,
+        limiter=RateLimiter(None, clock),
+        demand=8,
+        stop=lambda: source.told,
+    )
+
+    assert list(intake) == []
+    assert intake.ended == "signal"
+
+
+class _Asked(_Broken):
+    """A source without end, which notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.asked.append(demand)
+        return [Message(b"x", size=1)] * demand
+
+
+@pytest.mark.parametrize(
+    ("processors", "seconds", "asked"),
+    [
+        (10, 0.0, [10, 40, 160, 640, 1000, 1000]),  # four times as much as before, up to 1,000
+        (10, 0.1, [10, 10, 10, 10, 10, 10]),  # no less than the processors take
+        (10, 0.001, [10, 40, 160, 500, 500, 500]),  # as much as takes half a second
+        (1500, 0.0, [1500, 1500, 1500, 1500, 1500, 1500]),  # more, if the processors can take it
+    ],
+)
+def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
+    processors: int, seconds: float, asked: list[int]
+) -> None:
+    source: Any = _Asked()
+    clock = ManualClock()
+    intake = Intake(source, Budget(), clock=clock, limiter=RateLimiter(None), demand=processors)
+
+    for dispatch in intake:
+        # What is handed out at a time is what the processors can take
+        assert 0 < len(dispatch) <= processors
+        if len(source.asked) > len(asked):
+            break
+        clock.advance(len(dispatch) * seconds)
+
+    assert source.asked[: len(asked)] == asked
+
+
+class _Securing(_Broken):
+    """A source that secures all but the first of what it receives, once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.left = [Message(b"%d" % number, size=1) for number in range(3)]
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.calls.append("receive")
+        given, self.left = self.left, []
+        return given
+
+    def secure(self, messages: list[Message]) -> list[Message]:
+        self.calls.append(f"secure {len(messages)}")
+        return messages[1:]
+
+
+def test_only_what_is_secured_goes_on_and_only_then() -> None:
+    source: Any = _Securing()
+    clock = ManualClock()
+
+    def accept(messages: Any) -> Any:
+        source.calls.append(f"accept {len(messages)}")
+        return messages
+
+    limiter = RateLimiter(None, clock)
+    intake = Intake(source, Budget(), clock=clock, limiter=limiter, demand=8, accept=accept)
+    assert [message.data for dispatch in intake for message in dispatch] == [b"1", b"2"]
+    assert source.calls[:3] == ["receive", "secure 3", "accept 2"]
+    assert source.calls[3:5] == [
+        "receive",
+        "secure 0",
+    ]  # nothing is told too: the source drains by it
+    assert intake.received == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -13,13 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.processors import ProcessorPool
 from airflow_broadway.core.rate_limiter import MemoryRateState, RateLimiter
 from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.stop import Stop
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from airflow_broadway.testing import DummyProducer, ManualClock
+from airflow_broadway.testing import DummyProducer, ManualClock, PipelineDriver
 
 
 class Plain(Broadway):
@@ -145,9 +148,9 @@ def test_sigterm_stops_taking_finishes_and_gives_back_the_rest(path: str) -> Non
     report = on(path, Pipeline).run_local()
     assert signal.getsignal(signal.SIGTERM) is before
     assert report.ended == "stopped"
-    assert 150 < report.received < 1000
-    assert report.settled.acked == report.received  # what was taken was finished
-    assert queue.depth().ready == 1000 - report.received
+    assert report.settled.acked == 160  # what was handed out was finished
+    assert report.balanced
+    assert queue.depth().ready == 1000 - 160
 
 
 def test_after_shutdown_seconds_what_is_not_done_is_released(path: str) -> None:
@@ -171,6 +174,72 @@ def test_after_shutdown_seconds_what_is_not_done_is_released(path: str) -> None:
     assert report.settled.released > 0
     assert report.balanced
     assert queue.depth().leased == 0
+
+
+class Stuck(Plain):
+    """The first message is at work until the run has ended, beside nine more, of which 3 fails."""
+
+    processors = Processors(concurrency=2, max_demand=1)
+    stuck_in = "process"
+    done: threading.Semaphore
+    free: threading.Event
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return self.work(message, "process").put_batch_key(int(message.data))
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [self.work(message, "batch") for message in messages]
+
+    def work(self, message: Message, stage: str) -> Message:
+        if stage != self.stuck_in:
+            return message
+        if message.data == b"0":
+            self.free.wait(10.0)
+            return message.failed("late")
+        self.done.release()
+        return message.failed("three") if message.data == b"3" else message
+
+
+class StuckUnbatched(Stuck):
+    batchers = {}
+
+
+class StuckInABatch(Stuck):
+    processors = Processors(concurrency=1)
+    batchers = {"default": Batcher(engine="python", batch_size=1, concurrency=2)}
+    stuck_in = "batch"
+
+
+@pytest.mark.parametrize("kind", [Stuck, StuckUnbatched, StuckInABatch])
+def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_message_is_named(
+    path: str, kind: type[Stuck], caplog: pytest.LogCaptureFixture
+) -> None:
+    kind.done, kind.free = threading.Semaphore(0), threading.Event()
+    queue_of(path, 10)
+    stop = Stop(SystemClock(), shutdown=0.0)
+
+    def stops() -> None:
+        for _ in range(9):
+            assert kind.done.acquire(timeout=10.0)
+        stop.tell("signal", at_once=True)
+
+    told = threading.Thread(target=stops)
+    told.start()
+    try:
+        report = on(path, kind).run_local(stop=stop)
+    finally:
+        kind.free.set()
+        told.join()
+
+    # Then 3 has failed, and what is done is settled, unless a batch was still to handle it
+    assert (report.received, report.failed, report.balanced) == (10, 1, True)
+    acked = 0 if kind is Stuck else 8
+    assert (report.settled.acked, report.settled.requeued) == (acked, 1)
+    assert report.settled.released == 9 - acked
+    batches = sum(sum(each.values()) for each in report.batches.values())
+    assert batches == (9 if kind is StuckInABatch else 0)
+    assert re.search(r"was still at 1 message .*goes back: '[0-9a-f]+-1'", caplog.text)
+    assert "three" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemError])
@@ -206,7 +275,7 @@ def test_a_transformer_that_raises_ends_the_run_and_its_messages_go_back(path: s
     with pytest.raises(PipelineError, match="the transformer raised ValueError: poison"):
         on(path, transformer=transform).run_local()
     assert queue.depth().leased == 0
-    assert queue.depth().ready == 200  # the first hundred were done
+    assert queue.depth().ready == 250  # the first fifty were done, the next receive was not
 
 
 def test_rate_limiting_bounds_what_a_run_takes_and_is_remembered(path: str) -> None:
@@ -236,6 +305,76 @@ def test_batches_time_out_by_the_clock_while_nothing_comes(path: str) -> None:
     queue_of(path, 5, clock)
     report = on(path, Pipeline).run_local(clock=clock, idle_seconds=10.0)
     assert report.batches == {"default": {"timeout": 1}}
+
+
+def test_a_message_that_comes_after_a_batchs_timeout_is_in_the_next_batch(path: str) -> None:
+    clock = ManualClock()
+    sizes: list[tuple[int, str]] = []
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=1, max_demand=2)
+        batchers = {"default": Batcher(engine="python", batch_size=100, batch_timeout=2.0)}
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            clock.advance(1.2)  # the second is done 0.4 s after the batch's time
+            return message
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            sizes.append((len(messages), batch_info.trigger.value))
+            return messages
+
+    queue_of(path, 3, clock)
+    on(path, Pipeline, lease=3600.0).run_local(clock=clock)
+    assert sizes == [(2, "timeout"), (1, "flush")]
+
+
+def test_a_timeout_that_passes_while_another_batch_is_handled_is_seen_at_once() -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=1, max_demand=2)
+        batchers = {
+            "waiting": Batcher(engine="python", batch_size=10, batch_timeout=2.0),
+            "slow": Batcher(engine="python", batch_size=1),
+        }
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return message.put_batcher(message.data)
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            seen.append((batcher, batch_info.trigger.value))
+            driver.clock.advance(3.0 if batcher == "slow" else 0.0)
+            return messages
+
+    driver = PipelineDriver(Pipeline)
+    driver.push(["waiting", "slow"])
+    assert seen == [("slow", "size"), ("waiting", "timeout")]
+
+
+def test_what_is_pending_at_the_end_comes_in_the_order_of_batchers_and_of_opening() -> None:
+    seen: list[tuple[str, str]] = []
+
+    class Pipeline(Plain):
+        processors = Processors(concurrency=1, max_demand=100)
+        batchers = {
+            "second": Batcher(engine="python", batch_size=2),
+            "first": Batcher(engine="python", batch_size=2),
+        }
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            batcher, key = message.data
+            return message.put_batcher(batcher).put_batch_key(key)
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            if batch_info.trigger == "flush":
+                seen.append((batcher, batch_info.batch_key))
+            return messages
+
+    given = [("first", "a"), ("second", "c"), ("second", "a"), ("second", "b")]
+    driver = PipelineDriver(Pipeline)
+    driver.push([*given, ("second", "c"), ("second", "c")])  # c is full, and opened anew
+    driver.drain()
+    assert seen == [("second", "a"), ("second", "b"), ("second", "c"), ("first", "a")]
 
 
 def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
@@ -341,25 +480,27 @@ class Fated(Plain):
         ]
 
 
-def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> Counter[str]:
+def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> dict[int, str]:
+    """What became of each message, by its number: looked up in the queue after the runs."""
     path = str(folder / "queue.db")
-    with SqliteQueue(path, "q") as queue:
-        queue.send([f"{fate} {key}".encode() for fate, key in stream])
-        totals: Counter[str] = Counter()
+    clock = ManualClock()
+    with SqliteQueue(path, "q", clock=clock) as queue:
+        ids = queue.send([f"{fate} {key}".encode() for fate, key in stream])
         received = 0
         while received < len(stream):
-            report = on(path, Fated).run_local(max_messages=min(budget, len(stream) - received))
+            report = on(path, Fated, retry=RetryPolicy(max_attempts=2, jitter=0.0)).run_local(
+                max_messages=min(budget, len(stream) - received), clock=clock
+            )
             assert report.balanced
             received += report.received
-            totals.update(
-                {
-                    name: count
-                    for name, count in report.settled.to_json().items()
-                    if isinstance(count, int)
-                }
-            )
-        assert queue.depth().leased == 0
-    return totals
+        assert (queue.depth().leased, queue.depth().ready) == (0, 0)
+        clock.advance(3600.0)
+        again = {each.message_id: each.attempt for each in queue.receive("look", 1000)}
+        assert not queue.dead_letters()
+    return {
+        number: f"attempt {again[message_id]}" if message_id in again else "acknowledged"
+        for number, message_id in enumerate(ids)
+    }
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -368,8 +509,12 @@ def test_splitting_a_run_changes_no_messages_verdict(
     stream: list[tuple[str, str]], cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = verdicts(stream, tmp_path_factory.mktemp("whole"), 1000)
-    parts = verdicts(stream, tmp_path_factory.mktemp("parts"), cut)
-    assert whole == parts
+    assert verdicts(stream, tmp_path_factory.mktemp("parts"), cut) == whole
+    fails = {"fail", "raise", "batch-fail"}
+    assert whole == {
+        number: "attempt 2" if fate in fails else "acknowledged"
+        for number, (fate, _) in enumerate(stream)
+    }
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

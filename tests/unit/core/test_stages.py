@@ -199,6 +199,13 @@ def test_spark_batches_are_recorded_and_succeed_in_tests() -> None:
         Pipeline().run_local([1])
 
 
+@pytest.mark.parametrize("options", [{"max_demand": 0}, {"max_demand": 5, "min_demand": 5}])
+def test_options_by_which_nothing_would_be_processed_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionsError, match=r"m.._demand"):
+        Processors(**options)
+    assert Processors(max_demand=1, min_demand=0).max_demand == 1
+
+
 # -- the run's acknowledger ------------------------------------------------------------------------
 
 
@@ -261,14 +268,15 @@ def test_handlers_get_messages_as_the_callbacks_know_them() -> None:
     assert [message.data for message in told[0]["successful_messages_to_forward"]] == ["raw"]
 
 
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
 def test_a_handler_that_raises_is_detached_and_hurts_nobody(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     calls: list[str] = []
 
     def broken(event: str, measurements: Any, metadata: Any) -> None:
         calls.append(event)
-        raise ValueError("handler")
+        raise kind("handler")
 
     name = telemetry.attach(broken, handler_id="broken")
     tested = test_batch(Plain, [1, 2, 3])

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.processors import ProcessorPool
+from airflow_broadway.core.worker import ProcessProcessor
 from airflow_broadway.testing import DummyProducer, PipelineDriver
-from tests.unit.core._processes import InProcesses
+from tests.unit.core._processes import InProcesses, WithoutBatchers
 
 
 def test_processors_in_processes_do_what_those_in_threads_do() -> None:
@@ -26,7 +29,13 @@ def test_processors_in_processes_do_what_those_in_threads_do() -> None:
     settled = report.settled
     assert (settled.acked, settled.dead_lettered, settled.requeued) == (96, 1, 3)
     assert len(events) == 100
-    assert events.count("processor.message.exception") == 2
+    assert events.count("processor.message.exception") == 3
+
+
+def test_a_result_that_cannot_be_pickled_fails_its_message_alone() -> None:
+    report = WithoutBatchers().run_local([1, "unpicklable", 2])
+    assert report.failed == 1
+    assert (report.settled.acked, report.settled.requeued) == (2, 1)
 
 
 def test_results_come_in_order_from_other_processes() -> None:
@@ -57,3 +66,54 @@ def test_a_pipeline_that_other_processes_cannot_import_is_refused_at_once() -> N
 
     with pytest.raises(ValueError, match="top level of an importable module"):
         Local().run_local([1])
+
+
+def test_a_callback_in_another_process_has_nothing_to_read() -> None:
+    driver = PipelineDriver(InProcesses)
+    pool = ProcessorPool(InProcesses())
+    try:
+        [(_, result)] = pool.map([[driver.message("stdin")]])
+    finally:
+        pool.close()
+    assert [message.data for message in result.successful] == [("", b"")]
+
+
+def test_what_callbacks_start_has_no_end_of_the_pipe() -> None:
+    driver = PipelineDriver(InProcesses)
+    processor = ProcessProcessor(InProcesses())
+    try:
+        result = processor.handle([driver.message("descriptors")])
+        # In the child: standard input, output and error, and the folder that is listed
+        assert [message.data for message in result.successful] == [4]
+        # In the parent
+        process = processor._process
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            assert not os.get_inheritable(pipe.fileno())
+    finally:
+        processor.close()
+
+
+def test_another_process_imports_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    (tmp_path / "pickle.py").write_text(f"open({str(planted)!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    assert InProcesses().run_local([1]).failed == 0
+    assert not planted.exists()
+
+
+@pytest.mark.parametrize(("code", "text"), [(None, "0"), (0, "0"), (3, "3"), ("no", "no")])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_exit_is_told_as_one_with_its_code(executor: str, code: Any, text: str) -> None:
+    pipeline = InProcesses(processors={"executor": executor})
+    driver = PipelineDriver(InProcesses)
+    pool = ProcessorPool(pipeline)
+    try:
+        [(_, result)] = pool.map([[driver.message("exit", metadata={"code": code})]])
+    finally:
+        pool.close()
+    [message] = result.failed
+    assert (message.status.kind, message.status.text) == ("exit", f"SystemExit: {text}")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.intake import Budget
 from airflow_broadway.core.producer import Connections, ProducerEnv
 from airflow_broadway.operators._batches import PythonBatches
@@ -95,7 +96,10 @@ def note(path: str, calls: Sequence[Call]) -> None:
 
 
 class Run:
-    """One run of a Dag on a queue and a staging root below ``folder``."""
+    """One run of a Dag on a queue below ``folder``, and on a staging root there or elsewhere.
+
+    :param clock: What its batches go by.
+    """
 
     def __init__(
         self,
@@ -105,9 +109,12 @@ class Run:
         pipeline: type[Sums] = Sums,
         finished: Sequence[str] = (),
         context: Mapping[str, Any] | None = None,
+        store: Store | None = None,
+        clock: Clock | None = None,
         **options: Any,
     ) -> None:
         self.folder = folder
+        self.clock = clock
         self.run_id = run_id
         self.finished = finished
         self.calls_path = str(folder / "calls.db")
@@ -116,9 +123,8 @@ class Run:
             context={"calls": self.calls_path, **(context or {})},
             **options,
         )
-        self.staged = StagedRun(
-            Store.open(f"file://{folder}/staging"), pipeline="Sums", dag_id="sums", run_id=run_id
-        )
+        store = store or Store.open(f"file://{folder}/staging")
+        self.staged = StagedRun(store, pipeline="Sums", dag_id="sums", run_id=run_id)
 
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""
@@ -169,7 +175,15 @@ class Run:
         plan = plan_batches(
             self.staged, self.pipeline, "default", generations, try_label=str(try_number)
         )
-        return PythonBatches(self.staged, self.pipeline, plan, try_number=try_number).run()
+        made = PythonBatches(
+            self.staged,
+            self.pipeline,
+            plan,
+            name="batch.default",
+            try_number=try_number,
+            clock=self.clock,
+        )
+        return made.run()
 
     def ack(self, *, final: bool = True) -> dict[str, Any]:
         """The last look of the ack sensor; returns the report."""

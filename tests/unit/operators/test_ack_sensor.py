@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.message import Message
+from airflow_broadway.operators.process import ended_sensor
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors import ack
 from airflow_broadway.sensors.ack import BroadwayAckSensor
@@ -125,13 +130,15 @@ def test_a_short_run_is_over_within_a_second_of_its_last_task(
 def test_while_it_stays_it_renews_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a lease of 40 seconds, and a run that outlasts a minute
     watched = Watched(monkeypatch, "running")
+    before = datetime.now(UTC)
 
     with pytest.raises(AirflowRescheduleException) as raised:
         watched.poke()
 
     # Then it has looked every 10 seconds, and goes when the run is no longer young
     assert watched.looks == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
-    assert raised.value.reschedule_date is not None
+    # for as long as its interval
+    assert timedelta(seconds=9) < raised.value.reschedule_date - before < timedelta(seconds=15)
 
 
 def test_a_task_that_waits_for_a_slot_is_not_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +166,113 @@ def test_a_poking_sensor_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert watched.poke() is False
     assert watched.looks == [0.0]
+
+
+def report_of(**totals: int) -> dict[str, Any]:
+    received = sum(count for name, count in totals.items() if name != "failed")
+    return {
+        "dag_id": "orders",
+        "run_id": "r",
+        "path": "file:///report.json",
+        "totals": {
+            "failed": 0,
+            "lapsed": 0,
+            "settle_failed": 0,
+            **totals,
+            "received": received,
+            "accounted": received,
+        },
+        "balanced": True,
+        "errors": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "totals", "why"),
+    [
+        ({}, {"acked": 4, "lapsed": 1}, "1 message had lapsed"),
+        ({}, {"acked": 4, "settle_failed": 1}, "1 could not be settled"),
+        ({}, {"dead_lettered": 5, "failed": 5}, "every message that was handled"),
+        ({"fail_when": 0.1}, {"acked": 9, "dead_lettered": 1, "failed": 1}, "of 10 handled"),
+        ({"fail_when": 2}, {"acked": 9, "requeued": 2, "failed": 2}, "2 messages failed"),
+    ],
+)
+def test_a_run_with_what_nobody_wants_to_miss_is_red(
+    given: dict[str, Any], totals: dict[str, int], why: str
+) -> None:
+    with pytest.raises(AirflowFailException, match=why):
+        sensor(**given)._conclude(report_of(**totals), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "totals"),
+    [
+        ({}, {"acked": 4, "dead_lettered": 1, "failed": 1}),
+        ({}, {}),
+        ({}, {"released": 3}),
+        ({"fail_when": "never"}, {"dead_lettered": 5, "failed": 5}),
+        ({"fail_when": 0.5}, {"acked": 3, "requeued": 2, "failed": 2}),
+    ],
+)
+def test_a_run_that_went_as_it_may_is_green(given: dict[str, Any], totals: dict[str, int]) -> None:
+    assert sensor(**given)._conclude(report_of(**totals), [])["received"] == sum(
+        count for name, count in totals.items() if name != "failed"
+    )
+
+
+def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
+    # Given a run of which one message is in no class
+    report = report_of(acked=4) | {"balanced": False}
+    report["totals"] |= {"received": 5}
+
+    # Then it fails for good, even if any number of messages may fail
+    with pytest.raises(AirflowFailException, match="does not balance: received 5, accounted for 4"):
+        sensor(fail_when="never")._conclude(report, [])
+
+
+def test_a_run_with_a_failed_task_is_red() -> None:
+    with pytest.raises(AirflowFailException, match=r"tasks failed: \['broadway\.batch\.late'\]"):
+        sensor()._conclude(report_of(acked=4), ["broadway.batch.late"])
+
+
+def test_a_bound_that_is_none_is_refused_while_the_dag_is_parsed() -> None:
+    with pytest.raises(OptionsError, match=r"ack\.fail_when.*'all', 'never', a number"):
+        sensor(fail_when=1.0)
+
+
+def test_mapped_tasks_are_told_as_the_ui_tells_them() -> None:
+    with DAG("orders", schedule=None) as dag:
+        for task_id in ("process", "batch_1"):
+            EmptyOperator(task_id=task_id)
+        look = BroadwayAckSensor(task_id="ack", pipeline=Orders, watch=["process", "batch_1"])
+    states = {"process_0": "success", "process_1": "failed", "batch_1": "skipped"}
+    ti = SimpleNamespace(
+        dag_id="orders",
+        run_id="r",
+        get_task_states=lambda dag_id, run_ids, task_ids: {"r": states},
+    )
+    context: Any = {"ti": ti, "dag": dag}
+
+    assert look._states(context) == {
+        "process[0]": "success",
+        "process[1]": "failed",
+        "batch_1": "skipped",
+    }
+
+
+@pytest.mark.parametrize(("state", "ended"), [("success", "ack"), ("running", None), (None, None)])
+def test_a_process_task_knows_whether_its_sensor_has_ended(
+    state: str | None, ended: str | None
+) -> None:
+    with DAG("orders", schedule=None) as dag:
+        process = EmptyOperator(task_id="process")
+        BroadwayAckSensor(task_id="ack", pipeline=Orders, watch=["process"])
+        EmptyOperator(task_id="other")
+    ti = SimpleNamespace(
+        dag_id="orders",
+        run_id="r",
+        get_task_states=lambda dag_id, run_ids, task_ids: {"r": dict.fromkeys(task_ids, state)},
+    )
+    context: Any = {"ti": ti, "dag": dag}
+    assert ended_sensor(process.task_id, context) == ended
+    assert ended_sensor("other", context) is None

@@ -83,7 +83,7 @@ def test_a_verdict_that_cannot_be_written_is_told_as_it_is(
     def refused(*_: object, **__: object) -> None:
         raise StagingError("no room")
 
-    monkeypatch.setattr(ProcessWriter, "entry", refused)
+    monkeypatch.setattr(ProcessWriter, "entries", refused)
 
     # Then that is the error, and everything went back
     with pytest.raises(StagingError, match="no room"):
@@ -233,6 +233,28 @@ def test_a_generation_that_cannot_be_settled_is_in_no_others_way(
     assert run.ack()["balanced"]
 
 
+def test_it_says_once_what_is_held_and_until_when(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = filled(Run(tmp_path))
+    generation = run.process()["generation"]
+    clock = ManualClock()
+    settler = RunSettler(run.staged, run.pipeline, connections=cast("Any", None), clock=clock)
+    until = clock.now() + timedelta(hours=1)
+
+    # When a sensor looks for the whole hour
+    held = []
+    for _ in range(361):
+        held.append(settler.hold(3600.0, ["handle_batches"]))
+        clock.advance(10.0)
+
+    # Then it holds until the hour is over, and has said so in one line
+    assert held == [True] * 360 + [False]
+    [line] = [record.getMessage() for record in caplog.records if "stay held" in record.message]
+    assert f"until {until:%Y-%m-%d %H:%M:%S} UTC" in line
+    assert f"process[0] ({generation})" in line
+
+
 def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> None:
     # Given a run held after a failure, which somebody mended
     run = filled(Run(tmp_path))
@@ -317,15 +339,15 @@ def test_a_message_made_anew_fails_alone(tmp_path: Path) -> None:
     assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (9, 1)
 
 
-def test_a_failed_message_without_what_settles_it_goes_back(tmp_path: Path) -> None:
+def test_a_message_made_anew_in_a_batch_fails_alone(tmp_path: Path) -> None:
     run = filled(Run(tmp_path, pipeline=Anew))
 
     run.batch(run.process())
     report = run.ack()
 
     assert report["balanced"]
-    assert (report["totals"]["acked"], report["totals"]["released"]) == (9, 1)
-    assert run.depth() == (1, 0, 0, 0)
+    assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (9, 1)
+    assert [each["count"] for each in report["reasons"]] == [1]
 
 
 class Forgetful(Sums):
@@ -539,13 +561,14 @@ def test_settling_at_once_says_so_when_the_messages_are_held_no_longer(
     run = filled(Run(tmp_path, pipeline=Now, context={"at": at}), 1)
 
     def lapsed(self: SqliteQueue, generation: str, entries: Any) -> SettleReport:
-        return SettleReport(lapsed=sum(1 for _ in entries))
+        ids = frozenset(entry.message_id for entry in entries)
+        return SettleReport(lapsed=len(ids), undone=ids)
 
     monkeypatch.setattr(SqliteQueue, "settle_now", lapsed)
 
     # Then the callback that settles at once learns it, as it does in a run of one process
     run.batch(run.process())
-    assert Now.raised == ["the run no longer holds 1 of 1 messages"]
+    assert Now.raised == ["the run no longer holds 1 of 1 message"]
 
 
 def test_two_task_groups_of_a_run_are_held_each_for_its_own_time(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,11 +36,18 @@ class Orders(Broadway):
         return messages
 
 
+class Documented(Orders):
+    """What shops sell.
+
+    By the minute.
+    """
+
+
 class PythonOrders(Orders):
     batchers = {"small": Batcher(engine="python")}
 
 
-def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_beside_them() -> None:
+def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_last() -> None:
     dag = Orders.dag("orders")
 
     ids = {
@@ -50,7 +59,31 @@ def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_beside_them() -> N
     }
     assert set(dag.task_ids) == ids
     assert dag.get_task("broadway.handle_batches").upstream_task_ids == {"broadway.batch.large"}
-    assert dag.get_task("broadway.ack").upstream_task_ids == set()
+    # All of them before it, whose trigger rule lets it start with the run.
+    ack = dag.get_task("broadway.ack")
+    assert ack.upstream_task_ids == ids - {"broadway.ack"}
+    assert (ack.trigger_rule, [leaf.task_id for leaf in dag.leaves]) == ("always", ["broadway.ack"])
+
+
+def test_each_task_tells_in_the_ui_what_it_does_and_what_a_click_does() -> None:
+    dag = Orders.dag("orders")
+
+    told = {task.task_id.removeprefix("broadway."): task.doc_md or "" for task in dag.tasks}
+    assert [name for name, text in told.items() if "**Clear it" not in text] == []
+    assert "`handle_message`" in told["process"]  # a mapped one, too
+    assert "`handle_batch`" in told["handle_batches"]
+    assert len(set(told.values())) == 4
+    alone = BroadwayRunOperator(task_id="run", pipeline=PythonOrders, doc_md="Ours.")
+    assert alone.doc_md == "Ours."
+    assert "this one task" in (
+        BroadwayRunOperator(task_id="run", pipeline=PythonOrders).doc_md or ""
+    )
+
+
+def test_a_dag_shows_the_docstring_of_its_own_pipeline() -> None:
+    assert Documented.dag("documented").doc_md == "What shops sell.\n\nBy the minute."
+    assert Documented.dag("documented", doc_md="Ours.").doc_md == "Ours."
+    assert Orders.dag("orders").doc_md is None
 
 
 def test_a_batcher_may_have_an_application_of_its_own() -> None:
@@ -77,6 +110,50 @@ def test_arguments_reach_the_tasks_of_their_kind_and_default_args_all() -> None:
     assert {dag.get_task(f"broadway.{name}").retries for name in ("ack", "handle_batches")} == {5}
 
 
+def test_a_task_is_tried_twice_again_after_ten_seconds_unless_told_otherwise() -> None:
+    default, told = Orders.dag("orders"), Orders.dag("told", default_args={"retries": 0})
+
+    for dag, retries in ((default, 2), (told, 0)):
+        for task in dag.tasks:
+            given = getattr(task, "partial_kwargs", None) or vars(task)
+            assert (given["retries"], given["retry_delay"]) == (retries, timedelta(seconds=10))
+
+
+def test_a_dag_has_one_run_at_a_time_and_catches_up_on_none_unless_told_otherwise() -> None:
+    dag, told = Orders.dag("orders"), Orders.dag("told", max_active_runs=3, catchup=True)
+
+    assert (dag.schedule, dag.max_active_runs, dag.catchup) == (None, 1, False)
+    assert (told.max_active_runs, told.catchup) == (3, True)
+    assert set(dag.params) == set(Orders.params())
+
+
+class Fixed(SqliteProducer):
+    renews = False
+
+
+@pytest.mark.parametrize(
+    ("lease", "given", "limit"),
+    [
+        (300.0, {}, r"process\.max_seconds \(300 s\)"),
+        (300.1, {}, None),
+        (60.0, {"process": {"max_seconds": 60.0}}, r"process\.max_seconds \(60 s\)"),
+        (60.1, {"process": {"max_seconds": 60.0}}, None),
+        (3600.0, {"dagrun_timeout": timedelta(hours=1)}, r"dagrun_timeout \(3600 s\)"),
+        (3600.1, {"dagrun_timeout": timedelta(hours=1)}, None),
+    ],
+)
+def test_a_lease_that_cannot_be_renewed_outlasts_what_is_known_of_the_run(
+    lease: float, given: dict[str, Any], limit: str | None
+) -> None:
+    class FixedOrders(PythonOrders):
+        producer = Fixed(queue="orders", path="/nowhere/orders.db", lease=lease)
+
+    # So that a worker could import it
+    FixedOrders.__qualname__ = "PythonOrders"
+    with nullcontext() if limit is None else pytest.raises(OptionsError, match=limit):
+        FixedOrders.dag("orders", **given)
+
+
 def test_a_mapped_class_is_stored_as_its_reference_only() -> None:
     with DAG("mapped", schedule=None) as dag:
         BroadwayProcessorOperator.partial(task_id="pull", pipeline=PythonOrders).expand(
@@ -86,7 +163,7 @@ def test_a_mapped_class_is_stored_as_its_reference_only() -> None:
     text = json.dumps(DagSerialization.to_dict(dag))
 
     assert "PythonOrders" in text
-    assert "handle_message" not in text
+    assert "def handle_message" not in text
     assert " at 0x" not in text
 
 
@@ -217,6 +294,39 @@ def test_what_shapes_the_dag_cannot_be_a_template() -> None:
             Templated(batchers={"late": {option: "{{ var.value.x }}"}})
 
 
+def test_a_python_batcher_has_no_application_of_its_own() -> None:
+    with pytest.raises(OptionsError, match=r"own_application.*only Spark batchers run in an app"):
+        Batcher(engine="python", own_application=True)
+    with pytest.raises(OptionsError, match=r"batchers\.late\.own_application.*only Spark batchers"):
+        Templated(batchers={"late": {"own_application": True}})
+
+
+def test_a_schema_that_cannot_be_read_is_an_option_of_the_batcher_that_has_it() -> None:
+    class Shop(Templated):
+        batchers = {"large": Batcher(schema="n bigint"), "small": Batcher(schema="n bigin")}
+
+    wrong = r"'batchers\.small\.schema': expected Spark DDL \(.*did you mean 'bigint'"
+    with pytest.raises(OptionsError, match=wrong):
+        Shop()
+    # A template is checked once it is rendered.
+    ref = Rendered(batchers={"small": {"schema": "{{ var.value.x }}"}}).ref()
+    for schema in ("n int", "n bigin"):
+        ref["options"] = {"batchers": {"small": {"schema": schema}}}
+        with nullcontext() if schema == "n int" else pytest.raises(OptionsError, match=wrong):
+            Broadway.load(ref)
+
+
+class Rendered(Broadway):
+    producer = SqliteProducer(queue="q", path="/nowhere/q.db")
+    batchers = {"small": Batcher()}
+
+    def handle_message(self, processor: str, message: Message, context: object) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> None:
+        return None
+
+
 def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
     ref = Templated(shutdown="{{ var.value.x }}").ref()
     assert ref["options"] == {"shutdown": "{{ var.value.x }}"}
@@ -229,6 +339,12 @@ class Templated(Broadway):
     producer = SqliteProducer(queue="q", path="/nowhere/q.db")
     batchers = {"late": Batcher(engine="python")}
 
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        return messages
+
 
 def test_a_class_given_to_a_mapped_run_operator_is_stored_as_its_reference_only() -> None:
     with DAG("mapped_runs", schedule=None) as dag:
@@ -239,4 +355,44 @@ def test_a_class_given_to_a_mapped_run_operator_is_stored_as_its_reference_only(
     text = json.dumps(DagSerialization.to_dict(dag))
 
     assert "PythonOrders" in text
-    assert "handle_message" not in text
+    assert "def handle_message" not in text
+
+
+class Mute(Broadway):
+    producer = SqliteProducer(queue="q", path="/nowhere/q.db")
+
+
+class Unbatched(Mute):
+    batchers = {"late": Batcher(engine="python")}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "missing"),
+    [
+        (Mute, "Mute.handle_message"),
+        (Unbatched, "Unbatched.handle_batch"),
+        (f"{__name__}:Unbatched", "Unbatched.handle_batch"),
+    ],
+)
+def test_a_pipeline_without_the_callback_that_its_messages_need_does_not_parse(
+    pipeline: Any, missing: str
+) -> None:
+    with pytest.raises(OptionsError, match=missing):
+        BroadwayProcessorOperator(task_id="pull", pipeline=pipeline)
+
+
+class WithInit(Templated):
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__(**overrides)
+        self.rates = {"EUR": 1.0}
+
+
+def test_a_constructor_that_no_worker_would_call_is_refused_and_setup_named() -> None:
+    with pytest.raises(OptionsError, match=r"WithInit\.__init__.*setup\(self, run\)"):
+        WithInit()
+    # The same for a pipeline named by its path, which a worker builds
+    with pytest.raises(OptionsError, match="setup"):
+        Broadway.load({"class": f"{__name__}:WithInit", "options": {}})

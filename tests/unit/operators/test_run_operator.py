@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from airflow_broadway import Batcher, BatchInfo, Broadway, Message
+import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
+
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.options import RateLimiting
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.staging.run import SETTLED
 
 
 class Echo(Broadway):
@@ -32,8 +39,48 @@ class Limited(Echo):
     )
 
 
-def execute(root: Path, run_id: str, pipeline: type[Echo] = Echo) -> tuple[dict[str, Any], Any]:
+class Faster(Limited):
+    name = "Limited"
+    producer = SqliteProducer(
+        queue="echo",
+        path="/replaced",
+        rate_limiting=RateLimiting(allowed_messages=5, interval=3600.0),
+    )
+
+
+class Failing(Echo):
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed("why") if int(message.data) < 4 else message
+
+
+class Half(Echo):
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed("why") if message.data == b"0" else message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        return [each.failed("why") if each.data == b"1" else each for each in messages]
+
+
+def execute(
+    root: Path, run_id: str, pipeline: type[Echo] = Echo, **given: Any
+) -> tuple[dict[str, Any], Any]:
     """One run; what it returned, and its folder."""
+    context = context_of(run_id)
+    operator = BroadwayRunOperator(
+        task_id="run",
+        pipeline=pipeline(producer={"path": str(root / "queue.db")}),
+        staging=f"file://{root}/staging",
+        idle_seconds=0.0,
+        **given,
+    )
+    return operator.execute(context), run_of(root, context, pipeline)
+
+
+def run_of(root: Path, context: Any, pipeline: type[Echo]) -> Any:
+    return open_run(context, f"file://{root}/staging", pipeline.__name__)
+
+
+def context_of(run_id: str) -> Any:
     ti = SimpleNamespace(
         dag_id="d",
         run_id=run_id,
@@ -49,15 +96,7 @@ def execute(root: Path, run_id: str, pipeline: type[Echo] = Echo) -> tuple[dict[
         data_interval_start=None,
         data_interval_end=None,
     )
-    context: Any = {"ti": ti, "dag_run": dag_run, "params": {}}
-    staging = f"file://{root}/staging"
-    operator = BroadwayRunOperator(
-        task_id="run",
-        pipeline=pipeline(producer={"path": str(root / "queue.db")}),
-        staging=staging,
-        idle_seconds=0.0,
-    )
-    return operator.execute(context), open_run(context, staging, pipeline.__name__)
+    return {"ti": ti, "dag_run": dag_run, "params": {}}
 
 
 def send(root: Path, count: int) -> None:
@@ -84,6 +123,7 @@ def test_empty_runs_leave_nothing_behind(tmp_path: Path) -> None:
     assert returned["received"] == 0
     assert run.generations() == []
     assert run.dag.list("_open") == []
+    assert [path for path in Path(run.files.full("")).rglob("*") if path.is_file()] == []
     assert len(run.dag.list("_balanced")) == 1
 
 
@@ -92,3 +132,131 @@ def test_a_rate_limit_holds_for_all_runs_together(tmp_path: Path) -> None:
     first, _ = execute(tmp_path, "r1", Limited)
     second, _ = execute(tmp_path, "r2", Limited)
     assert (first["received"], second["received"]) == (3, 0)
+
+
+def test_a_run_with_another_rate_begins_a_new_window(tmp_path: Path) -> None:
+    send(tmp_path, 10)
+    received = [
+        execute(tmp_path, run_id, pipeline)[0]["received"]
+        for run_id, pipeline in (("r1", Limited), ("r2", Faster), ("r3", Faster))
+    ]
+    assert received == [3, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "fail_when", "why"),
+    [
+        (4, "all", "4 messages failed, every message that was handled"),
+        (5, "all", None),
+        (5, 4, "4 messages failed, of 5 handled"),
+        (5, 0.8, "4 messages failed, of 5 handled"),
+        (4, "never", None),
+    ],
+)
+def test_failed_messages_fail_the_run_once_all_are_settled(
+    tmp_path: Path, count: int, fail_when: Any, why: str | None
+) -> None:
+    send(tmp_path, count)
+    if why is None:
+        assert execute(tmp_path, "r1", Failing, fail_when=fail_when)[0]["failed"] == 4
+    else:
+        with pytest.raises(AirflowFailException, match=why):
+            execute(tmp_path, "r1", Failing, fail_when=fail_when)
+    with SqliteQueue(tmp_path / "queue.db", "echo") as queue:
+        depth = queue.depth()
+    assert (depth.ready, depth.delayed, depth.leased) == (0, 4, 0)
+
+
+def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a run that loses count of a message
+    send(tmp_path, 3)
+    monkeypatch.setattr(
+        "airflow_broadway.core.settler.Settler.finish", lambda self: SettleReport(acked=2)
+    )
+
+    with pytest.raises(AirflowFailException, match="The sum does not balance"):
+        execute(tmp_path, "r1", fail_when="never")
+    # and its files stay, whatever their age
+    assert list(tmp_path.rglob("_balanced/*")) == []
+    assert len(list(tmp_path.rglob("generations/*.json"))) == 1
+
+
+class Breaking(Failing):
+    """The message 4 has no partition, while ``broken``."""
+
+    broken = True
+    processors = Processors(
+        concurrency=1,
+        max_demand=2,
+        partition_by=lambda message: -1 if message.data == b"4" and Breaking.broken else 0,
+    )
+
+
+def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
+    send(tmp_path, 6)
+
+    with pytest.raises(PipelineError, match="partition_by must return"):
+        execute(tmp_path, "r1", Breaking)
+
+    # Then it is settled, nothing is open, and its report says what became of each message
+    run = run_of(tmp_path, context_of("r1"), Breaking)
+    [record] = run.generations()
+    assert record.state == SETTLED
+    assert run.dag.list("_open") == []
+    report = json.loads(run.files.read("report.json"))
+    assert {name: count for name, count in report["totals"].items() if count} == {
+        "received": 6,
+        "failed": 4,
+        "requeued": 4,
+        "released": 2,
+        "accounted": 6,
+    }
+    assert (report["balanced"], report["failed_tasks"]) == (True, ["run"])
+    assert report["generations"][0]["stopped"] == "error"
+
+
+def test_the_tries_of_a_run_are_in_one_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(tmp_path, 6)
+    with pytest.raises(PipelineError):
+        execute(tmp_path, "r1", Breaking)
+
+    monkeypatch.setattr(Breaking, "broken", False)
+    _, run = execute(tmp_path, "r1", Breaking)
+
+    report = json.loads(run.files.read("report.json"))
+    assert [each["received"] for each in report["generations"]] == [6, 2]
+    assert (report["totals"]["acked"], report["totals"]["released"]) == (2, 2)
+    assert report["failed_tasks"] == []
+
+
+def test_the_report_of_a_run_names_why_messages_failed(tmp_path: Path) -> None:
+    send(tmp_path, 6)
+    _, run = execute(tmp_path, "r1", Failing)
+    report = json.loads(run.files.read("report.json"))
+    assert report["reasons"] == [{"count": 4, "stage": "", "reason": "why"}]
+    assert report["totals"]["failed"] == 4
+
+
+def test_a_run_sends_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[str, Any] = {}
+
+    def incr(name: str, count: int, tags: Any) -> None:
+        sent[name] = (count, tags)
+
+    monkeypatch.setattr("airflow_broadway.operators._metrics.Stats.incr", incr)
+    # Given a message that fails before any batch, and one that fails in its batch
+    send(tmp_path, 5)
+    execute(tmp_path, "r1", Half)
+
+    about = {"pipeline": "Half", "dag_id": "d"}
+    assert sent == {
+        "broadway.messages.received": (5, about),
+        "broadway.messages.failed": (2, about),
+        "broadway.messages.acked": (3, about),
+        "broadway.messages.requeued": (2, about),
+        "broadway.batches": (1, {**about, "batcher": "default", "trigger": "flush"}),
+    }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core import recording
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run import StagedRun, iter_unsettled
 from tests.unit.operators.steps import PlainSums, Point, Run, Sums, dies
@@ -36,11 +37,14 @@ PROCESS = [
 ]
 BATCH = [
     Point(f"{_FOLDER}.create_own", "after"),
+    Point(f"{_FOLDER}.create", "before", when=creates("tries/")),
+    Point(f"{_FOLDER}.create", "after", when=creates("tries/")),
     Point("tests.unit.operators.steps.note", "before", 2),
     Point("tests.unit.operators.steps.note", "after", 2),
-    Point(f"{_FOLDER}.write_lines", "after", 2),
     Point(f"{_FOLDER}.create", "before", 2, when=creates("outcomes/")),
     Point(f"{_FOLDER}.create", "after", 2, when=creates("outcomes/")),
+    Point(f"{_FOLDER}.create", "before", when=creates("gathered-")),
+    Point(f"{_FOLDER}.create", "after", when=creates("gathered-")),
     Point("airflow_broadway.operators._batches:PythonBatches.run", "after"),
 ]
 SETTLE = [
@@ -49,7 +53,7 @@ SETTLE = [
     Point("airflow_broadway.producers.sqlite.queue:SqliteQueue.settle", "after"),
     Point(f"{_FOLDER}.create", "after", when=creates("journal-settled")),
     Point("airflow_broadway.staging.run:StagedRun.forget_open", "after"),
-    Point("airflow_broadway.operators._settling.mark_balanced", "before"),
+    Point("airflow_broadway.operators._account.mark_balanced", "before"),
 ]
 PLAIN = [point for point in SETTLE if "mark_balanced" not in point.function]
 
@@ -106,6 +110,42 @@ def test_a_batcher_killed_keeps_its_outcomes_and_runs_the_rest(run: Run, point: 
 
     # What had an outcome was not run again.
     assert not recorded & {call.batch_id for call in run.calls()[before:]}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_batcher_killed_beside_a_file_of_its_exceptions(
+    run: Run, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    # Given exceptions that are too many for an outcome to hold
+    monkeypatch.setattr(recording, "INLINE_BYTES", 0)
+    reference = run.process()
+    entries = Point(f"{_FOLDER}.write_lines", moment, 2, when=creates("outcomes/"))
+    dies(lambda: run.batch(reference), entries)
+    recorded = {path.stem for path in run.folder.rglob("outcomes/default/*/*.json")}
+    assert len(recorded) == 1
+
+    before = len(run.calls())
+    run.batch(reference, try_number=2)
+    check(run, run.ack())
+    assert not recorded & {call.batch_id for call in run.calls()[before:]}
+
+
+@pytest.mark.faults
+def test_a_batcher_killed_runs_the_same_batches_though_its_options_have_changed(run: Run) -> None:
+    # Given a batcher that was killed in its first batch, before any outcome
+    reference = run.process()
+    dies(lambda: run.batch(reference), Point("tests.unit.operators.steps.note", "after", 1))
+    seen = {call.batch_id for call in run.calls()}
+
+    # When its retry finds another batch_size
+    changed = Run(run.folder, batchers={"default": {"batch_size": 7}})
+    changed.batch(reference, try_number=2)
+    check(changed, changed.ack())
+
+    # Then what came again came under the id that it had
+    again = [call for call in run.calls() if call.batch_id in seen]
+    assert len(again) == 2 * 10
 
 
 @pytest.mark.faults

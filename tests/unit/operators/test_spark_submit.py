@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,9 +31,10 @@ from airflow_broadway.core.errors import (
     PipelineError,
 )
 from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, paths
+from airflow_broadway.core.producer import Connection
 from airflow_broadway.operators import spark_submit
 from airflow_broadway.operators._common import open_run
-from airflow_broadway.operators._spark_home import LIGHT_JVM, SparkMissing
+from airflow_broadway.operators._spark_home import LIGHT_JVM, SparkMissing, s3_settings
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.run import StagedRun
@@ -89,7 +91,7 @@ class World:
     def popen(self, command: list[str], **kwargs: Any) -> Any:
         self.commands.append(command)
         self.envs.append(kwargs.get("env") or dict(os.environ))
-        arguments = dict(zip(command[-6::2], command[-5::2], strict=True))
+        arguments = dict(zip(command[-8::2], command[-7::2], strict=True))
         files = LocalFiles(arguments["--run"].removeprefix("file://"))
         work = Work.loads(files.read(arguments["--work"]), arguments["--work"])
         self.works.append(work)
@@ -151,13 +153,56 @@ def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
     assert command[0].endswith("/pyspark/bin/spark-submit")
     assert command[command.index("--master") + 1] == "local[2]"
     assert command[command.index("--py-files") + 1].endswith("airflow_broadway_pipeline.zip")
-    assert command[-7].endswith("airflow_broadway_job.py")
-    assert command[-6:-2] == ["--run", world.run.spark_uri(), "--work", command[-3]]
+    assert command[-9].endswith("airflow_broadway_job.py")
     [work] = world.works
+    assert command[-8:-2] == [
+        *("--run", world.run.spark_uri()),
+        *("--work", "work/g.handle_batches-000001.json"),
+        *("--sha256", work.digest),
+    ]
     assert (work.name, work.try_number) == ("g.handle_batches", 1)
     assert work.pipeline == {"class": "tests.unit.spark.pipelines:Counting", "options": {}}
     assert work.run["params"] == {"p": 1}
     assert work.package_version == airflow_broadway.__version__
+
+
+def test_all_batchers_share_one_application(world: World) -> None:
+    plans = [world.plan(), world.plan(batcher="wide")]
+    returned = world.execute(*({"plan": plan.path} for plan in plans))
+    assert returned["batches"] == 6
+    assert len(world.commands) == 1
+    assert world.works[0].plans == [plan.path for plan in plans]
+
+
+def test_no_option_of_the_pipeline_is_on_the_command_line(world: World) -> None:
+    plan = world.plan()
+    world.execute({"plan": plan.path}, pipeline=Counting(context="hush hush"))
+    assert world.works[0].pipeline["options"] == {"context": "hush hush"}
+    assert "hush" not in str(world.commands)
+    assert "hush" not in str(world.envs)
+
+
+@pytest.mark.parametrize("mode", ["client", "cluster"])
+def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
+    world: World, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    # Given a staging root in S3, by a connection that has keys
+    connection = {"conn_type": "spark", "host": "yarn", "extra": {"deploy-mode": mode}}
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    aws = Connection(conn_id="aws", login="AKIA", password="hush", extra={"region_name": "eu"})
+    found = s3_settings("s3a://lake/x", aws, {})
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_s3", lambda *_: found)
+
+    # When the application is started
+    world.execute({"plan": world.plan().path}, durable=False)
+
+    # Then its settings name the bucket, and the keys are in its environment alone, if anywhere
+    [command], [env] = world.commands, world.envs
+    assert settings(command)["spark.hadoop.fs.s3a.bucket.lake.endpoint.region"] == "eu"
+    assert "hush" not in str(command)
+    assert env.get("AWS_SECRET_ACCESS_KEY") == ("hush" if mode == "client" else None)
 
 
 def test_the_output_of_an_application_that_has_ended_is_closed(world: World) -> None:
@@ -183,6 +228,34 @@ def test_settings_of_files_are_not_overridden(world: World, tmp_path: Path) -> N
     assert "spark.ui.enabled" in made
 
 
+@pytest.mark.parametrize(
+    ("host", "more", "what"),
+    [
+        ("sc://spark.example:15002", {}, "the connection 'spark_default' gives 'sc://"),
+        ("local[2]", {"env_vars": {"SPARK_REMOTE": "sc://x"}}, "SPARK_REMOTE is set"),
+        ("local[2]", {"conf": {"spark.remote": "sc://x"}}, "spark.remote is set"),
+        ("local[2]", {"conf": {"spark.api.mode": "connect"}}, "spark.api.mode=connect is set"),
+    ],
+)
+def test_spark_connect_is_refused_before_anything_is_started(
+    world: World, monkeypatch: pytest.MonkeyPatch, host: str, more: dict[str, Any], what: str
+) -> None:
+    connection = json.dumps({"conn_type": "spark", "host": host})
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection)
+    with pytest.raises(BroadwayError, match=rf"{re.escape(what)}.*Connect is not supported yet"):
+        world.execute({"plan": world.plan().path}, **more)
+    assert world.commands == []
+    assert world.run.files.list("work") == []
+
+
+def test_a_driver_whose_memory_has_run_out_ends_whatever_else_java_is_told(world: World) -> None:
+    names = "spark.driver.defaultJavaOptions", "spark.driver.extraJavaOptions"
+    conf = dict(zip(names, ("-Da=1", "-Db=2"), strict=True))
+    world.execute({"plan": world.plan().path}, conf=conf)
+    made = settings(world.commands[0])
+    assert [made[name] for name in names] == ["-XX:+ExitOnOutOfMemoryError -Da=1", "-Db=2"]
+
+
 def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
     world.execute({"plan": world.plan().path}, env_vars={"MINE": "1"})
     [env] = world.envs
@@ -195,6 +268,15 @@ def test_a_python_that_was_chosen_stays(world: World) -> None:
     world.execute({"plan": world.plan().path}, env_vars={"PYSPARK_PYTHON": "/opt/python"})
     [env] = world.envs
     assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == "/opt/python"
+
+
+def test_a_python_of_the_executors_that_was_chosen_by_a_setting_stays(world: World) -> None:
+    conf = {"spark.pyspark.python": "/opt/python"}
+    world.execute({"plan": world.plan().path}, conf=conf)
+    assert settings(world.commands[0])["spark.pyspark.python"] == "/opt/python"
+    [env] = world.envs
+    assert "PYSPARK_PYTHON" not in env
+    assert env["PYSPARK_DRIVER_PYTHON"] == sys.executable
 
 
 def test_the_users_py_files_are_kept(world: World, tmp_path: Path) -> None:
@@ -245,6 +327,26 @@ def test_a_missing_outcome_fails_the_task_and_says_what_to_do(world: World) -> N
     # The retry runs only the others.
     world.handled, world.exit_code = None, 0
     assert world.execute({"plan": plan.path})["batches"] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        (1, "exit code 1: the driver ended before every batch had an outcome"),
+        (2, "exit code 2: the driver refused to start"),
+        (3, "exit code 3: the driver's memory had run out, if its log says OutOfMemoryError"),
+        (7, "exit code 7"),
+        (137, "exit code 137: killed by SIGKILL"),
+        (-15, "exit code -15: killed by SIGTERM"),
+        (0, "exit code 0"),
+    ],
+)
+def test_a_driver_that_dies_is_told_with_its_exit_code(
+    world: World, code: int, ending: str
+) -> None:
+    world.handled, world.exit_code = set(), code
+    with pytest.raises(AirflowException, match=f"Spark ended with {ending}[.]  A retry"):
+        world.execute({"plan": world.plan().path})
 
 
 def test_an_application_that_ends_badly_after_all_was_done_is_no_failure(world: World) -> None:
@@ -420,6 +522,9 @@ def test_a_pipeline_that_spark_cannot_import_is_one_clear_error_before_a_jvm(
     with pytest.raises(PipelineError, match=r"No module named 'helper_module_x'.*\n.*py_files"):
         world.execute({"plan": plan.path}, **given)
     assert world.commands == []
+    # Unasked, nobody looks.
+    world.execute({"plan": world.plan(batcher="wide").path}, **{**given, "check_pipeline": False})
+    assert len(world.commands) == 1
     # With the helper, and what the class inherits from, it goes.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     given["py_files"] = str(folder / "helper_module_x.py")
@@ -471,7 +576,7 @@ def test_two_applications_never_take_each_other_for_a_later_try(world: World) ->
     names = set()
     for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
         world.context["ti"].task_id, world.context["ti"].map_index = task_id, index
-        path = operator._write_work(world.context, world.run, [plan])
+        path, _ = operator._write_work(world.context, world.run, [plan])
         assert path.endswith("-000001.json")
         names.add(path)
 

@@ -11,6 +11,8 @@ from airflow_broadway.operators import _spark_home
 from airflow_broadway.operators._spark_home import (
     SparkMissing,
     check_java,
+    default_conf,
+    file_settings,
     find_spark,
     s3_settings,
 )
@@ -61,13 +63,22 @@ def test_a_good_java(tmp_path: Path) -> None:
 def test_no_java(tmp_path: Path) -> None:
     with pytest.raises(SparkMissing, match=r"no java program was found \(there is no JAVA_HOME\)"):
         check_java({"PATH": str(tmp_path)})
-    with pytest.raises(SparkMissing, match=r"JAVA_HOME is .*: install a JRE of version 17"):
-        check_java({"JAVA_HOME": str(tmp_path)})
+
+
+def test_a_wrong_java_home_is_named_with_the_program_that_is_not_there(tmp_path: Path) -> None:
+    home = tmp_path / "jdk"
+    (home / "bin").mkdir(parents=True)
+    expected = rf"JAVA_HOME is '{home}', but there is no program {home}/bin/java: set JAVA_HOME to"
+    with pytest.raises(SparkMissing, match=expected):
+        check_java({"JAVA_HOME": str(home)})
+    (home / "bin" / "java").write_text("no program")
+    with pytest.raises(SparkMissing, match=expected):
+        check_java({"JAVA_HOME": str(home)})
 
 
 def test_an_old_java(tmp_path: Path) -> None:
-    with pytest.raises(SparkMissing, match=r"is too old for Spark \(11.0.2; JAVA_HOME is"):
-        check_java(java(tmp_path, "11.0.2", "jdk.incubator.vector"))
+    with pytest.raises(SparkMissing, match=r"is too old for Spark \(16.0.2; JAVA_HOME is"):
+        check_java(java(tmp_path, "16.0.2", "jdk.incubator.vector"))
     program(tmp_path / "bin" / "java", "echo 'Unrecognized option: --list-modules' >&2; exit 1")
     with pytest.raises(SparkMissing, match=r"is too old for Spark .Unrecognized option"):
         check_java({"JAVA_HOME": str(tmp_path)})
@@ -76,6 +87,54 @@ def test_an_old_java(tmp_path: Path) -> None:
 def test_a_java_without_the_vector_module(tmp_path: Path) -> None:
     with pytest.raises(SparkMissing, match=r"lacks the module jdk.incubator.vector, without which"):
         check_java(java(tmp_path, "17.0.15"))
+
+
+EXIT = "-XX:+ExitOnOutOfMemoryError"
+OPTIONS = "spark.driver.defaultJavaOptions"
+
+
+@pytest.mark.parametrize("master", ["local[2]", "yarn", "k8s://https://host"])
+def test_java_ends_when_its_memory_has_run_out_before_whatever_else_it_is_told(master: str) -> None:
+    def options(given: dict[str, str]) -> str:
+        return default_conf(master, given, {})[OPTIONS]
+
+    assert options({}) == EXIT
+    assert options({OPTIONS: "-Da=1"}) == f"{EXIT} -Da=1"
+    assert options({OPTIONS: f"-Da=1 {EXIT}"}) == f"-Da=1 {EXIT}"
+    assert options({OPTIONS: "-XX:-ExitOnOutOfMemoryError"}) == "-XX:-ExitOnOutOfMemoryError"
+
+
+@pytest.mark.parametrize("place", ["given", "SPARK_CONF_DIR", "SPARK_HOME", "beside the program"])
+def test_the_default_options_of_java_in_a_settings_file_stay(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "conf" / "spark-defaults.conf"
+    file.parent.mkdir()
+    file.write_text(f"{OPTIONS} = -Da=1 \\\n  -Db=2\nspark.log.level\tINFO\n")
+    env = {
+        "SPARK_CONF_DIR": {"SPARK_CONF_DIR": str(file.parent)},
+        "SPARK_HOME": {"SPARK_HOME": str(tmp_path)},
+    }.get(place, {})
+    binary = str(tmp_path / "bin" / "spark-submit") if place == "beside the program" else ""
+    found = file_settings(str(file) if place == "given" else None, env, binary)
+    made = default_conf("local[2]", {}, found)
+    assert made[OPTIONS] == f"{EXIT} -Da=1 -Db=2"
+    assert "spark.log.level" not in made
+
+
+@pytest.mark.parametrize("master", ["yarn", "spark://host:7077", "k8s://https://host"])
+def test_a_cluster_gets_no_light_settings(master: str) -> None:
+    assert default_conf(master, {}, {}) == {"spark.scheduler.mode": "FAIR", OPTIONS: EXIT}
+
+
+def test_a_local_master_gets_what_the_guide_lists() -> None:
+    assert default_conf("local[*]", {}, {}) == {
+        "spark.scheduler.mode": "FAIR",
+        OPTIONS: EXIT,
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.sql.shuffle.partitions": "8",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "WARN",
+    }
 
 
 AWS = Connection(

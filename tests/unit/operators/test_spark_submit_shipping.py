@@ -7,6 +7,8 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -135,6 +137,20 @@ def test_too_much_is_refused_naming_the_largest(
         ship("ship_large.flights:Shop", tmp_path / "out")
 
 
+def test_what_is_just_small_enough_is_shipped_and_one_byte_more_is_not(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _shipping.MAX_BYTES == 32 * 1024 * 1024
+    write(code / "ship_edge" / "flights.py")
+    (code / "ship_edge" / "data.bin").write_bytes(b"x" * 1_000)
+    size = sum(path.stat().st_size for path in (code / "ship_edge").iterdir())
+    monkeypatch.setattr(_shipping, "MAX_BYTES", size)
+    assert "ship_edge" in ship("ship_edge.flights:Shop", tmp_path / "out").packages
+    monkeypatch.setattr(_shipping, "MAX_BYTES", size - 1)
+    with pytest.raises(PipelineError, match=f"has {size:,} bytes in 2 files; at most {size - 1:,}"):
+        ship("ship_edge.flights:Shop", tmp_path / "out")
+
+
 def test_compiled_code_must_be_installed_there(code: Path, tmp_path: Path) -> None:
     write(code / "ship_native" / "flights.py")
     (code / "ship_native" / "__init__.py").write_text("")
@@ -153,6 +169,28 @@ def test_a_good_pipeline_passes_quickly(code: Path, tmp_path: Path) -> None:
     write(code / "ship_good.py")
     shipment = ship("ship_good:Shop", tmp_path / "out")
     assert check_import({"class": "ship_good:Shop", "options": {}}, shipment) == []
+
+
+def test_rendered_options_are_on_no_command_line(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(code / "ship_secret.py")
+    shipment = ship("ship_secret:Shop", tmp_path / "out")
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def recorded(command: list[str], **kwargs: Any) -> Any:
+        commands.append(command)
+        return run(command, **kwargs)
+
+    monkeypatch.setattr(
+        _shipping,
+        "subprocess",
+        SimpleNamespace(run=recorded, TimeoutExpired=subprocess.TimeoutExpired),
+    )
+    with pytest.raises(PipelineError, match="unknown option 'hush'"):
+        check_import({"class": "ship_secret:Shop", "options": {"hush": "hush"}}, shipment)
+    assert "hush" not in str(commands)
 
 
 @pytest.mark.parametrize(

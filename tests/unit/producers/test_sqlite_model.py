@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from airflow_broadway.core.custody import (
-    ACK,
-    LEAVE,
-    RELEASE,
     Action,
     Entry,
     Settlement,
@@ -25,17 +22,10 @@ from airflow_broadway.core.custody import (
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
+from tests.unit.producers.verdicts import VERDICTS
 
 LEASE = 60.0
 GENERATIONS = ["a", "b", "c"]
-VERDICTS = [
-    ACK,
-    LEAVE,
-    RELEASE,
-    Verdict(Action.RETRY, 0.0, "at once"),
-    Verdict(Action.RETRY, 30.0, "later"),
-    Verdict(Action.DEAD_LETTER, 0.0, "bad", "process"),
-]
 COUNTS = {
     Action.ACK: "acked",
     Action.RETRY: "requeued",
@@ -162,7 +152,8 @@ class QueueMachine(RuleBasedStateMachine):
                 counts[COUNTS[lease.early[key]]] += 1
             else:
                 counts["lapsed"] += 1
-        assert report == SettleReport(**counts)  # type: ignore[arg-type]
+        undone = chosen.keys() - (set() if lease is None else lease.early.keys())
+        assert report == SettleReport(**counts, undone=frozenset(undone))  # type: ignore[arg-type]
 
     @rule(name=st.sampled_from(GENERATIONS), rest=st.sampled_from(VERDICTS), data=st.data())
     def settle(self, name: str, rest: Verdict, data: Any) -> None:

@@ -40,7 +40,10 @@ def test_path_and_connection_exclude_each_other() -> None:
         "invalid value for option 'SqliteProducer.conn_id': expected nothing beside 'path': one of"
         " the two, got: 'mine'"
     )
-    with pytest.raises(OptionsError, match=r"required option 'SqliteProducer.path' not found"):
+    with pytest.raises(
+        OptionsError,
+        match=r"required option 'SqliteProducer.path' not found; give it, such as Sqlite",
+    ):
         SqliteProducer(queue="q", conn_id=None)
 
 
@@ -53,7 +56,10 @@ def test_an_override_may_replace_the_connection_by_a_path() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "required option 'SqliteProducer.queue' not found"),
+        (
+            {},
+            "'SqliteProducer.queue' not found; give it, such as SqliteProducer(queue=",
+        ),
         ({"queue": ""}, "'SqliteProducer.queue': expected a non-empty string, got: ''"),
         (
             {"queue": "q", "path": "q.db"},
@@ -212,3 +218,21 @@ def test_parsing_a_pipeline_opens_nothing(tmp_path: Path) -> None:
     SqliteProducer(queue="q", path=str(tmp_path / "missing" / "q.db"))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_queue_that_nothing_was_ever_sent_to_is_told_with_the_names_that_there_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "q.db"
+    producer = SqliteProducer(queue="ordres", path=str(path))
+    producer.source(ProducerEnv()).close()
+    assert f"there is no queue file {path} yet" in caplog.text
+    SqliteQueue(path, "orders").send([b"a"])
+    caplog.clear()
+
+    producer.source(ProducerEnv()).close()
+
+    assert "has no queue 'ordres'; it has ['orders']" in caplog.text
+    caplog.clear()
+    SqliteProducer(queue="orders", path=str(path)).source(ProducerEnv()).close()
+    assert not caplog.text

@@ -21,7 +21,7 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
-from airflow_broadway.producers.sqlite import SqliteQueue, database, queue, sending
+from airflow_broadway.producers.sqlite import SqliteQueue, database, queue, receive, sending
 from airflow_broadway.producers.sqlite.records import ranges
 from airflow_broadway.testing.clock import ManualClock
 
@@ -146,7 +146,7 @@ def test_a_queue_needs_a_name(path: Path, name: Any) -> None:
 
 
 def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "MAX_RECEIVE_BYTES", 100)
+    monkeypatch.setattr(receive, "MAX_RECEIVE_BYTES", 100)
     flights.send([b"x" * 60] * 5)
 
     assert len(flights.receive("g", 10)) == 2
@@ -170,7 +170,7 @@ def test_a_dead_letter_keeps_what_is_needed_to_judge_it(
     assert letter.message_id == key
     assert letter.body == b"\xfe"
     assert letter.attributes == {"origin": "JFK"}
-    assert letter.reason == "é" * 1024
+    assert letter.reason == "é" * 1022 + "…"
     assert (letter.stage, letter.attempt, letter.generation) == ("batch", 1, "g1")
     assert (letter.enqueued_at, letter.died_at) == (sent, clock.now())
     assert flights.depth().dead == 1
@@ -269,15 +269,38 @@ def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(
 
 def test_a_verdict_on_a_foreign_id_settles_nothing(flights: SqliteQueue) -> None:
     flights.send([b"x"] * 2)
-    flights.receive("g", 2)
-    for foreign in ("", "x", "a-1", "0123456789abcdef-1", f"{flights.leases()[0].lease}-１"):
+    own = flights.receive("g", 2)[0].message_id.rpartition("-")[0]
+    for foreign in ("", "x", "a-1", "0123456789abcdef-1", f"{own}-１", f"{own}-01"):
         bad = Entry(foreign, "", RELEASE)
         with pytest.raises(ProducerError, match="not of this queue: nothing was settled"):
             flights.settle("g", Settlement(rest=ACK, entries=lambda bad=bad: iter([bad])))  # type: ignore[misc]
         report = flights.settle_now("g", [bad])
         assert (report.failed, report.total) == (1, 1)
+        assert report.undone == {foreign}
         assert report.errors
     assert flights.depth().leased == 2
+
+
+def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_settled(
+    flights: SqliteQueue,
+) -> None:
+    # Given two messages, of which a transformer gave one another id: it failed under that
+    keys = flights.send([b"x"] * 3)
+    flights.receive("g", 3)
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+    named = [Entry(key, "", ACK) for key in ("mine", keys[1], keys[2])]
+    entries = [Entry("mine", "", dead), Entry(keys[1], "", dead)]
+    settlement = Settlement(
+        rest=ACK, entries=lambda: iter(entries), everything=lambda: iter(named), expected=3
+    )
+
+    report = flights.settle("g", settlement)
+
+    # Then its verdict falls to nobody
+    assert (report.dead_lettered, report.acked, report.released) == (1, 1, 1)
+    assert "'mine' could not be settled: its id is not of this queue" in report.errors[0]
+    [again] = flights.receive("g2", 3)
+    assert again.message_id == keys[0]
 
 
 def test_a_lease_past_its_deadline_may_be_settled_while_nobody_has_its_messages(

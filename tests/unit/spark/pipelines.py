@@ -28,6 +28,9 @@ class Counting(Broadway):
     calls: ClassVar[list[tuple[str, BatchInfo]]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
     def setup(self, run: RunInfo) -> Any:
         return {"run": run.run_id}
 

@@ -19,10 +19,10 @@ from airflow_broadway.core.manifest import (
     Outcome,
     PlannedBatch,
     Work,
-    load_entry,
     load_line,
     paths,
 )
+from airflow_broadway.core.recording import entry_lines
 from airflow_broadway.core.run import RunInfo
 from airflow_broadway.core.schema import parse_schema
 from airflow_broadway.spark.files import LocalFiles
@@ -177,18 +177,17 @@ class Staged:
 
     def entries(self, outcome: Outcome) -> dict[str, Entry]:
         """What an outcome's entries say, by message id."""
-        if outcome.entries is None:
-            return {}
-        found = [load_entry(line) for line in self.files.lines(outcome.entries)]
+        found = [line.entry for line in self.lines(outcome)]
         by_id = {entry.message_id: entry for entry in found}
         assert len(by_id) == len(found)
         return by_id
 
     def lines(self, outcome: Outcome) -> list[EntryLine]:
         """The same with their sources, ordered."""
-        if outcome.entries is None:
+        if outcome.exceptions is None:
             return []
-        found = [load_line(line) for line in self.files.lines(outcome.entries)]
+        lines = entry_lines(self.files, outcome.exceptions, outcome.entries_sum)
+        found = [load_line(line) for line in lines]
         return sorted(found, key=lambda line: (line.entry.message_id, line.source or 0))
 
 

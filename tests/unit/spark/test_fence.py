@@ -52,7 +52,7 @@ def lease(files: LocalFiles, generation: str = "g", *, seconds: float) -> None:
 def fence(files: LocalFiles, clock: ManualClock, *, name: str = "task", number: int = 1) -> Fence:
     work = Work(name=name, try_number=number, pipeline={}, run={}, plans=[])
     assert files.create(paths.work(name, number), work.dumps())
-    return Fence(files, work, clock=clock)
+    return Fence(files, name, number, clock=clock)
 
 
 def test_a_run_that_holds_its_messages_passes(files: LocalFiles, clock: ManualClock) -> None:
@@ -138,3 +138,38 @@ def test_one_lapsed_generation_voids_the_batch(files: LocalFiles, clock: ManualC
     lease(files, "h", seconds=-1)
     with pytest.raises(LeaseLapsed, match="generation h"):
         fence(files, clock).check(["g", "h"])
+
+
+def test_small_batches_share_what_is_read(
+    files: LocalFiles, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given 100 batches a second, of two generations
+    for name in ("g", "h"):
+        lease(files, name, seconds=100)
+    given = fence(files, clock)
+    asked: list[str] = []
+
+    def counted(self: LocalFiles, folder: str) -> list[str]:
+        asked.append(folder)
+        return real(self, folder)
+
+    real = LocalFiles.list
+    monkeypatch.setattr(LocalFiles, "list", counted)
+    for _ in range(995):
+        given.check(["g", "h"])
+        clock.sleep(0.01)
+
+    # Then each thing is looked at once a second, however many there are
+    assert sorted(asked) == ["g"] * 10 + ["h"] * 10 + ["work"] * 10
+
+
+def test_without_a_name_there_are_no_tries_to_look_for(
+    files: LocalFiles, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease(files, seconds=10)
+    files.create(paths.work("task", 7), "{}")
+    files.create(paths.python_try("task", 9), "{}")
+    Fence(files, clock=clock).check(["g"], fresh=True)
+    Fence(files, "task", 9, folder="tries", clock=clock).check(["g"], fresh=True)
+    with pytest.raises(Fenced, match="try 9 of 'task'"):
+        Fence(files, "task", 8, folder="tries", clock=clock).check(["g"], fresh=True)

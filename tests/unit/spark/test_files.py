@@ -121,3 +121,73 @@ def test_an_object_that_is_half_written_is_given_up_and_never_closed() -> None:
     stream.abort.assert_called_once_with()
     stream.close.assert_not_called()
     writer.close.assert_not_called()
+
+
+def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:
+    """The files of a store behind a JVM that is not there."""
+    spark = mock.Mock()
+    path = spark._jvm.org.apache.hadoop.fs.Path.return_value
+    fs = path.getFileSystem.return_value
+    fs.hasPathCapability.return_value = conditional
+    fs.exists.return_value = False
+    spark._jvm.org.apache.hadoop.util.VersionInfo.getVersion.return_value = "3.3.4"
+    return HadoopFiles(spark, uri)
+
+
+@pytest.mark.parametrize("uri", ["s3a://bucket/run", "s3://bucket/run"])
+def test_an_s3_that_cannot_create_exclusively_is_refused_with_the_version_it_takes(
+    uri: str,
+) -> None:
+    with pytest.raises(StagingError, match=r"Hadoop \(3\.3\.4\) cannot .*Hadoop 3\.4\.2 or newer"):
+        hadoop(uri, conditional=False)
+    hadoop(uri, conditional=True)
+    hadoop("gs://bucket/run", conditional=False)  # which creates exclusively by itself
+
+
+@pytest.mark.parametrize(("there", "own"), [("another's", False), ("ours", True)])
+def test_who_meets_an_object_that_came_up_meanwhile_has_written_it_only_if_it_is_the_same(
+    there: str, own: bool
+) -> None:
+    # Given a store that says when a file is closed that there is one
+    class Refused(Exception):
+        java_exception = mock.Mock()
+
+    cause = Refused.java_exception.getCause.return_value
+    Refused.java_exception.getClass.return_value.getSimpleName.return_value = "IOException"
+    cause.getClass.return_value.getSimpleName.return_value = "RemoteFileChangedException"
+    files = hadoop("s3a://bucket/run", conditional=True)
+    files._jvm.java.io.OutputStreamWriter.return_value.close.side_effect = Refused
+    files._jvm.org.apache.commons.io.IOUtils.toString.return_value = there
+
+    # When a file is created there, or created again since the answer to the first try was lost
+    assert files.create("a/b.json", "ours") is own
+
+    # Then the store was told that it must refuse
+    builder = files._fs.createFile.return_value.overwrite.return_value.recursive.return_value
+    builder.must.assert_called_once_with("fs.option.create.conditional.overwrite", "true")
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a\\b", "a\0b"])
+def test_no_path_leads_out_of_the_folder(files: Files, tmp_path: Path, path: str) -> None:
+    (tmp_path.parent / "x").write_text("another's")
+    asked: list[Callable[[], object]] = [
+        lambda: files.read(path),
+        lambda: files.exists(path),
+        lambda: files.list(path),
+        lambda: files.create(path, "text"),
+        lambda: files.replace(path, "text"),
+        lambda: files.write_lines(path, ["text"]),
+        lambda: list(files.lines(path)),
+    ]
+    for ask in asked:
+        with pytest.raises(StagingError, match="is no path below"):
+            ask()
+    assert (tmp_path.parent / "x").read_text() == "another's"
+
+
+def test_the_driver_makes_files_that_only_their_user_reads(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    files.create("a/b/c.json", "")
+    files.write_lines("a/b/d.jsonl", ["1"])
+    assert [(tmp_path / name).stat().st_mode & 0o7777 for name in ("a", "a/b")] == [0o700] * 2
+    assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "a/b").iterdir()} == {0o600}

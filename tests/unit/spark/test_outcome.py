@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +107,7 @@ def test_what_was_settled_before_its_batch_failed_reaches_handle_failed_and_no_v
         plan=SimpleNamespace(batcher="default", as_bytes=False), schema=None
     )
     judge = Judge(Mending(), None, frames)
-    now = {"received_at": datetime(2026, 1, 1, tzinfo=UTC)}
+    now = {"received_at": 1_767_225_600_000_000}
     failed = Status("failed", "no")
     found = [
         outcome._Exception(row("a", _acked=True, **now), failed),

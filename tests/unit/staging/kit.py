@@ -15,7 +15,8 @@ from airflow_broadway.core.manifest import dump_entry as dump
 from airflow_broadway.core.message import AckRef, Message
 from airflow_broadway.core.options import Batcher, options
 from airflow_broadway.core.producer import Producer
-from airflow_broadway.staging.rows import Rows
+from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.sums import Summing
 from airflow_broadway.staging.run import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
@@ -169,6 +170,7 @@ def publish(
         batchers=written.batchers,
         files=written.files,
         entries=written.entries,
+        sums=written.sums,
         configured=written.configured,
         dropped=written.dropped,
     )
@@ -192,12 +194,13 @@ def record_outcome(
 ) -> None:
     """Record the outcome of one batch."""
     name = None
+    summing = Summing()
     if entries or settled:
         name = paths.outcome_entries(plan.path, batch.batch_id, "test")
         given = list(sources) or [None] * len(entries)
         lines = [dump(each, source=at) for each, at in zip(entries, given, strict=True)]
         lines += [dump(each, settled=True) for each in settled]
-        run.files.write_lines(name, lines)
+        run.files.write_lines(name, summing.through(lines))
     outcome = Outcome(
         batch_id=batch.batch_id,
         batcher=plan.batcher,
@@ -205,6 +208,7 @@ def record_outcome(
         successful=batch.size - len(entries),
         failed=len(entries),
         entries=name,
+        entries_sum=summing.to_json() if name else None,
     )
     assert run.files.create(paths.outcome(plan.path, batch.batch_id), outcome.dumps())
 

@@ -13,10 +13,10 @@ from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.manifest import BatchPlan
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.rows import Rows
 from airflow_broadway.staging import slabs, tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.rows import Rows
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
@@ -27,6 +27,7 @@ from tests.unit.staging.kit import (
     open_generation,
     open_run,
     pipeline_of,
+    publish,
     record_outcome,
 )
 
@@ -117,3 +118,25 @@ def test_ten_times_the_messages_take_no_more_memory(tmp_path: Path) -> None:
     small, large = (peaks_of(tmp_path, pipeline, count) for count in (SMALL, LARGE))
     for name, before in small.items():
         assert large[name] < before * 1.5 + 2, (name, small, large)
+
+
+@pytest.mark.slow
+def test_an_open_batch_costs_about_a_kilobyte(tmp_path: Path) -> None:
+    # Given as many messages of ten keys, and of a key each
+    pipeline = pipeline_of(b=Batcher(schema="n int", batch_size=5000, batch_timeout=None))
+
+    def planning(keys: int) -> float:
+        run = open_run(tmp_path, f"keys:{keys}")
+        given = [
+            [
+                message(n, {"n": n}, batcher="b", batch_key=n % keys)
+                for n in range(start, start + 50)
+            ]
+            for start in range(0, SMALL, 50)
+        ]
+        generation = publish(run, pipeline, given)
+        return peak(lambda: plan_batches(run, pipeline, "b", [generation], try_label="1"))
+
+    planning(11)
+    few, many = planning(10), planning(SMALL)
+    assert 1024 / 4 < (many - few) * MIB / SMALL < 1024 * 1.5

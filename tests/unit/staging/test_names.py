@@ -41,3 +41,13 @@ def test_two_long_ids_with_one_beginning_differ() -> None:
     first, second = encode_run_id("r:" * 300), encode_run_id("r:" * 300 + "x")
     assert first != second
     assert max(len(first), len(second)) <= MAX_NAME
+
+
+def test_a_name_of_150_characters_stays_and_a_longer_one_is_cut_and_hashed() -> None:
+    assert MAX_NAME == 150
+    assert encode_run_id("r" * 150) == "r" * 150
+    cut = encode_run_id("r" * 151)
+    assert re.fullmatch(r"r{116}!![0-9a-f]{32}", cut)
+    # An escape counts as what is written
+    assert encode_run_id("r" * 147 + ":") == "r" * 147 + "!3A"
+    assert "!!" in encode_run_id("r" * 148 + ":")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import json
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.reader import BatchReader, read_batch
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.settlement import record_settled
+from airflow_broadway.staging.store import Folder
 from tests.unit.staging.kit import (
     batches_of,
     manifest_of,
@@ -154,7 +156,7 @@ def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
 
     assert [ids(run, plan, batch) for batch in batches] == [[0, 1, 2, 3, 4], [5, 6], [7]]
     assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ("k", 1))
-    assert seen[1].metadata == {"q": "1"}
+    assert seen[1].metadata == {"q": 1}
 
 
 def test_merged_keys_share_a_batch_of_whole_batches(tmp_path: Path) -> None:
@@ -301,8 +303,31 @@ def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
         return group(file, number)
 
     monkeypatch.setattr(reader, "_group", counted)
-    assert [each.position for each in reader.read(batches[7])] == list(range(70, 80))
+    with reader:
+        assert [each.position for each in reader.read(batches[7])] == list(range(70, 80))
     assert len(opened) == 1
+
+
+def test_a_reader_opens_each_file_once_for_all_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a plan of many row groups, whose batches threads read in turn
+    monkeypatch.setattr(slabs, "SLAB_ROWS", 40)
+    monkeypatch.setattr(slabs, "OWN_GROUP_ROWS", 5)
+    run, pipeline = open_run(tmp_path), python(batch_size=10)
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
+    opened: list[str] = []
+    source = Folder.source
+
+    def counted(folder: Folder, path: str) -> Any:
+        opened.append(path)
+        return source(folder, path)
+
+    monkeypatch.setattr(Folder, "source", counted)
+    with BatchReader(run, plan) as reader, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(reader.read, batches))
+    assert [each.position for messages in found for each in messages] == list(range(200))
+    assert opened == [f"{plan.path}/{name}" for name in plan.data]
 
 
 def test_small_batches_share_row_groups_and_large_ones_have_their_own(
@@ -310,12 +335,13 @@ def test_small_batches_share_row_groups_and_large_ones_have_their_own(
 ) -> None:
     monkeypatch.setattr(slabs, "OWN_GROUP_ROWS", 10)
     run, pipeline = open_run(tmp_path), python(batch_size=100)
-    keys = ["small-1"] * 3 + ["large"] * 50 + ["small-2"] * 4 + ["small-3"] * 3 + ["small-4"] * 2
+    keys = ["small-1"] * 3 + ["large"] * 10 + ["small-2"] * 4 + ["small-3"] * 3 + ["small-4"] * 2
     messages = [message(n, batcher="b", batch_key=key) for n, key in enumerate(keys)]
     plan, _ = plan_of(run, pipeline, publish(run, pipeline, [messages]))
     file = pq.ParquetFile(run.files.full(f"{plan.path}/{plan.data[0]}"))
     rows = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    assert rows == [3, 50, 9]
+    assert rows == [3, 10, 9]
+    assert {file.metadata.row_group(0).column(0).compression} == {"ZSTD"}
 
 
 def test_more_than_a_thousand_spark_batches_say_so_with_the_cure(
@@ -323,9 +349,12 @@ def test_more_than_a_thousand_spark_batches_say_so_with_the_cure(
 ) -> None:
     monkeypatch.setattr(planner_module, "MANY_BATCHES", 3)
     run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher(batch_size=1))
+    few, _ = plan_of(run, pipeline, publish(run, pipeline, [stream(3)]))
+    assert few.notes == []
+    run = open_run(tmp_path, "more")
     plan, _ = plan_of(run, pipeline, publish(run, pipeline, [stream(4)]))
     [note] = plan.notes
-    assert "4 Spark batches of 1 messages each are more than 3" in note
+    assert "4 Spark batches of 1 message each are more than 3" in note
     assert "merge_keys=True" in note
     assert note in caplog.text
     assert BatchPlan.read(run.files, plan.path)[0].notes == [note]
@@ -336,27 +365,44 @@ def test_more_than_a_thousand_spark_batches_say_so_with_the_cure(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_rebuild_without_outcomes_is_made_anew_with_the_same_ids(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), python()
-    generation = publish(run, pipeline, [stream(7)])
-    first, before = plan_of(run, pipeline, generation)
-    second, after = plan_of(run, pipeline, generation)
-    assert first.path != second.path
-    assert [batch.batch_id for batch in before] == [batch.batch_id for batch in after]
-
-
-def test_a_plan_with_an_outcome_stands_even_if_the_options_have_changed(tmp_path: Path) -> None:
-    # Given a plan in batches of 3, one of them with an outcome
+@pytest.mark.parametrize("handled", [0, 1])
+def test_a_plan_stands_even_if_the_options_have_changed(tmp_path: Path, handled: int) -> None:
+    # Given a plan in batches of 3, of which a callback may have seen some before it was killed
     run, pipeline = open_run(tmp_path), python()
     generation = publish(run, pipeline, [stream(7)])
     plan, batches = plan_of(run, pipeline, generation)
-    record_outcome(run, plan, batches[1])
+    for batch in batches[:handled]:
+        record_outcome(run, plan, batch)
 
     # When the batcher is cleared after batch_size was changed
     again, _ = plan_of(run, python(batch_size=5), generation)
 
-    # Then the batches are those that people may have seen done
+    # Then the batches, and their ids, are those that a sink may have seen
     assert again == plan
+
+
+def test_a_batch_of_other_messages_or_of_another_key_has_another_id(tmp_path: Path) -> None:
+    def batch_id(run_id: str, names: str, key: str = "k", batcher: str = "b") -> str:
+        run = open_run(tmp_path, run_id)
+        options = Batcher(engine="python", batch_timeout=None, batch_size=3)
+        pipeline = pipeline_of(None, **{batcher: options})
+        given = [
+            message(n, message_id=name, batcher=batcher, batch_key=key)
+            for n, name in enumerate(names)
+        ]
+        _, [batch] = plan_of(run, pipeline, publish(run, pipeline, [given]), batcher=batcher)
+        return batch.batch_id
+
+    first = batch_id("one", "abc")
+    assert batch_id("the same in a later run", "abc") == first
+    others = [
+        batch_id("one of them", "ab"),
+        batch_id("with another", "abd"),
+        batch_id("in another order", "acb"),
+        batch_id("of another key", "abc", key="l"),
+        batch_id("of another batcher", "abc", batcher="c"),
+    ]
+    assert len({first, *others}) == 6
 
 
 def test_an_unfinished_try_is_passed_over(tmp_path: Path) -> None:
@@ -397,8 +443,8 @@ def test_a_missing_message_file_is_an_error_and_no_plan(tmp_path: Path) -> None:
     generation = publish(run, pipeline, [stream(2)])
     manifest = run.manifest(generation)
     assert manifest is not None
-    text = json.loads(manifest.dumps()) | {"batchers": {"b": 3}}
-    run.files.replace(f"{generation}/manifest.json", json.dumps(text))
+    more = dataclasses.replace(manifest, batchers={"b": 3})
+    run.files.replace(f"{generation}/manifest.json", more.dumps())
     with pytest.raises(StagingError, match="name 3 messages, but their files hold 2"):
         plan_of(run, pipeline, generation)
     assert BatchPlanFiles(run).plans() == []
@@ -476,13 +522,12 @@ def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
                 number += 1
         generations.append(publish(run, pipeline, made, map_index=index))
 
-    # When they are planned, twice
+    # When they are planned
     plan, batches = plan_of(run, pipeline, *generations)
-    again, batches_again = plan_of(run, pipeline, *generations)
 
     # Then every message is in exactly one batch
-    reader = BatchReader(run, plan)
-    found = {batch.batch_id: reader.read(batch) for batch in batches}
+    with BatchReader(run, plan) as reader:
+        found = {batch.batch_id: reader.read(batch) for batch in batches}
     ids_found = [each.message_id for messages in found.values() for each in messages]
     assert len(found) == len(batches) == plan.batches
     assert sorted(ids_found) == sorted(expected)
@@ -503,7 +548,9 @@ def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
             and each.message_id.startswith(f"{index}-")
         ]
         assert got == wanted
-    # and the same input makes the same batches
+    # and the same input makes the same batches, wherever it is planned
+    run.store.folder(f"{run.path}/batches").remove_all()
+    again, batches_again = plan_of(run, pipeline, *generations)
     assert [batch.batch_id for batch in batches] == [batch.batch_id for batch in batches_again]
     assert again.triggers == plan.triggers
 
@@ -520,8 +567,9 @@ def test_what_another_plan_held_is_marked_when_it_is_batched_anew(tmp_path: Path
     plan, batches = plan_of(run, pipeline, kept, anew)
 
     # Then the first's come in other batches, and say so; the new ones do not
-    reader = BatchReader(run, plan)
-    marks = {each.message_id: each.redelivered for batch in batches for each in reader.read(batch)}
+    with BatchReader(run, plan) as reader:
+        found = [each for batch in batches for each in reader.read(batch)]
+    marks = {each.message_id: each.redelivered for each in found}
     assert marks == {f"m-{n}": n < 3 for n in (0, 1, 2, 6, 7, 8)}
     assert sum(batch.redelivered for batch in batches) == 3
     # And so they do however often the plan is made

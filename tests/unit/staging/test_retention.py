@@ -30,9 +30,9 @@ def test_a_balanced_run_is_removed_after_a_week(tmp_path: Path) -> None:
     run = settled_run(tmp_path, "a:1", clock)
     mark_balanced(run)
 
-    clock.advance(KEEP - 1)
+    clock.advance(KEEP)
     assert sweep(run, clock) == []
-    clock.advance(2)
+    clock.advance(1)
     assert sweep(run, clock) == ["a:1"]
 
     assert run.generations() == []
@@ -91,6 +91,15 @@ def test_one_call_removes_a_bounded_number_oldest_first(tmp_path: Path) -> None:
     run = open_run(tmp_path, clock=clock)
     assert sweep(run, clock, limit=2) == ["r0", "r1"]
     assert sweep(run, clock, limit=2) == ["r2", "r3"]
+
+
+def test_a_sweep_removes_twenty_runs_at_most(tmp_path: Path) -> None:
+    clock = ManualClock()
+    for number in range(21):
+        mark_balanced(settled_run(tmp_path, f"r{number}", clock))
+    clock.advance(8 * DAY)
+    run = open_run(tmp_path, clock=clock)
+    assert [len(sweep(run, clock)) for _ in range(3)] == [20, 1, 0]
 
 
 def test_who_dies_while_removing_is_finished_by_the_next(

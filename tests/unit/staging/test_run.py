@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -91,9 +92,9 @@ def test_an_execution_whose_messages_were_given_back_publishes_nothing(tmp_path:
 def test_a_manifest_of_another_root_is_refused(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     generation = open_generation(run).generation
-    manifest = json.loads(manifest_of(run, generation, 1).dumps())
-    foreign = {**manifest, "root_id": "other", "host": "elsewhere"}
-    run.files.create(paths.manifest(generation), json.dumps(foreign))
+    manifest = manifest_of(run, generation, 1)
+    foreign = dataclasses.replace(manifest, root_id="other", host="elsewhere")
+    run.files.create(paths.manifest(generation), foreign.dumps())
     with pytest.raises(StagingError, match="'elsewhere'"):
         run.manifest(generation)
 

@@ -129,9 +129,7 @@ def test_a_batcher_without_a_plan_is_named(
     _, complete, progress = build_settlement(run, generation, pipeline, None, final=True)
     assert not complete
     assert progress.unplanned == ("b",)
-    assert "2 of 2 staged messages have no outcome and are given back (no plan for b)" in (
-        caplog.text
-    )
+    assert "2 of 2 staged messages given back, without an outcome (no plan for b)" in (caplog.text)
 
 
 def test_without_batchers_all_that_has_no_entry_is_acked(tmp_path: Path) -> None:

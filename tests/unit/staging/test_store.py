@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.staging import backends
+from airflow_broadway.staging.errors import cannot
+from airflow_broadway.staging.run import iter_unsettled
+from airflow_broadway.staging.settlement import record_settled
 from airflow_broadway.staging.store import Folder, Store
+from tests.unit.staging.kit import open_generation, open_run
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -260,3 +265,80 @@ def test_the_root_file_says_who_made_it(tmp_path: Path) -> None:
     store.root_id()
     made = json.loads((tmp_path / ".broadway-root.json").read_text())
     assert set(made) == {"version", "id", "host", "created_at"}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_only_their_user_reads_what_lies_in_staging(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = Store.open(f"file://{tmp_path}/root").folder("p/d")
+        folder.create("x/a.json", "")
+        folder.replace("x/b.json", "")
+        folder.write_lines("x/c.jsonl", ["1"])
+    finally:
+        os.umask(before)
+    assert modes(tmp_path / "root") == {0o700, 0o600}
+
+
+def test_a_root_that_was_there_keeps_its_mode_and_what_is_made_in_it_is_private(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o755)
+    (root / "old").mkdir(0o755)
+    Store.open(f"file://{root}").folder("old/new").create("a.json", "")
+    assert [path.stat().st_mode & 0o7777 for path in (root, root / "old")] == [0o755] * 2
+    assert modes(root / "old" / "new") == {0o700, 0o600}
+
+
+def test_a_root_with_the_set_group_id_bit_is_shared_with_its_group(tmp_path: Path) -> None:
+    # Given a root that its owner shares with the group of the Spark driver's user
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o2770)
+    before = os.umask(0o077)
+    try:
+        folder = Store.open(f"file://{root}").folder("p/d")
+        folder.create("x/a.json", "")
+        folder.write_lines("x/c.jsonl", ["1"])
+    finally:
+        os.umask(before)
+    assert modes(root) == {0o2770, 0o660}
+
+
+def modes(root: Path) -> set[int]:
+    return {path.stat().st_mode & 0o7777 for path in (root, *root.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("uri", "doing", "told"),
+    [
+        (
+            "s3://aws_default@lake/staging",
+            "write x.json",
+            "connection 'aws_default', bucket 'lake'); allow it s3:PutObject there",
+        ),
+        ("s3://lake/staging", "remove x", "finds by itself, bucket 'lake'); allow it s3:Delete"),
+        ("gs://g@lake", "read x", "connection 'g', bucket 'lake'); allow it this"),
+        ("file:///data", "read x", "change its owner or mode"),
+    ],
+)
+def test_a_refusal_names_who_was_refused_and_what(uri: str, doing: str, told: str) -> None:
+    assert told in str(cannot(doing, uri, PermissionError("Access Denied")))
+
+
+def test_who_may_not_delete_settles_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(tmp_path)
+    record = open_generation(run)
+
+    def refused(folder: Folder, path: str) -> None:
+        raise cannot(f"remove {path}", "s3://lake", PermissionError("Access Denied"))
+
+    monkeypatch.setattr(Folder, "remove", refused)
+    record_settled(run, record, SettleReport(acked=1))
+    assert run.state(record.generation) == "settled"
+    assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
+    assert "is settled and stays on the list" in caplog.text

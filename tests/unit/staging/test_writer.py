@@ -13,8 +13,8 @@ from airflow_broadway.core.manifest import load_line
 from airflow_broadway.core.message import NO_ACK
 from airflow_broadway.core.options import Batcher
 from airflow_broadway.core.processor import ProcessorStage
+from airflow_broadway.core.rows import Rows
 from airflow_broadway.staging import writer as writer_module
-from airflow_broadway.staging.rows import Rows
 from airflow_broadway.staging.run import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import Republishing, message, open_generation, open_run, pipeline_of
@@ -229,7 +229,7 @@ def test_files_are_rolled_and_row_groups_bounded(
 
 def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of())
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(Republishing()))
     failed = Entry("a", "r", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), 2, b"\xff", "{}")
     writer.entry(failed)
     writer.entry(Entry("b", "", ACK), settled=True)
@@ -244,7 +244,7 @@ def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     generation = open_generation(run).generation
     written = ProcessWriter(run, generation, pipeline_of(default=Batcher())).close()
-    assert written == ({}, {}, [], False, {}, 0)
+    assert written == ({}, {}, [], False, {}, 0, {})
     assert run.files.list(generation) == []
 
 

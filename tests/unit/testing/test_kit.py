@@ -10,6 +10,7 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.message import AckRef
+from airflow_broadway.core.options import options
 from airflow_broadway.testing import (
     DummyProducer,
     PipelineDriver,
@@ -108,3 +109,73 @@ def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: 
 def test_a_wrong_batch_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="'x' is not a valid BatchMode"):
         test_batch(Pipeline, [1], batch_mode="x")
+
+
+@options
+class Shut(DummyProducer):
+    """Cannot be opened."""
+
+    def source(self, env: Any) -> Any:
+        raise AssertionError("opened")
+
+    custodian = source
+
+
+def test_a_producer_is_never_opened_by_the_kit() -> None:
+    assert len(test_message(Pipeline(producer=Shut()), 1).successful) == 1
+
+
+def test_messages_that_are_given_ask_no_broker_and_are_counted_as_it_would_settle_them() -> None:
+    report = Pipeline(producer=Shut(on_failure="retry")).run_local([1, "bad", 2])
+    assert (report.settled.acked, report.settled.requeued) == (2, 1)
+    report = Pipeline(producer=Shut(on_failure="dead_letter")).run_local([1, "bad", 2])
+    assert (report.settled.acked, report.settled.dead_lettered) == (2, 1)
+
+
+def test_batches_for_spark_are_recorded_and_succeed_without_handle_batch() -> None:
+    class Sparkish(Pipeline):
+        producer = DummyProducer()
+        batchers = {"default": Batcher(batch_size=2)}
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            raise AssertionError("called")
+
+    tested = test_batch(Sparkish, [1, 2, 3])
+    assert [batch.info.size for batch in tested.batches] == [2, 1]
+    assert [message.data for message in tested.successful] == [1, 2, 3]
+
+
+def test_there_is_an_ack_call_for_each_result_of_a_stage() -> None:
+    driver = PipelineDriver(Pipeline)
+    tested = test_batch(driver, [1, "bad", 2, 3])
+    assert [([m.data for m in call.successful], [m.data for m in call.failed])
+            for call in tested.calls] == [([], ["bad"]), ([1, 2, 3], [])]  # fmt: skip
+
+
+def test_what_is_produced_goes_through_the_transformer_and_what_is_pushed_past_it() -> None:
+    producer = DummyProducer(transformer=lambda message: message.put_data(-message.data))
+    driver = PipelineDriver(Pipeline(producer=producer))
+    driver.push([1])
+    driver.produce([driver.message(2)])
+    driver.drain()
+    settled = [m.data for call in driver.acknowledger.calls for m in call.successful]
+    assert settled == [1, -2]
+
+
+def test_the_end_of_a_rate_limits_interval_lets_out_no_more_than_the_next_allows() -> None:
+    driver = PipelineDriver(Pipeline)
+    driver.produce([driver.message(n) for n in range(5)])
+    driver.push(["mark"])
+    driver.reset_rate_limit()
+    driver.push(["mark"])
+    driver.drain()
+    order = [m.data for batch in driver.batches for m in batch.messages]
+    assert order == [0, 1, "mark", 2, 3, "mark", 4]
+
+
+def test_the_end_delivers_a_batch_that_is_not_full() -> None:
+    driver = PipelineDriver(Pipeline)
+    driver.push([1, 2])
+    assert driver.batches == []
+    driver.drain()
+    assert [batch.info.trigger.value for batch in driver.batches] == ["flush"]

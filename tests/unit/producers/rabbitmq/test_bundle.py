@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import struct
 
 import pytest
@@ -11,17 +13,20 @@ from airflow_broadway.producers.rabbitmq.bundle import (
     Header,
     Held,
     pack,
+    parts,
     read_header,
     unpack,
+    weight_of,
 )
 
+SHORT = st.binary(max_size=255).map(lambda text: bytes([len(text)]) + text)
 HELD = st.builds(
     Held,
-    message_id=st.text(max_size=60),
+    message_id=st.text(min_size=1, max_size=60),
     attempt=st.integers(1, 2**31),
     crashes=st.integers(0, 255),
     redelivered=st.booleans(),
-    route=st.binary(max_size=512),
+    route=st.tuples(SHORT, SHORT).map(b"".join),
     properties=st.binary(max_size=1000),
     body=st.binary(max_size=5000),
 )
@@ -68,3 +73,50 @@ def test_a_header_of_unknown_fields_is_refused() -> None:
 
     with pytest.raises(BundleError, match="damaged"):
         unpack(b"AFBW" + struct.pack(">BI", 1, len(head)) + head)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"bundle": 5},
+        {"generation": ["g"]},
+        {"count": "3"},
+        {"count": -1},
+        {"owner": None},
+        {"released": "no"},
+        {"staged": {"path": "/dev/zero"}},
+        {"staged": {"path": "p", "bytes": "9", "sha256": "s"}},
+        {"staged": []},
+    ],
+)
+def test_a_header_that_anybody_may_have_written_is_refused(head: dict[str, object]) -> None:
+    text = json.dumps({**dataclasses.asdict(header(0)), **head}).encode()
+
+    with pytest.raises(BundleError, match=f"no proper {next(iter(head))}"):
+        unpack(b"AFBW" + struct.pack(">BI", 1, len(text)) + text)
+
+
+def test_a_header_nested_beyond_reason_is_refused() -> None:
+    head = b"[" * 500_000
+
+    with pytest.raises(BundleError, match="damaged"):
+        unpack(b"AFBW" + struct.pack(">BI", 1, len(head)) + head)
+
+
+@pytest.mark.parametrize("route", [b"", b"\x05abc", b"\x00", b"\x00\x02a", b"\x00\x00more"])
+def test_a_message_without_a_proper_route_is_refused(route: bytes) -> None:
+    with pytest.raises(BundleError, match="lacks its id, attempt or route"):
+        unpack(pack(header(1), [Held("id", 1, 0, False, route, b"", b"")]))
+
+
+@given(st.lists(HELD, max_size=20), st.integers(1, 20_000))
+def test_portions_hold_all_messages_and_no_more_bytes_than_they_may(
+    messages: list[Held], capacity: int
+) -> None:
+    portions = list(parts(messages, capacity))
+
+    assert [held for portion in portions for held in portion] == messages
+    for portion in portions:
+        size = len(pack(header(0), portion)) - len(pack(header(0), []))
+        assert size == sum(map(weight_of, portion))
+        assert size <= capacity or len(portion) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.checks import (
 )
 from airflow_broadway.producers.rabbitmq.connection import Address
 from airflow_broadway.producers.rabbitmq.management import Unseen
-from airflow_broadway.producers.rabbitmq.policies import Policy, effective
+from airflow_broadway.producers.rabbitmq.policies import Policy, effective, matched
 
 ORDERS = RabbitMQProducer(queue="orders")
 
@@ -95,15 +96,53 @@ def test_a_pattern_that_python_cannot_read_is_taken_to_match() -> None:
     assert policy(pattern=r"^broadway\.(?|a|b").matches("orders", "quorum")
 
 
+def test_a_pattern_that_takes_for_ever_to_match_is_taken_to_match_and_hurts_no_other() -> None:
+    queue = f"broadway.dead.{'a' * 40}"
+    evil, name = r"^broadway\.dead\.(a+)+$x", "evil"
+
+    begin = time.monotonic()
+    made = matched(
+        [policy("before", pattern="dead|nothing"), policy(name, pattern=evil),
+         policy("after", pattern="(other|else)"), policy("plain", pattern="^broadway.*")],
+        [queue],
+    )  # fmt: skip
+
+    assert time.monotonic() - begin < 20
+    assert {p.name: p.matches(queue, "quorum") for p in made} == {
+        "before": True,
+        name: True,
+        "after": False,
+        "plain": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        (".*", True),
+        ("", True),
+        ("^orders$", True),
+        ("^order", True),
+        ("rde", True),
+        ("^ord.rs", True),
+        (r"^orders\..*", False),
+        ("^(orders|bills)$", True),
+        ("^[a-m]", False),
+    ],
+)
+def test_a_pattern_matches_as_the_broker_matches_it(pattern: str, matches: bool) -> None:
+    assert policy(pattern=pattern).matches("orders", "quorum") is matches
+
+
 # -- rules -----------------------------------------------------------------------------------------
 
 
 def test_our_own_queues_as_they_are_declared_are_beyond_reproach() -> None:
     assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
-    assert len(roles_of(ORDERS)) == 13
+    assert len(roles_of(ORDERS)) == 14
 
 
-@pytest.mark.parametrize("name", ["lease", "spares", "returns", "delay", "dead"])
+@pytest.mark.parametrize("name", ["lease", "spares", "returns", "quarantine", "delay", "dead"])
 def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> None:
     [one] = found(role(name), policy(expires=60_000))
 
@@ -217,12 +256,13 @@ def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api: type[Api])
     assert check_queues(ORDERS, Address(), version="3.13.1") == []
 
 
-def test_what_cannot_be_seen_is_said_in_a_note(api: type[Api]) -> None:
+def test_what_cannot_be_seen_is_said(api: type[Api]) -> None:
     [one] = check_queues(ORDERS, Address(), version="3.10.8")
     assert "only an administrator" in one.text
 
     api.queues = {}
     [other] = check_queues(ORDERS, Address(), version="3.13.0")
+    assert other.level == WARNING
     assert "is another broker's; set the connection's extra 'management_url'" in other.text
 
 

@@ -33,6 +33,7 @@ class Connections:
         ({"queue": "q", "on_failure": "wat"}, "on_failure"),
         ({"queue": "q", "consume_options": {"no_ack": True}}, "consume_options"),
         ({"queue": "q", "declare": {"auto_delete": True}}, "declare"),
+        ({"queue": "q", "declare": {"exclusive": True}}, "declare"),
         ({"queue": "q", "metadata": ["colour"]}, "metadata"),
         ({"queue": "q", "bindings": [("exchange",)]}, "bindings"),
         ({"queue": "q", "backoff_min": 5.0, "backoff_max": 1.0}, "backoff_min"),
@@ -71,9 +72,65 @@ def test_tls_is_by_extra_or_by_amqps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "port", "hosts"),
+    [
+        ("a", None, [("a", 5672)]),
+        ("a", 1, [("a", 1)]),
+        ("a, b:5673 ,c", None, [("a", 5672), ("b", 5673), ("c", 5672)]),
+        ("a,b:2", 1, [("a", 1), ("b", 2)]),
+        ("::1,[::2]:3", None, [("::1", 5672), ("::2", 3)]),
+    ],
+)
+def test_a_connection_may_name_several_hosts(
+    host: str, port: int | None, hosts: list[tuple[str, int]]
+) -> None:
+    made = address_of(Connection(conn_id="c", conn_type="rabbitmq", host=host, port=port), name="n")
+
+    assert [(each.host, each.port) for each in made.hosts()] == hosts
+    assert [each.others for each in made.hosts()] == [()] * len(hosts)
+
+
+def test_an_address_may_name_several_hosts() -> None:
+    made = address_of_uri("amqps://me@a,b:5673/v?frame_max=8192&channel_max=20", name="n")
+
+    assert [(each.host, each.port) for each in made.hosts()] == [("a", 5671), ("b", 5673)]
+    assert (made.login, made.virtual_host) == ("me", "v")
+    assert (made.frame_max, made.channel_max) == (8192, 20)
+
+
+def test_what_a_connections_form_leaves_empty_is_not_given() -> None:
+    extra = {"heartbeat": None, "timeout": "", "tls": None, "tls_ca": "", "management_url": ""}
+    made = address_of(
+        Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
+    )
+
+    assert made == address_of(Connection(conn_id="c", conn_type="rabbitmq", host="b"), name="n")
+
+
+def test_tls_may_be_told_field_by_field() -> None:
+    extra = {"tls": True, "tls_ca": "/ca.pem", "tls_server_name": "broker"}
+    made = address_of(
+        Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
+    )
+
+    assert made.tls == {"ca": "/ca.pem", "server_name": "broker"}
+    del extra["tls"]
+    assert made.tls == address_of(
+        Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
+    ).tls  # fmt: skip
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"conn_type": "aws", "host": "b"},
+        {"conn_type": "rabbitmq", "host": " , "},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"frame_max": 100}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"channel_max": 1}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"timeout": "nan"}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"client_properties": "x"}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"auth_mechanism": "gssapi"}},
+        {"conn_type": "rabbitmq", "host": "b", "extra": {"auth_mechanism": "EXTERNAL"}},
         {"conn_type": "rabbitmq"},
         {"conn_type": "rabbitmq", "host": "b", "extra": {"heartbeat": "soon"}},
         {"conn_type": "rabbitmq", "host": "b", "extra": {"tls": "yes"}},

@@ -1,25 +1,25 @@
 from __future__ import annotations
 
+import json
+import struct
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.lane import key_of
+from airflow_broadway.producers.rabbitmq.marks import MARK, Mark, mark_of, republished, restored
 from airflow_broadway.producers.rabbitmq.properties import (
-    MARK,
-    ORIGINAL,
-    Mark,
     decode,
     dump,
     encode,
     load,
-    mark_of,
     plain,
-    republished,
 )
 
 SHORT = st.text(max_size=20)
@@ -62,9 +62,6 @@ def shapes(value: Any) -> str:
     return type(value).__name__
 
 
-MARKED = Mark("id-1", "g1", 3)
-
-
 @given(PROPERTIES)
 def test_properties_are_read_as_they_were_written(properties: dict[str, Any]) -> None:
     assert decode(encode(properties)) == properties
@@ -86,8 +83,44 @@ def test_hostile_bytes_are_an_error_or_properties_and_nothing_else(data: bytes) 
         decode(data)
     except ProducerError:
         pass
-    assert mark_of(b"\x20\x00" + data + MARK.encode()) is None
-    decode(republished(data, MARKED))
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Real properties, some of whose bytes are others."""
+    headers = draw(st.dictionaries(SHORT, VALUES, max_size=4))
+    headers[MARK] = {"id": "id-1", "giver": "g1", "attempt": draw(VALUES)}
+    data = bytearray(encode({"headers": headers, "timestamp": 5, "message_id": "m"}))
+    for _ in range(draw(st.integers(0, 4))):
+        data[draw(st.integers(0, len(data) - 1))] = draw(
+            st.integers(0, 255) | st.sampled_from(b"TDSFAltx")
+        )
+    return bytes(data[: draw(st.integers(len(data) // 2, len(data)))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged())
+def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data: bytes) -> None:
+    try:
+        json.dumps(plain(decode(data)))
+    except ProducerError:
+        pass
+    mark_of(data)
+    key_of(data)
+    held = Held("id-1", 1, 0, False, b"\x00\x01q", data, b"body")
+    made = republished(held, Mark("id-1", "g1", 3), limit=2**20)
+    decode(made)
+    restored(b"\x00\x01q", made, trusted=True)
+
+
+@pytest.mark.parametrize("seconds", [253_402_300_800, 1_700_000_000_000, 1_700_000_000 * 10**9])
+def test_a_timestamp_that_python_has_no_date_for_is_kept(seconds: int) -> None:
+    table = b"\x04sentT" + struct.pack(">Q", seconds)
+    data = b"\x20\x00" + struct.pack(">I", len(table)) + table
+
+    assert decode(data) == {"headers": {"sent": seconds}}
+    assert encode(decode(data)) == data
+    assert plain(decode(data)) == {"headers": {"sent": seconds}}
 
 
 def test_tables_nested_beyond_reason_are_refused() -> None:
@@ -97,68 +130,6 @@ def test_tables_nested_beyond_reason_are_refused() -> None:
 
     with pytest.raises(ProducerError, match="nested"):
         decode(encode({"headers": nested}))
-
-
-def test_what_is_published_again_carries_its_mark() -> None:
-    made = republished(encode({"headers": {"colour": "red"}, "message_id": "theirs"}), MARKED)
-
-    assert mark_of(made) == MARKED
-    assert decode(made)["headers"]["colour"] == "red"
-    assert decode(made)["message_id"] == "theirs"
-    assert decode(made)["delivery_mode"] == 2
-
-
-def test_what_would_do_harm_moves_to_a_header_of_its_own() -> None:
-    death = [{"queue": "flights", "reason": "rejected", "count": 1}]
-    headers = {"x-death": death, "CC": ["copies"], "BCC": ["more"], "x-first-death-queue": "q"}
-    given_ = {"headers": headers, "user_id": "somebody", "expiration": "60000"}
-
-    made = decode(republished(encode(given_), MARKED))
-
-    assert set(made["headers"]) == {MARK, ORIGINAL}
-    assert made["headers"][ORIGINAL] == {
-        "x-death": death,
-        "CC": ["copies"],
-        "BCC": ["more"],
-        "user_id": "somebody",
-        "expiration": "60000",
-    }
-    assert "user_id" not in made
-    assert "expiration" not in made
-
-
-def test_our_own_ladder_leaves_no_trace_in_the_original() -> None:
-    death = [{"queue": "broadway.delay.60.flights", "reason": "expired", "count": 1}]
-    once = republished(encode({"headers": {"x-death": death}}), MARKED)
-
-    assert ORIGINAL not in decode(once)["headers"]
-
-
-def test_publishing_again_and_again_does_not_grow() -> None:
-    made = republished(encode({"user_id": "somebody"}), MARKED)
-    size = len(made)
-    for attempt in range(4, 9):
-        made = republished(made, Mark("id-1", "g2", attempt))
-
-    assert len(made) == size
-    assert decode(made)["headers"][ORIGINAL] == {"user_id": "somebody"}
-
-
-@pytest.mark.parametrize(
-    "mark",
-    [
-        None,
-        7,
-        "text",
-        {},
-        {"id": "x", "giver": "g"},
-        {"id": "x", "giver": "g", "attempt": "many"},
-        {"id": "x", "giver": "g", "attempt": 2**62},
-        {"id": "x" * 5000, "giver": "g", "attempt": 1},
-    ],
-)
-def test_a_mark_that_is_none_of_ours_is_ignored(mark: Any) -> None:
-    assert mark_of(encode({"headers": {MARK: mark}})) is None
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.booleans())

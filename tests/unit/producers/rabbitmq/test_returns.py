@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,25 @@ def test_a_settled_bundle_is_dropped(journal: Journal, bundles: list[str] | None
     journal.note_settled("g1", {}, bundles)
 
     assert examine(bundle(3), journal) is None
+
+
+def test_the_report_of_a_settlement_is_read_once_for_a_bundle(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.note_settled("g1", {}, ["another"], messages={"m0": "ack"})
+    inside, read = Journal._read, []
+
+    def reading(self: Journal, name: str) -> dict[str, Any] | None:
+        read.append(name)
+        return inside(self, name)
+
+    monkeypatch.setattr(Journal, "_read", reading)
+
+    found = examine(bundle(3), journal)
+
+    assert found is not None
+    assert [m.message_id for m in found.messages] == ["m1", "m2"]
+    assert [name.rpartition("/")[2] for name in read] == ["settled.json"]
 
 
 def test_a_bundle_that_settling_never_saw_is_not_dropped(journal: Journal) -> None:

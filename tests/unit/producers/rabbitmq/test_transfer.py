@@ -52,6 +52,25 @@ def test_a_nack_is_a_refusal() -> None:
     assert set(made.refused) == {"b1"}
 
 
+def test_a_later_delivery_is_done_with_when_all_before_it_is() -> None:
+    made = window(2)
+
+    assert made.extend(25)
+
+    made.confirmed(2, True)
+    assert made.relied_on() == [(10, "load 1"), (25, "load 2")]
+    assert not made.extend(30)
+
+
+def test_an_earlier_delivery_takes_no_place_of_a_later_one() -> None:
+    made = window(2)
+
+    assert made.extend(15)
+
+    made.confirmed(2, True)
+    assert made.relied_on() == [(10, "load 1"), (20, "load 2")]
+
+
 def test_a_repeated_confirm_changes_nothing() -> None:
     made = window(2)
     for _ in range(2):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody import ACK, Custodian, Entry, Settlement, Verdict
+from airflow_broadway.core.intake import Budget
 from airflow_broadway.core.message import Message
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.core.settler import entry_of
+from airflow_broadway.operators._process import Process
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.custodian import SqsCustodian
 from airflow_broadway.producers.sqs.source import SqsSource
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, installed
 
-__all__ = ["FIFO", "Halves", "halves", "settlement", "take"]
+__all__ = ["FIFO", "Halves", "halves", "process_of", "settlement", "take"]
 
 FIFO = f"{URL}.fifo"
 
@@ -58,7 +64,11 @@ def take(source: Any, demand: int = 100_000) -> list[Message]:
 
 @contextmanager
 def halves(
-    staging: str | None = None, *, fake: FakeSqs | None = None, **options: Any
+    staging: str | None = None,
+    *,
+    fake: FakeSqs | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> Iterator[Halves]:
     """The halves of a fresh generation; requests one at a time unless told otherwise."""
     clock = ManualClock()
@@ -72,6 +82,7 @@ def halves(
         owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": -1},
         clock=clock,
         staging=staging,
+        stopping=stopping,
     )
     with installed(fake):
         made = Halves(fake, clock, env, SqsProducer(**given))
@@ -99,3 +110,20 @@ def settlement(
         everything=lambda: (entry_of(message, rest) for message in messages),
         expected=len(messages),
     )
+
+
+def process_of(
+    fake: FakeSqs, pipeline: Broadway, folder: Path, budget: Budget
+) -> tuple[Process, StagedRun]:
+    """A process task, ready to run, and the run that it belongs to; its generation is ``g``."""
+    store = Store.open(f"file://{folder}/staging")
+    staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=fake.clock)
+    owner = {"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0, "try_number": 1}
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        generation="g",
+        owner=owner,
+        clock=fake.clock,
+        staging=f"{store.uri}/{pipeline.name}",
+    )
+    return Process(staged, pipeline, env=env, budget=budget), staged

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway, Message, Processors
+from airflow_broadway.core.intake import Budget
 from airflow_broadway.core.local import RunReport
 from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import FakeSqs, installed
-from tests.unit.producers.sqs.kit import FIFO
+from tests.unit.producers.sqs.kit import FIFO, process_of
 
 #: Six messages of two groups, as one receive returns them.
 SENT = ("x1", "y1", "x2", "y2", "x3", "y3")
@@ -26,7 +27,7 @@ class Orders(Broadway):
     producer = SqsProducer(
         queue_url=FIFO, conn_id=None, receive_concurrency=1, receive_interval=0.0
     )
-    processors = Processors(concurrency=1, max_demand=4)
+    processors = Processors(concurrency=1, max_demand=8, min_demand=6)  # chunks of two
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         body = message.data.decode()
@@ -106,24 +107,10 @@ def test_a_chunk_that_cannot_be_prepared_holds_back_its_groups(fake: FakeSqs) ->
 
 
 def test_a_process_task_gives_back_what_is_held_back(fake: FakeSqs, tmp_path: Path) -> None:
-    from airflow_broadway.core.intake import Budget
-    from airflow_broadway.operators._process import Process
-    from airflow_broadway.staging.run import StagedRun
-    from airflow_broadway.staging.store import Store
-
-    store = Store.open(f"file://{tmp_path}/staging")
     pipeline = Orders(producer={"on_failure": "noop"})
-    staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=fake.clock)
-    owner = {"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0, "try_number": 1}
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        generation="g",
-        owner=owner,
-        clock=fake.clock,
-        staging=f"{store.uri}/{pipeline.name}",
-    )
+    process, _ = process_of(fake, pipeline, tmp_path, Budget(max_messages=6))
     with installed(fake):
-        made = Process(staged, pipeline, env=env, budget=Budget(max_messages=6)).run()
+        made = process.run()
 
     assert made["received"] == 6
     assert handled == ["x1", "y1", "y2", "y3"]

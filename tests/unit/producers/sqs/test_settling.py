@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import LEAVE, RELEASE, Action, SettleReport, Verdict
+from airflow_broadway.core.custody import (
+    ACK,
+    LEAVE,
+    RELEASE,
+    Action,
+    SettleReport,
+    Verdict,
+)
 from airflow_broadway.core.errors import ProducerUnavailable
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import FIFO, Halves, halves, settlement, take
@@ -27,7 +35,7 @@ def failing(code: str, times: int, *, fault: bool = False) -> Any:
         entries = arguments["Entries"]
         bad = entries[1 if len(entries) > 1 else 0]["Id"]
         return {
-            "Successful": [],
+            "Successful": [{"Id": each["Id"]} for each in entries if each["Id"] != bad],
             "Failed": [{"Id": bad, "Code": code, "Message": "no", "SenderFault": fault}],
         }
 
@@ -350,7 +358,7 @@ def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
         messages = run.take()
         assert "receipts-000000.json" in files()
         run.custodian.settle(run.source.lease, settlement(messages, {"1": RETRY}))
-        left = [path for path in tmp_path.rglob("*.json") if path.parent.parent.name != "attempts"]
+        left = [path for path in tmp_path.rglob("*.json") if path.parent.name != "attempts"]
         assert "settled.json" in {path.name for path in left}
         assert len(left) == 2  # and that it may be removed later
     with halves(staging, fake=fake) as empty:
@@ -390,6 +398,31 @@ def test_what_a_run_gives_back_waits_for_its_end() -> None:
         assert run.fake.requests["ReceiveMessage"] < 10  # received once, and kept
         run.source.close()
         assert run.fake.waiting() == ["a"]
+
+
+def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
+    tmp_path: Path,
+) -> None:
+    # Given two verdicts at once, of which the second is not answered
+    with halves(tmp_path.as_uri()) as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            client_error("RequestThrottled", status=400)
+            if action == "ChangeMessageVisibility"
+            else None
+        )
+        both = list(settlement(messages, {"a": ACK, "b": RETRY}).entries())
+        with pytest.raises(ProducerUnavailable):
+            run.custodian.settle_now(run.source.lease, both)
+
+        # When the callback that heard of it has failed, and each gets its verdict in the end
+        run.fake.answer = lambda action, _: None
+        rest = replace(settlement(messages, {"a": RETRY, "b": RETRY}), settled_now=SettleReport())
+        report = run.custodian.settle(run.source.lease, rest)
+
+        # Then what was done counts for what it was
+        assert report == SettleReport(acked=2, requeued=1)
 
 
 # ----------------------------------------------------------------------------------------- FIFO

@@ -6,15 +6,18 @@ import json
 import logging
 import threading
 import time
+from datetime import timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers import addresses
+from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.errors import Expired
 from airflow_broadway.producers.sqs.producer import partition_of
 from airflow_broadway.producers.sqs.receiving import request_of
@@ -38,7 +41,8 @@ def test_a_receive_asks_for_the_lease_and_what_custody_needs() -> None:
     assert request == {
         "MaxNumberOfMessages": 3,
         "VisibilityTimeout": 91,
-        "MessageSystemAttributeNames": ["ApproximateReceiveCount"],
+        "MessageSystemAttributeNames": ["ApproximateReceiveCount", "AWSTraceHeader"],
+        "MessageAttributeNames": ["All"],
     }
 
 
@@ -234,7 +238,7 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
         run.source._ready = [(run.clock.now().timestamp(), raw) for raw in received(run.fake)]
         run.clock.advance(200.0)
 
-        [message] = run.source.receive(1, timeout=0)
+        [message] = run.source.secure(run.source.receive(1, timeout=0))
 
         assert message.data == b"more"
         assert run.fake.entries["ChangeMessageVisibility"] == 1
@@ -403,7 +407,7 @@ def test_a_fifo_queue_whose_messages_have_no_group_is_told_once(
         assert len(run.take()) == 2
         run.fake.put(["c"], url=FIFO)
         run.clock.advance(5.0)
-        assert len(run.take()) == 1
+        assert len(run.source.receive(10, timeout=1)) == 1
 
     assert caplog.text.count("carry no message group") == 1
 
@@ -434,3 +438,96 @@ def test_each_receive_is_told_as_a_span() -> None:
     assert seen[0][1]["name"] == "pipeline"
     assert len(seen[1][1]["messages"]) == 1
     assert seen[2][1]["demand"] == 7
+
+
+# ------------------------------------------------------------------------- what a run looks at
+
+
+@pytest.mark.parametrize(
+    ("options", "visible", "hidden", "said"),
+    [
+        ({"wait_time_seconds": 20}, 500, 120_000, "as many messages in flight as it may have"),
+        ({"queue_url": FIFO}, 500, 120_000, "as many messages in flight as it may have"),
+        ({"queue_url": FIFO}, 30, 7, "about 30 messages of the FIFO queue"),
+        ({}, 0, 120_000, ""),
+        ({}, 3, 5, ""),
+    ],
+)
+def test_a_queue_that_only_looks_empty_is_told(
+    options: dict[str, Any],
+    visible: int,
+    hidden: int,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
+    with halves(**options) as run:
+        run.fake.queue(options.get("queue_url", URL)).attributes |= {
+            "ApproximateNumberOfMessages": str(visible),
+            "ApproximateNumberOfMessagesNotVisible": str(hidden),
+        }
+
+        assert run.take() == []
+        assert run.take() == []
+
+        assert run.fake.requests["GetQueueAttributes"] == 2  # at the start, and once since
+    assert [said in message for message in caplog.messages] == ([True] if said else [])
+
+
+def test_a_redrive_policy_that_ends_before_the_attempts_do_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeSqs(ManualClock())
+    policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:dead", "maxReceiveCount": "6"}
+    fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
+    for on_failure, attempts, warned in (
+        ("retry", 8, True),
+        ("retry", 6, False),
+        ("noop", 8, False),
+    ):
+        caplog.clear()
+        with halves(fake=fake, on_failure=on_failure, retry=RetryPolicy(max_attempts=attempts)):
+            pass
+        assert ("before its 8 attempts are used up" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"), [(90.0, "90 s ahead of"), (-90.0, "90 s behind"), (30.0, "")]
+)
+def test_a_clock_that_differs_from_the_servers_is_told(
+    ahead: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeSqs(ManualClock())
+    date = format_datetime(fake.clock.now() - timedelta(seconds=ahead), usegmt=True)
+    fake.answer = lambda action, _: (
+        {"Attributes": {}, "ResponseMetadata": {"HTTPHeaders": {"date": date}}}
+        if action == "GetQueueAttributes"
+        else None
+    )
+
+    with halves(fake=fake):
+        pass
+
+    assert ("clock is" in caplog.text) is bool(said)
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "warned"),
+    [
+        ("http://sqs.internal:4566", True),
+        ("https://sqs.internal:4566", False),
+        ("http://127.0.0.1:5000", False),
+        ("http://localhost:4566", False),
+    ],
+)
+def test_an_endpoint_that_is_not_encrypted_is_told(
+    endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = SqsProducer(queue_url=f"{endpoint}/1/orders", conn_id=None, region_name="eu-west-1")
+    addresses.warn_of_plain_http.cache_clear()
+
+    for _ in range(2):
+        client.boto_client(producer, ProducerEnv()).close()
+
+    assert sum("go unencrypted to" in each for each in caplog.messages) == warned

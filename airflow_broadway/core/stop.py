@@ -1,0 +1,115 @@
+"""When a run begins nothing more, and when it waits for nothing more.
+
+A run ends by itself, by its budget of time, or because it is told to.  In each case what has not
+been begun goes back to its broker, and what is done counts.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from airflow_broadway.core.clock import Clock
+
+__all__ = ["Stop"]
+
+_NEVER: Final = float("inf")
+#: Seconds between two looks at what ``asked`` says, while messages are handled.
+_ASK_INTERVAL: Final = 0.05
+#: Seconds for which a late run still waits for the processors that are at a message.
+_LAST_MESSAGE: Final = 1.0
+
+
+class Stop:
+    """Whether a run is told to stop, and until when it may finish what it is at.
+
+    :param shutdown: Seconds that it has, once told, to finish what was handed out.
+    :param asked: Asked often: why to stop now, or ``""``.
+    :param interrupts: What ends a callback from outside, as a task's time-out does: the message at
+        work goes back, and nothing more is begun.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        shutdown: float = _NEVER,
+        asked: Callable[[], str] | None = None,
+        *,
+        interrupts: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self.shutdown = shutdown
+        self.interrupts = interrupts
+        #: Called when the run is told to stop, perhaps in a signal handler.
+        self.on_told: list[Callable[[], None]] = []
+        #: The instant, by ``now``, from which on :meth:`enough` is worth asking: looking at it
+        #: before each message costs less than the call.
+        self.look_at = 0.0
+        self.now = clock.monotonic
+        self._asked = asked
+        self._reason = ""
+        self._until = _NEVER  # for messages
+        self._late = _NEVER  # for everything
+
+    def bound(self, seconds: float | None) -> None:
+        """Begin no message after ``seconds`` from now; ``None``: no bound."""
+        if seconds is not None:
+            self._until = min(self._until, self.now() + seconds)
+            self.look_at = min(self.look_at, self._until)
+
+    def tell(self, reason: str, *, at_once: bool = False) -> None:
+        """Tell the run to stop; the first reason stands.  May be called from a signal handler.
+
+        :param at_once: Leave no time to finish.
+        """
+        if self._reason:
+            return
+        self._reason = reason
+        self._late = self.now() + (0.0 if at_once else self.shutdown)
+        self._until = self.look_at = min(self._until, self._late)
+        for told in self.on_told:
+            told()
+
+    def reason(self) -> str:
+        """Why the run was told to stop, or ``""``."""
+        if not self._reason and self._asked is not None:
+            asked = self._asked()
+            if asked:
+                self.tell(asked)
+        return self._reason
+
+    def enough(self) -> bool:
+        """Whether no further message is begun."""
+        self.reason()
+        now = self.now()
+        asks = self._asked is not None and not self._reason
+        self.look_at = min(self._until, now + _ASK_INTERVAL) if asks else self._until
+        return now >= self._until
+
+    def late(self) -> bool:
+        """Whether nothing more is begun or waited for: a run that was told had its time."""
+        self.reason()
+        return self.now() >= self._late
+
+    def over(self) -> bool:
+        """Whether it is late even for a processor that was at a message when it became late."""
+        self.reason()
+        return self.now() >= self._late + _LAST_MESSAGE
+
+    def left(self) -> float | None:
+        """Seconds in which messages are begun; ``None``: no bound."""
+        return None if self._until == _NEVER else max(0.0, self._until - self.now())
+
+    @contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """Stop on SIGTERM, where signals can be handled: in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda number, frame: self.tell("stopped"))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)

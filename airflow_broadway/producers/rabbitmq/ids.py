@@ -1,0 +1,84 @@
+"""The ids of one generation's messages: no two of them share one.
+
+An id is made at a message's first receipt and kept when it is published again, in its mark.  Marks
+can be copied, with other headers, by whoever publishes what a queue held: so an id that comes twice
+names two messages, and the second is given another.  Only what two turns of one settlement
+published, as the journal shows, is the same message once more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+
+__all__ = ["Ids"]
+
+#: Bytes of an id that are kept when it is given an addition; with it, a mark still takes it.
+_BASE = 160
+#: Ids that are remembered, at 130 bytes each, or 280 with a mark.  Those that come later are given
+#: an addition, which nobody has to remember.
+_MOST = 1_000_000
+
+#: Of a message with a mark: a hash of all of it, and the turns that published it.
+_Origin = tuple[int, tuple[str, ...]]
+
+
+class Ids:
+    """Gives out ids; for the link's thread.
+
+    :param prefix: Of the ids that are made here; unique.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self._number = 0
+        # By its hash, every id that was not made here, and the mark that it came by, if any.
+        self._taken: dict[int, _Origin | None] = {}
+        self._unsecured: set[int] = set()
+
+    def fresh(self) -> str:
+        """An id of its own."""
+        self._number += 1
+        return f"{self.prefix}-{self._number:x}"
+
+    def marked(self, message_id: str, print_: int, turn: str, turns: Collection[str]) -> str | None:
+        """The id of a message with a mark; ``None`` if another turn's copy of it is here already.
+
+        :param print_: A hash of all that its repetition has in common with it.
+        :param turn: The turn of settling that published it.
+        :param turns: Those that its giver's journal names.
+        """
+        before = self._taken.get(hash(message_id))
+        if before is not None:
+            same, given = before
+            if same == print_ and turn in turns and turn not in given and {*given} <= {*turns}:
+                self._taken[hash(message_id)] = (same, (*given, turn))
+                return None
+        return self._unique(message_id, (print_, (sys.intern(turn),)))
+
+    def returned(self, message_id: str) -> str:
+        """The id of a message out of a returned bundle."""
+        return self._unique(message_id, None)
+
+    def secured(self, loads: Iterable[object]) -> None:
+        """Messages are secured: the next connection knows their ids too."""
+        if self._unsecured:
+            for load in loads:
+                for held in load if isinstance(load, list) else ():
+                    self._unsecured.discard(hash(held.message_id))
+
+    def reconnect(self) -> None:
+        """What was not secured comes again."""
+        for key in self._unsecured:
+            del self._taken[key]
+        self._unsecured.clear()
+
+    def _unique(self, message_id: str, origin: _Origin | None) -> str:
+        key = hash(message_id)
+        known = self.prefix in message_id or key in self._taken
+        if known or len(self._taken) >= _MOST:
+            base = message_id.partition("~")[0].encode()[:_BASE].decode("utf-8", "ignore")
+            return f"{base}~{self.fresh()}"
+        self._taken[key] = origin
+        self._unsecured.add(key)
+        return message_id

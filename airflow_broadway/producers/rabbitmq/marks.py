@@ -1,0 +1,321 @@
+"""What a message carries that was published again, and how it is read back as what it was.
+
+A message that is given back, retried or set aside keeps every property and header of its own, byte
+for byte.  Beside them stand our headers: ``x-broadway``, its :class:`Mark`, and
+``x-broadway-original``, with what had to leave its place because it would do harm there: the route
+it came by, ``user_id``, ``expiration``, ``x-death``, ``CC`` and ``BCC``.  Who receives it puts all
+of that back, so that callbacks and dead letters see the message as it was first received.
+
+The mark is bound to the message by a digest.  Its header on another message, copied by whoever
+answers or forwards messages, is no mark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from airflow_broadway.core.entries import MAX_REASON, cut
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.properties import (
+    decode_entry,
+    encode_entry,
+    entries_of,
+    fields_of,
+    join_entries,
+    join_fields,
+)
+
+__all__ = [
+    "MARK",
+    "ORIGINAL",
+    "Mark",
+    "TooLarge",
+    "buried",
+    "is_of",
+    "mark_of",
+    "republished",
+    "restored",
+    "split_route",
+]
+
+#: The header of a message that was published again: see :class:`Mark`.
+MARK = "x-broadway"
+_MARK = MARK.encode()
+#: The header with what could not be kept where it was.
+ORIGINAL = "x-broadway-original"
+#: All our headers begin so.
+_OURS = _MARK
+#: Kept in their place, these would do harm: an ``x-death`` makes the broker drop the message as a
+#: cycle, ``CC`` and ``BCC`` send stray copies.
+_DEATHS = (b"x-death", b"x-first-death-", b"x-last-death-")
+_COPIES = (b"CC", b"BCC")
+#: The same for properties: a foreign ``user_id`` is refused, an ``expiration`` ends the wait early.
+_HARMFUL = ("user_id", "expiration")
+#: What a mark is bound to, beside the body: properties that no broker and no plugin writes.
+_BOUND = ("content_type", "correlation_id", "message_id", "type", "app_id")
+
+#: What a mark of ours never exceeds.
+_MAX_ID, _MAX_ATTEMPT = 200, 1_000_000
+#: Bytes of the reason where the message has no room for more.
+_SHORT_REASON = 64
+#: Bytes of properties that a header frame of the usual size holds.
+MAX_PROPERTIES = 131_072 - 20
+
+
+class TooLarge(ProducerError):
+    """A message's own headers leave no room for our mark in a frame."""
+
+
+class Content(Protocol):
+    """What is published again: a delivery, or a message of a bundle."""
+
+    @property
+    def route(self) -> bytes: ...
+    @property
+    def properties(self) -> bytes: ...
+    @property
+    def body(self) -> bytes: ...
+
+
+class Mark(NamedTuple):
+    """What a message says of itself that was published again.
+
+    :param message_id: Its id, kept from its first receipt.
+    :param giver: The generation that gave it back, which does not take it again.
+    :param attempt: The attempt it is on.
+    :param turn: Which settling of that generation published it: each publishes a message once.
+    :param digest: What it is bound to; see :func:`is_of`.
+    """
+
+    message_id: str
+    giver: str
+    attempt: int
+    turn: str = ""
+    digest: str = ""
+
+
+def mark_of(properties: bytes) -> Mark | None:
+    """The mark of a message, if it bears one that can be read."""
+    if _MARK not in properties:
+        return None
+    try:
+        headers = entries_of(fields_of(properties).get("headers"))
+        value = next(decode_entry(raw) for name, raw in headers if name == _MARK)
+        mark = Mark(
+            str(value["id"]),
+            str(value["giver"]),
+            max(1, int(value["attempt"])),
+            str(value.get("turn", "")),
+            str(value.get("digest", "")),
+        )
+    except (
+        ProducerError,
+        StopIteration,
+        TypeError,
+        KeyError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+    ):
+        return None
+    texts = (mark.message_id, mark.giver, mark.turn)
+    longest = max(len(text.encode("utf-8", "replace")) for text in texts)
+    if longest > _MAX_ID or mark.attempt > _MAX_ATTEMPT:
+        return None  # not one of ours
+    return mark
+
+
+def is_of(mark: Mark, message: Content) -> bool:
+    """Whether the mark was made for this very message."""
+    return mark.digest == _digest(message)
+
+
+def _digest(message: Content) -> str:
+    digest = hashlib.blake2b(message.body, digest_size=12)
+    try:
+        fields = fields_of(message.properties)
+    except ProducerError:
+        fields = {}
+    for name in _BOUND:
+        digest.update(b"\0" + fields.get(name, b""))
+    return digest.hexdigest()
+
+
+def split_route(route: bytes) -> tuple[str, str]:
+    """Exchange and routing key of a delivery."""
+    first = 1 + route[0] if route else 0
+    exchange, key = route[1:first], route[first + 1 :]
+    return exchange.decode("utf-8", "backslashreplace"), key.decode("utf-8", "backslashreplace")
+
+
+# -- published again -------------------------------------------------------------------------------
+
+
+def republished(
+    message: Content,
+    mark: Mark,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    limit: int = MAX_PROPERTIES,
+) -> bytes:
+    """The properties with which a message is published again.
+
+    Where they would pass ``limit`` the reason is cut, then what it was is left out.
+
+    :param extra: More headers of ours, such as the reason of a dead letter.
+    :param limit: The most bytes that one frame of the connection holds.
+    :raises TooLarge: If there is no room even for the mark.
+    """
+    fields, kept, original = _taken_apart(message)
+    extra = dict(extra or {})
+    reason = str(extra.get("x-broadway-reason", ""))
+    short = {**extra, "x-broadway-reason": cut(reason, _SHORT_REASON)} if reason else extra
+    lean = [each for each in original if not _harmful(each[0]) and each[0] != b"unreadable"]
+    value = {"id": mark.message_id, "giver": mark.giver, "attempt": mark.attempt}
+    value |= {"turn": mark.turn, "digest": _digest(message)}
+    for more, was in ((extra, original), (short, lean), ({}, lean), ({}, [])):
+        ours = [encode_entry(MARK, value)]
+        ours += [encode_entry(name, each) for name, each in more.items()]
+        if was:
+            ours.append((ORIGINAL.encode(), b"F" + join_entries(was)))
+        made = join_fields({**fields, "headers": join_entries([*kept, *ours])})
+        if len(made) <= limit:
+            return made
+    raise TooLarge(
+        f"its headers have {len(message.properties)} bytes, and with our mark would pass the"
+        f" {limit} that one frame holds"
+    )
+
+
+def buried(
+    message: Content,
+    mark: Mark,
+    *,
+    reason: str,
+    stage: str,
+    extra: Mapping[str, Any] | None = None,
+    limit: int = MAX_PROPERTIES,
+) -> bytes:
+    """The properties of a dead letter, which starts with fresh attempts if it is sent back.
+
+    :param mark: With the attempt that it died on.
+    :param limit: See :func:`republished`; a message without room for a word of ours goes bare.
+    """
+    why = {
+        "x-broadway-reason": cut(reason, MAX_REASON),
+        "x-broadway-stage": stage,
+        "x-broadway-attempt": mark.attempt,
+        **(extra or {}),
+    }
+    try:
+        return republished(message, mark._replace(attempt=1), extra=why, limit=limit)
+    except TooLarge:
+        fields, kept, _ = _taken_apart(message)
+        bare = {**fields, "headers": join_entries(kept)}
+        made = join_fields(bare)
+        if len(made) > limit:  # by the byte that makes it persistent
+            made = join_fields({n: raw for n, raw in bare.items() if n != "delivery_mode"})
+        return made
+
+
+def _taken_apart(
+    message: Content,
+) -> tuple[dict[str, bytes], list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
+    """Fields that stay, headers that stay, and what is moved into the header of the original."""
+    original: list[tuple[bytes, bytes]] = []
+    exchange, key = split_route(message.route)
+    if exchange:  # else it is the queue's own name
+        original += [encode_entry("exchange", exchange), encode_entry("routing_key", key)]
+    try:
+        fields = fields_of(message.properties)
+        headers = entries_of(fields.get("headers"))
+    except ProducerError:  # it cannot be read, so it cannot be kept but as it was
+        unreadable = encode_entry("unreadable", message.properties)
+        return {"delivery_mode": b"\x02"}, [], [*original, unreadable]
+    kept = []
+    for name, raw in headers:
+        if _harmful(name):
+            original.append((name, raw))
+        elif not name.startswith(_OURS):
+            kept.append((name, raw))
+    for field in _HARMFUL:
+        value = fields.pop(field, None)
+        if value is not None:
+            original.append((field.encode(), b"S" + struct.pack(">I", value[0]) + value[1:]))
+    mode = fields.get("delivery_mode")
+    if mode != b"\x02":
+        original.append(encode_entry("delivery_mode", None if mode is None else mode[0]))
+    fields["delivery_mode"] = b"\x02"
+    return fields, kept, original
+
+
+def _harmful(name: bytes) -> bool:
+    return name in _COPIES or name.startswith(_DEATHS)
+
+
+# -- received again --------------------------------------------------------------------------------
+
+
+def restored(route: bytes, properties: bytes, *, trusted: bool) -> tuple[bytes, bytes]:
+    """Route and properties as they were before the message was published again.
+
+    :param trusted: Whether it is known to have been us who did: only then does it keep a
+        ``user_id``, which the broker vouches for at the first receipt alone.
+    """
+    fields = fields_of(properties)
+    headers = entries_of(fields.get("headers"))
+    original = _original(headers)
+    if b"unreadable" in original:
+        was = decode_entry(original[b"unreadable"])
+        return _route(route, original), was if isinstance(was, bytes) else properties
+    kept = [each for each in headers if not each[0].startswith((_OURS, *_DEATHS))]
+    # Deaths since it was published again are our own ladder's, or else a queue's of somebody else.
+    deaths = _deaths(dict(headers).get(b"x-death")) + _deaths(original.pop(b"x-death", None))
+    if deaths:
+        kept.append(encode_entry("x-death", deaths))
+    kept += [each for each in original.items() if _harmful(each[0])]
+    if kept:
+        fields["headers"] = join_entries(kept)
+    else:
+        fields.pop("headers", None)
+    for field in _HARMFUL:
+        text = original.get(field.encode())
+        if text is not None and text[:1] == b"S" and (trusted or field != "user_id"):
+            fields[field] = bytes([len(text[5:260])]) + text[5:260]
+    mode = decode_entry(original.get(b"delivery_mode", b"l" + bytes(7) + b"\x02"))
+    fields.pop("delivery_mode", None)
+    if isinstance(mode, int) and 0 <= mode < 256:
+        fields["delivery_mode"] = bytes([mode])
+    return _route(route, original), join_fields(fields)
+
+
+def _original(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    raw = dict(headers).get(ORIGINAL.encode(), b"V")
+    try:
+        return dict(entries_of(raw[1:])) if raw[:1] == b"F" else {}
+    except ProducerError:
+        return {}
+
+
+def _route(route: bytes, original: Mapping[bytes, bytes]) -> bytes:
+    parts = [original.get(name, b"V") for name in (b"exchange", b"routing_key")]
+    if any(each[:1] != b"S" or len(each) > 5 + 255 for each in parts):
+        return route
+    return b"".join(bytes([len(each) - 5]) + each[5:] for each in parts)
+
+
+def _deaths(raw: bytes | None) -> list[Any]:
+    """The entries of an ``x-death`` but for those of our own queues."""
+    try:
+        value = decode_entry(raw or b"V")
+    except ProducerError:
+        return []
+    found = value if isinstance(value, list) else []
+    return [
+        each
+        for each in found
+        if not (isinstance(each, Mapping) and str(each.get("queue", "")).startswith("broadway."))
+    ]

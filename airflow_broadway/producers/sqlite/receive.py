@@ -1,0 +1,182 @@
+"""Receiving: ready messages are leased to a generation, all of a call in one transaction."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from airflow_broadway.core.custody import Delivery
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.message import NO_ACK, AckRef, Message
+from airflow_broadway.producers.sqlite import dead, settling
+from airflow_broadway.producers.sqlite.database import transaction
+from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
+
+__all__ = ["MAX_RECEIVE_BYTES", "Portion", "receive"]
+
+log = logging.getLogger(__name__)
+
+#: Bytes of bodies after which :func:`receive` stops short of its demand.
+MAX_RECEIVE_BYTES = 64 * 1024 * 1024
+
+# What another program wrote into the file may be of any type: a body is bytes, whatever it was.
+_READY: Final = """SELECT m.id, CAST(b.body AS BLOB), CAST(b.attributes AS BLOB), m.enqueued_at,
+    m.attempt, m.deliveries
+    FROM messages m LEFT JOIN bodies b ON b.id = m.id
+    WHERE m.queue = ? AND m.lease IS NULL AND m.ready_at <= ?
+    AND (m.giver IS NULL OR m.giver IS NOT ?)
+    ORDER BY m.ready_at, m.enqueued_at, m.id LIMIT ?"""
+_ANY_READY: Final = """SELECT EXISTS (SELECT 1 FROM messages WHERE queue = :queue AND lease IS NULL
+    AND ready_at <= :now AND (giver IS NULL OR giver IS NOT :lease))
+    OR EXISTS (SELECT 1 FROM leases WHERE queue = :queue AND state = 'open' AND deadline <= :now
+    AND id IS NOT :lease)"""
+
+
+class Portion(NamedTuple):
+    """What one call asks for.
+
+    :param position: That of its first message.
+    :param at: When it asks.
+    """
+
+    generation: str
+    demand: int
+    position: int
+    at: datetime
+
+
+def receive(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    name: str,
+    portion: Portion,
+    *,
+    seconds: float,
+    owner: Mapping[str, Any],
+) -> list[Message]:
+    """Lease what is ready, for ``seconds`` from now.
+
+    :param name: The queue's.
+    :raises LeaseLapsed: If the generation's lease has ended.
+    """
+    generation, now = portion.generation, to_micros(portion.at)
+    # Polling an empty queue takes no lock and writes nothing.
+    lease = _open_lease(db, queue, name, generation)
+    look = {"queue": queue.id, "now": now, "lease": lease}
+    if not db.execute(_ANY_READY, look).fetchone()[0]:
+        return []
+    with transaction(db):
+        lease = _open_lease(db, queue, name, generation)
+        settling.end_lapsed(db, queue, now, spared=lease)
+        while True:
+            # Made before the commit: what fails here stays in the queue.
+            rows = _rows(db, (queue.id, now, lease, portion.demand))
+            messages, unread = _messages(queue, name, portion, rows)
+            dead.set_aside(db, unread, generation, now)
+            if messages or not rows:
+                break
+        if messages:
+            lease = lease or _new_lease(db, queue, generation, owner, seconds, now)
+            deadline = now + settling.micros_of(seconds)
+            db.execute(
+                "UPDATE leases SET received = received + ?, deadline = max(deadline, ?)"
+                " WHERE id = ?",
+                (len(messages), deadline, lease),
+            )
+            db.executemany(
+                f"UPDATE messages SET lease = {lease:d}, deliveries = deliveries + 1"
+                " WHERE id BETWEEN ? AND ?",
+                ranges([row[0] for row in rows if row[0] not in unread]),
+            )
+        return messages
+
+
+def _rows(db: sqlite3.Connection, chosen: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Ready rows, up to a demand or a size of bodies."""
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in db.execute(_READY, chosen):
+        rows.append(row)
+        size += len(row[1] or b"")
+        if size >= MAX_RECEIVE_BYTES:
+            break
+    return rows
+
+
+def _messages(
+    queue: QueueRow, name: str, portion: Portion, rows: list[tuple[Any, ...]]
+) -> tuple[list[Message], dict[int, str]]:
+    """The messages of rows; and of those that cannot be read, by row, why."""
+    prefix, position = queue.tag + "-", portion.position
+    unread: dict[int, str] = {}
+    acknowledger = AckRef(NO_ACK.acknowledger, portion.generation, Delivery())
+    messages = []
+    sent, told = None, ""
+    for row, body, attributes, enqueued_at, attempt, deliveries in rows:
+        metadata: dict[str, Any]
+        try:
+            if enqueued_at != sent:
+                sent, told = None, from_micros(enqueued_at).isoformat()
+                sent = enqueued_at
+            metadata = {"queue": name, "enqueued_at": told}
+            if attributes is not None:
+                metadata["attributes"] = json.loads(attributes)
+            redelivered, size = deliveries > 0, len(body)
+            if type(attempt) is not int:
+                raise TypeError(f"its attempt is {attempt!r}")
+        except Exception as error:  # one that another program wrote fails alone
+            unread[row] = f"cannot be read: {type(error).__name__}: {error}"
+            log.error("message %s%d of queue %r %s", prefix, row, name, unread[row])
+            continue
+        messages.append(
+            Message(
+                body,
+                metadata=metadata,
+                acknowledger=acknowledger,
+                message_id=prefix + str(row),
+                attempt=attempt,
+                redelivered=redelivered,
+                received_at=portion.at,
+                position=position,
+                size=size,
+            )
+        )
+        position += 1
+    return messages, unread
+
+
+def _open_lease(db: sqlite3.Connection, queue: QueueRow, name: str, generation: str) -> int | None:
+    """The key of the generation's lease, or ``None`` if it has not received anything yet."""
+    row = db.execute(
+        "SELECT id, state, ended_at FROM leases WHERE queue = ? AND generation = ?",
+        (queue.id, generation),
+    ).fetchone()
+    if row is None:
+        return None
+    if row[1] != "open":
+        raise LeaseLapsed(
+            f"generation {generation!r} receives no more from queue {name!r}: its lease"
+            f" was {row[1]} at {from_micros(row[2]).isoformat()};"
+            " a new execution opens a new one"
+        )
+    return int(row[0])
+
+
+def _new_lease(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    generation: str,
+    owner: Mapping[str, Any],
+    seconds: float,
+    now: int,
+) -> int:
+    db.execute(
+        "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
+        " VALUES (?, ?, ?, ?, ?, ?)",
+        (queue.id, generation, json.dumps(dict(owner)), seconds, now, now),
+    )
+    return int(db.execute("SELECT last_insert_rowid()").fetchone()[0])

@@ -1,0 +1,28 @@
+"""The custody contract, as a test suite that every producer passes.
+
+The author of a producer inherits it and gives it a harness::
+
+    class TestMyProducer(CustodyContract):
+        @pytest.fixture
+        def harness(self, tmp_path):
+            return MyHarness(tmp_path)
+
+pytest must be installed.  For readable failures, the suite's own ``conftest.py`` says
+``pytest.register_assert_rewrite("airflow_broadway.testing.contract")``.
+"""
+
+from __future__ import annotations
+
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.testing.contract.killing import Killing
+from airflow_broadway.testing.contract.lapsing import Lapsing
+from airflow_broadway.testing.contract.receiving import Receiving
+from airflow_broadway.testing.contract.settling import Settling
+from airflow_broadway.testing.contract.traffic import Traffic
+from airflow_broadway.testing.harness import Harness, ids, settlement_of
+
+__all__ = ["CustodyContract", "Harness", "entry_of", "ids", "settlement_of"]
+
+
+class CustodyContract(Killing, Traffic, Lapsing, Settling, Receiving):
+    """What every producer promises; a subclass gives the ``harness`` fixture."""

@@ -1,0 +1,94 @@
+"""What the suite's subjects share: what a producer may differ in, and generations by hand."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from airflow_broadway.core.custody import Custodian, Lease, Settlement, SettleReport, Source
+from airflow_broadway.core.message import Message
+from airflow_broadway.testing.harness import Harness, settlement_of
+
+__all__ = ["ContractBase"]
+
+
+class ContractBase(ABC):
+    """The settings of a suite, and what its tests do with sources and custodians."""
+
+    #: Whether messages arrive in the order in which they were sent.
+    keeps_order: ClassVar[bool] = True
+    #: Whether the broker itself says that a lease has lapsed.
+    tells_lapse: ClassVar[bool] = True
+    #: Whether a message given back keeps its attempt.
+    keeps_attempt: ClassVar[bool] = True
+    #: Messages that are settled while the settler is killed.
+    many: ClassVar[int] = 3_000
+    #: Bodies that the broker can carry, odd ones among them.
+    odd_bodies: ClassVar[Sequence[bytes]] = (
+        b"",
+        b"\x00\xff not UTF-8",
+        "zażółć".encode(),
+        b"x" * 100_000,
+    )
+
+    @pytest.fixture
+    @abstractmethod
+    def harness(self) -> Any:
+        """A harness on an empty queue of its own."""
+
+    @contextmanager
+    def source(self, harness: Harness, generation: str) -> Iterator[Source]:
+        """A source for ``generation``, closed in the end."""
+        source = harness.producer().source(harness.env(generation))
+        try:
+            yield source
+        finally:
+            source.close()
+
+    @contextmanager
+    def custodian(self, harness: Harness) -> Iterator[Custodian]:
+        """A custodian as another process would open it, closed in the end."""
+        custodian = harness.producer().custodian(harness.env("custodian"))
+        try:
+            yield custodian
+        finally:
+            custodian.close()
+
+    def take(self, source: Source, demand: int = 100_000) -> list[Message]:
+        """Receive and secure until ``demand`` is met or the queue is quiet."""
+        taken: list[Message] = []
+        while len(taken) < demand:
+            messages = source.receive(min(500, demand - len(taken)), timeout=0.2)
+            if not messages:
+                break
+            taken += source.secure(messages)
+        return taken
+
+    def hold(
+        self, harness: Harness, generation: str, demand: int = 100_000
+    ) -> tuple[Lease, list[Message]]:
+        """Take messages and close the source, as a process task does; the lease as read back."""
+        with self.source(harness, generation) as source:
+            messages = self.take(source, demand)
+            messages += source.stop()
+            return self.copied(source.lease), messages
+
+    def settle(self, harness: Harness, lease: Lease, settlement: Settlement) -> SettleReport:
+        """Settle from a custodian of its own."""
+        with self.custodian(harness) as custodian:
+            return custodian.settle(lease, settlement)
+
+    def copied(self, lease: Lease) -> Lease:
+        """The lease as another process reads it."""
+        return Lease.from_json(json.loads(json.dumps(lease.to_json())))
+
+    def rest_of_queue(self, harness: Harness, generation: str = "the rest") -> list[Message]:
+        """What can be received now, acknowledged."""
+        lease, messages = self.hold(harness, generation)
+        self.settle(harness, lease, settlement_of(messages))
+        return messages

@@ -1,0 +1,70 @@
+"""The custody contract: processes are killed, and two are at work at once."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from airflow_broadway.core.custody import ACK
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
+from airflow_broadway.testing.other_process import Child, plain, third_and_seventh
+
+__all__ = ["Killing"]
+
+
+class Killing(ContractBase):
+    """What is promised whoever dies."""
+
+    def test_killed_between_receive_and_settle_nothing_is_lost(self, harness: Harness) -> None:
+        harness.send(bodies(500))
+        with Child(harness, "hold", "killed", "300") as child:
+            held = child.line()
+            assert len(held["ids"]) == 300
+            child.kill()
+
+        before = ids(self.rest_of_queue(harness, "before the lapse"))
+        harness.pass_time(harness.lease * 1.1)
+        after = self.rest_of_queue(harness, "after the lapse")
+
+        assert len(before) == 200
+        assert sorted(ids(after)) == sorted(held["ids"])
+        assert all(message.redelivered for message in after)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
+        count = self.many
+        harness.send(bodies(count))
+        lease, messages = self.hold(harness, "settled")
+        # Every third is retried, every seventh of the others a dead letter.
+        verdicts = {m.message_id: third_and_seventh(place) for place, m in enumerate(messages)}
+        verdicts = {key: verdict for key, verdict in verdicts.items() if verdict is not ACK}
+        settlement = settlement_of(messages, verdicts)
+        with Child(harness, "settle") as child:
+            child.say({"lease": lease.to_json(), "entries": plain(messages)})
+            child.line()
+            time.sleep(random.Random(seed).uniform(0.0, 0.1))
+            child.kill()
+
+        report = self.settle(harness, lease, settlement)
+
+        retried = [m for place, m in enumerate(messages) if place % 3 == 0]
+        dead = sum(1 for place in range(count) if place % 3 and place % 7 == 0)
+        assert report.total == count
+        assert (report.requeued, report.dead_lettered) == (len(retried), dead)
+        assert report.acked == count - len(retried) - dead
+        harness.pass_time(1.1)
+        again = self.rest_of_queue(harness)
+        assert sorted(ids(again)) == sorted(ids(retried))
+        assert all(message.attempt == 2 for message in again)
+
+    def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
+        harness.send(bodies(2_000))
+
+        with Child(harness, "drain", "one") as one, Child(harness, "drain", "two") as two:
+            found = [one.line()["ids"], two.line()["ids"]]
+
+        everything = [*found[0], *found[1]]
+        assert len(everything) == len(set(everything)) == 2_000

@@ -1,0 +1,85 @@
+"""The custody contract: how leases end."""
+
+from __future__ import annotations
+
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Action, Settlement, SettleReport, Verdict
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
+
+__all__ = ["Lapsing"]
+
+
+class Lapsing(ContractBase):
+    """What becomes of messages whose lease is renewed, lapses or has ended."""
+
+    def test_a_renewed_lease_outlives_its_first_deadline(self, harness: Harness) -> None:
+        if not harness.producer().renews:
+            pytest.skip("leases of this producer have a fixed bound")
+        harness.send(bodies(4))
+        lease, messages = self.hold(harness, "g1")
+        with self.custodian(harness) as custodian:
+            for _ in range(4):
+                harness.pass_time(harness.lease * 0.6)
+                renewed = custodian.renew(lease)
+                assert renewed is not None
+                assert renewed.deadline > lease.deadline
+                lease = self.copied(renewed)
+                assert self.rest_of_queue(harness, f"other {lease.deadline}") == []
+            assert custodian.holds(lease)
+            assert custodian.settle(lease, settlement_of(messages)).acked == 4
+
+    def test_a_lapsed_lease_returns_its_messages_marked(self, harness: Harness) -> None:
+        harness.send(bodies(5))
+        lease, messages = self.hold(harness, "g1")
+        harness.pass_time(harness.lease * 1.1)
+
+        with self.custodian(harness) as custodian:
+            assert not custodian.holds(lease)
+        again = self.rest_of_queue(harness)
+
+        assert sorted(ids(again)) == sorted(ids(messages))
+        assert sorted(message.data for message in again) == bodies(5)
+        assert all(message.redelivered for message in again)
+        if self.keeps_attempt:
+            assert all(message.attempt == 1 for message in again)
+
+    def test_a_zombie_settles_nothing_of_what_another_holds(self, harness: Harness) -> None:
+        if not self.tells_lapse:
+            pytest.skip("this broker gives no signal of a lapse")
+        harness.send(bodies(6))
+        old, messages = self.hold(harness, "zombie")
+        harness.pass_time(harness.lease * 1.1)
+        new, again = self.hold(harness, "heir")
+        assert len(again) == 6
+
+        with self.custodian(harness) as custodian:
+            dead = Verdict(Action.DEAD_LETTER, 0.0, "zombie", "process")
+            early = [entry_of(message, dead) for message in messages[:2]]
+            verdicts = {messages[2].message_id: dead}
+            undone = frozenset(ids(messages[:2]))
+            assert custodian.settle_now(old, early) == SettleReport(lapsed=2, undone=undone)
+            report = custodian.settle(old, settlement_of(messages, verdicts))
+            assert report == SettleReport(lapsed=6)
+            assert custodian.settle(old, settlement_of(messages, verdicts)) == report
+            if harness.producer().renews:
+                assert custodian.renew(old) is None
+            assert not custodian.holds(old)
+
+            assert custodian.holds(new)
+            assert custodian.settle(new, settlement_of(again)) == SettleReport(acked=6)
+
+    def test_a_generation_whose_lease_has_ended_receives_no_more(self, harness: Harness) -> None:
+        harness.send(bodies(4))
+        with self.source(harness, "g1") as source:
+            self.take(source, 2)
+            self.settle(harness, source.lease, Settlement(rest=RELEASE))
+            try:
+                received = self.take(source)
+            except BroadwayError:
+                received = []
+            assert received == []
+        assert len(self.rest_of_queue(harness)) == 4

@@ -1,0 +1,231 @@
+"""The custody contract: how verdicts are carried out, in the end and at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from airflow_broadway.core.custody import (
+    ACK,
+    LEAVE,
+    RELEASE,
+    Action,
+    Entry,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
+
+__all__ = ["Settling"]
+
+
+class Settling(ContractBase):
+    """What a custodian promises."""
+
+    def test_a_secured_message_outlives_its_source(self, harness: Harness) -> None:
+        harness.send(bodies(3))
+
+        lease, messages = self.hold(harness, "g1")
+
+        # The source is closed; nobody else gets the messages, and another process settles them.
+        assert self.rest_of_queue(harness) == []
+        with self.custodian(harness) as custodian:
+            assert custodian.holds(lease)
+            assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=3)
+            assert not custodian.holds(lease)
+
+    def test_acknowledged_messages_never_come_back(self, harness: Harness) -> None:
+        harness.send(bodies(30))
+        lease, messages = self.hold(harness, "g1")
+
+        self.settle(harness, lease, settlement_of(messages))
+
+        assert self.rest_of_queue(harness, "g2") == []
+        harness.pass_time(2 * harness.lease)
+        assert self.rest_of_queue(harness, "g3") == []
+
+    def test_a_retried_message_waits_for_its_delay_and_uses_an_attempt(
+        self, harness: Harness
+    ) -> None:
+        harness.send(bodies(1))
+        for attempt in (1, 2, 3):
+            lease, [message] = self.hold(harness, f"g{attempt}")
+            assert message.attempt == attempt
+            assert message.redelivered == (attempt > 1)
+            retry = Verdict(Action.RETRY, 5.0, "later", "process")
+            settlement = settlement_of([message], {message.message_id: retry})
+
+            assert self.settle(harness, lease, settlement) == SettleReport(requeued=1)
+
+            assert self.rest_of_queue(harness, f"too early {attempt}") == []
+            harness.pass_time(5.1)
+        [last] = self.rest_of_queue(harness)
+        assert last.data == bodies(1)[0]
+        assert last.message_id == message.message_id
+
+    def test_a_dead_letter_is_not_delivered_again(self, harness: Harness) -> None:
+        harness.send(bodies(4))
+        lease, messages = self.hold(harness, "g1")
+        dead = Verdict(Action.DEAD_LETTER, 0.0, "no departure delay", "process")
+        settlement = settlement_of(messages, dict.fromkeys(ids(messages[:3]), dead))
+
+        report = self.settle(harness, lease, settlement)
+
+        assert report == SettleReport(acked=1, dead_lettered=3)
+        depth = harness.producer().depth(harness.env("g1"))
+        assert depth is None or depth.dead == 3
+        harness.pass_time(2 * harness.lease)
+        assert self.rest_of_queue(harness) == []
+
+    def test_a_message_left_to_the_broker_is_counted_left(self, harness: Harness) -> None:
+        harness.send(bodies(2))
+        lease, messages = self.hold(harness, "g1")
+
+        report = self.settle(harness, lease, settlement_of(messages, rest=LEAVE))
+
+        assert report == SettleReport(left=2)
+
+    def test_a_released_message_comes_back_at_once_on_the_same_attempt(
+        self, harness: Harness
+    ) -> None:
+        harness.send(bodies(5))
+        lease, messages = self.hold(harness, "g1")
+
+        report = self.settle(harness, lease, settlement_of(messages, rest=RELEASE))
+
+        assert report == SettleReport(released=5)
+        again = self.rest_of_queue(harness)
+        assert sorted(ids(again)) == sorted(ids(messages))
+        assert all(message.redelivered for message in again)
+        if self.keeps_attempt:
+            assert all(message.attempt == 1 for message in again)
+
+    def test_a_generation_without_a_manifest_is_released(self, harness: Harness) -> None:
+        harness.send(bodies(5))
+        lease, messages = self.hold(harness, "g1")
+
+        report = self.settle(harness, lease, Settlement(rest=RELEASE))
+
+        assert (report.released, report.failed) == (5, 0)
+        assert sorted(ids(self.rest_of_queue(harness))) == sorted(ids(messages))
+
+    def test_every_message_is_in_exactly_one_count(self, harness: Harness) -> None:
+        harness.send(bodies(60))
+        lease, messages = self.hold(harness, "g1")
+        choice = [
+            Verdict(Action.RETRY, 1.0, "once more", "batch"),
+            Verdict(Action.DEAD_LETTER, 0.0, "bad", "process"),
+            LEAVE,
+            RELEASE,
+        ]
+        verdicts = {
+            message.message_id: choice[place % 5]
+            for place, message in enumerate(messages)
+            if place % 5 < 4
+        }
+
+        report = self.settle(harness, lease, settlement_of(messages, verdicts))
+
+        assert report == SettleReport(acked=12, requeued=12, dead_lettered=12, left=12, released=12)
+        assert report.total == len(messages)
+
+    def test_settling_again_changes_nothing_and_reports_the_same(self, harness: Harness) -> None:
+        harness.send(bodies(6))
+        lease, messages = self.hold(harness, "g1")
+        verdicts = {messages[0].message_id: RELEASE}
+        first = self.settle(harness, lease, settlement_of(messages, verdicts))
+        taken, [again] = self.hold(harness, "g2")
+
+        second = self.settle(harness, lease, settlement_of(messages, verdicts))
+
+        assert second == first == SettleReport(acked=5, released=1)
+        # The message that was released is another's now, and stays so.
+        assert self.settle(harness, taken, settlement_of([again])) == SettleReport(acked=1)
+        assert self.rest_of_queue(harness) == []
+
+    # -------------------------------------------------------------------------- at once
+
+    def test_settling_now_keeps_the_lease_for_the_others(self, harness: Harness) -> None:
+        harness.send(bodies(10))
+        lease, messages = self.hold(harness, "g1")
+        with self.custodian(harness) as custodian:
+            early = [entry_of(message, ACK) for message in messages[:4]]
+
+            now = custodian.settle_now(lease, early)
+
+            assert now == SettleReport(acked=4)
+            assert custodian.holds(lease)
+            later = custodian.settle(lease, settlement_of(messages[4:]))
+            assert later == SettleReport(acked=6)
+            assert (now + later).total == 10
+        harness.pass_time(2 * harness.lease)
+        assert self.rest_of_queue(harness) == []
+
+    @pytest.mark.parametrize("told", [0, 2])
+    def test_what_was_settled_now_and_never_told_is_in_the_report(
+        self, harness: Harness, told: int
+    ) -> None:
+        harness.send(bodies(10))
+        lease, messages = self.hold(harness, "g1")
+        dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+        with self.custodian(harness) as custodian:
+            custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[:2]])
+            # Of this the caller died before it could say so
+            custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[2:5]])
+            custodian.settle_now(lease, [entry_of(message, dead) for message in messages[5:6]])
+            settlement = replace(
+                settlement_of(messages[told:]), settled_now=SettleReport(acked=told)
+            )
+
+            report = custodian.settle(lease, settlement)
+
+            assert report == SettleReport(acked=9 - told, dead_lettered=1)
+            assert custodian.settle(lease, settlement) == report
+        assert self.rest_of_queue(harness) == []
+
+    def test_what_was_settled_now_without_a_manifest_is_in_the_report(
+        self, harness: Harness
+    ) -> None:
+        harness.send(bodies(4))
+        lease, messages = self.hold(harness, "g1")
+        with self.custodian(harness) as custodian:
+            custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[:1]])
+
+            report = custodian.settle(lease, Settlement(rest=RELEASE, settled_now=SettleReport()))
+
+        assert report == SettleReport(acked=1, released=3)
+        assert len(self.rest_of_queue(harness)) == 3
+
+    def test_settling_now_names_what_it_did_not_do(self, harness: Harness) -> None:
+        harness.send(bodies(4))
+        lease, messages = self.hold(harness, "g1")
+        early = [entry_of(message, ACK) for message in messages[:2]]
+        # Given one among them that the lease does not hold, and whose body nobody has
+        stranger = Entry("of nobody", "", Verdict(Action.RETRY, 0.0, "why", "process"))
+        with self.custodian(harness) as custodian:
+            report = custodian.settle_now(lease, [early[0], stranger, early[1]])
+
+            assert (report.acked, report.failed + report.lapsed, report.total) == (2, 1, 3)
+            assert report.undone == {"of nobody"}
+            assert custodian.settle_now(lease, [early[0], stranger, early[1]]) == report
+            assert custodian.settle(lease, settlement_of(messages[2:])) == SettleReport(acked=2)
+        assert self.rest_of_queue(harness) == []
+
+    def test_a_run_does_not_receive_what_it_gave_back(self, harness: Harness) -> None:
+        harness.send(bodies(3))
+        with self.source(harness, "g1") as source, self.custodian(harness) as custodian:
+            messages = self.take(source)
+            given = [
+                entry_of(messages[0], Verdict(Action.RETRY, 0.0, "again", "process")),
+                entry_of(messages[1], RELEASE),
+            ]
+
+            report = custodian.settle_now(source.lease, given)
+
+            assert report == SettleReport(requeued=1, released=1)
+            assert self.take(source) == []
+        assert sorted(ids(self.rest_of_queue(harness))) == sorted(ids(messages[:2]))

@@ -1,0 +1,89 @@
+"""The custody contract: messages go on coming while runs begin, work and end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Lease, Settlement, SettleReport
+from airflow_broadway.core.message import Message
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, settlement_of
+
+__all__ = ["Traffic"]
+
+
+class Traffic(ContractBase):
+    """What is promised in traffic."""
+
+    def run_in_traffic(
+        self, harness: Harness, generation: str, demand: int
+    ) -> tuple[Lease, list[Message]]:
+        """One run that is still hungry when it ends, while messages come; its lease, as noted."""
+        with self.source(harness, generation) as source:
+            messages: list[Message] = []
+            for _ in range(3):
+                messages += source.secure(source.receive(demand, timeout=0.2))
+                time.sleep(0.03)  # the credit of the last receive is not used up: messages come
+            messages += source.stop()
+            lease = self.copied(source.lease)
+            time.sleep(0.05)
+        return lease, messages
+
+    @pytest.mark.parametrize("demand", [7, 1_000])
+    def test_what_arrives_while_runs_end_is_lost_by_none_of_them(
+        self, harness: Harness, demand: int
+    ) -> None:
+        taken: list[bytes] = []
+        with harness.publish_meanwhile() as sent:
+            for number in range(5):
+                lease, messages = self.run_in_traffic(harness, f"g{number}", demand)
+                report = self.settle(harness, lease, settlement_of(messages))
+                assert report == SettleReport(acked=len(messages))
+                taken += [message.data for message in messages]
+        taken += [message.data for message in self.rest_of_queue(harness)]
+
+        assert sent
+        assert sorted(taken) == sorted(sent)
+
+    def test_what_a_run_gives_back_in_traffic_comes_again_whole(self, harness: Harness) -> None:
+        seen: dict[bytes, list[bool]] = {}
+        with harness.publish_meanwhile() as sent:
+            for number in range(4):
+                lease, messages = self.run_in_traffic(harness, f"g{number}", 1_000)
+                # As a run that failed: no manifest names what it held.
+                report = self.settle(harness, lease, Settlement(rest=RELEASE))
+                assert report == SettleReport(released=len(messages))
+                for message in messages:
+                    seen.setdefault(message.data, []).append(message.redelivered)
+        rest: list[Message] = []
+        for number in range(10):  # who drains may stop at a pause
+            if len(rest) < len(sent):
+                rest += self.rest_of_queue(harness, f"rest {number}")
+
+        assert sorted(message.data for message in rest) == sorted(sent)
+        assert all(message.redelivered == (message.data in seen) for message in rest)
+        assert all(all(marks[1:]) for marks in seen.values())
+
+    def test_two_runs_in_traffic_share_what_comes(self, harness: Harness) -> None:
+        taken: list[bytes] = []
+        with harness.publish_meanwhile() as sent:
+            with self.source(harness, "one") as one, self.source(harness, "two") as two:
+                held: dict[str, list[Message]] = {"one": [], "two": []}
+                for _ in range(3):
+                    for name, source in (("one", one), ("two", two)):
+                        held[name] += source.secure(source.receive(1_000, timeout=0.1))
+                held["one"] += one.stop()
+                first = self.copied(one.lease)
+                report = self.settle(harness, first, settlement_of(held["one"]))
+                assert report == SettleReport(acked=len(held["one"]))
+                held["two"] += two.secure(two.receive(1_000, timeout=0.1))
+                held["two"] += two.stop()
+                second = self.copied(two.lease)
+            report = self.settle(harness, second, settlement_of(held["two"]))
+            assert report == SettleReport(acked=len(held["two"]))
+            taken += [message.data for messages in held.values() for message in messages]
+        taken += [message.data for message in self.rest_of_queue(harness)]
+
+        assert sorted(taken) == sorted(sent)

@@ -1,0 +1,82 @@
+"""The comparison is strict: an expectation that is changed anywhere is met no more."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.observed import Case, Observed, alternative_of, differences
+from tests.conformance.pipelines import needs_throw
+from tests.conformance.ways import run_driven
+
+CASES: list[Case] = [
+    case
+    for case in json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))["cases"]
+    if case["type"] == "pipeline" and case["area"] not in ("kafka", "pubsub")
+    if not needs_throw(case)
+]
+
+#: What of an expectation says how it was recorded, or for people; and what names that which must
+#: not be there, of which less is always met.
+NOTES = {"handle_message_columns", "never_acked", "why"}
+
+
+def corruptions(value: Any) -> Iterator[tuple[str, Any]]:
+    """Where a part of ``value`` is changed, and ``value`` with the change."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if name not in NOTES:
+                for where, changed in corruptions(part):
+                    yield f"{name}.{where}", {**value, name: changed}
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            for where, changed in corruptions(part):
+                yield f"{index}.{where}", [*value[:index], changed, *value[index + 1 :]]
+        if value:
+            yield "shorter", value[:-1]
+        yield "longer", [*value, *(value[-1:] or ["?"])]
+    elif isinstance(value, str):
+        yield "text", value + "?"
+    elif isinstance(value, bool):
+        yield "bool", not value
+    elif isinstance(value, int):
+        yield "number", value + 100
+    elif value is None:
+        yield "null", "?"
+
+
+def is_met(case: Case, seen: Observed) -> bool:
+    try:
+        return not differences(case, seen)
+    except (IndexError, KeyError, TypeError, ValueError):  # it cannot be read: the case fails
+        return False
+
+
+@pytest.mark.parametrize("recorded", CASES, ids=lambda case: case["id"])
+def test_no_changed_expectation_is_met(recorded: Case, request: pytest.FixtureRequest) -> None:
+    seen = run_driven(recorded, request)
+    assert differences(recorded, seen) == []
+    # Where an alternative is what is seen, it is what is changed.
+    wanted = recorded["expect"]
+    alone = {name: value for name, value in recorded.items() if name != "accept"}
+    if differences(alone, seen):
+        wanted = alternative_of(recorded)
+    met = [
+        where
+        for where, expect in corruptions(wanted)
+        if is_met({**alone, "expect": expect}, copy.deepcopy(seen))
+    ]
+    assert met == []
+
+
+def test_what_must_not_be_acknowledged_is_looked_for(request: pytest.FixtureRequest) -> None:
+    [case] = [each for each in CASES if each["id"] == "hf-010"]
+    seen = run_driven(case, request)
+    for acked in (1, 3):
+        changed = {**case, "expect": {**case["expect"], "never_acked": [acked]}}
+        assert differences(changed, seen) == [f"never_acked: acknowledged all the same: [{acked}]"]

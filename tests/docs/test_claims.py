@@ -1,0 +1,71 @@
+"""What the documents promise, and the tests that show it.
+
+``claims/<document>.toml`` has an entry for each promise: the words of the document (``says``) and
+the tests (``shown_by``).  Words that are rewritten and tests that are renamed make this fail, so
+that nobody changes the one without a look at the other.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = Path(__file__).parent / "claims"
+
+
+class Claim(NamedTuple):
+    """One promise.
+
+    :param document: Its path, from the root.
+    """
+
+    document: Path
+    says: str
+    shown_by: tuple[str, ...]
+
+
+def _all() -> list[Claim]:
+    return [
+        _claim(path.stem, entry)
+        for path in sorted(CLAIMS.glob("*.toml"))
+        for entry in tomllib.loads(path.read_text("utf-8"))["claim"]
+    ]
+
+
+def _claim(document: str, entry: dict[str, Any]) -> Claim:
+    assert set(entry) == {"says", "shown_by"}, entry
+    folder = ROOT if document == "README" else ROOT / "docs"
+    return Claim(folder / f"{document}.md", entry["says"], tuple(entry["shown_by"]))
+
+
+@cache
+def _words(document: Path) -> str:
+    return " ".join(document.read_text("utf-8").split())
+
+
+@cache
+def _tests(path: Path) -> set[str]:
+    """The tests of a file, those of a class as ``Class::test``."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
+        found |= {prefix + each.name for each in inner if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "claim", _all(), ids=lambda claim: f"{claim.document.stem}: {claim.says[:60]}"
+)
+def test_a_promise_stands_in_its_document_and_has_tests(claim: Claim) -> None:
+    assert " ".join(claim.says.split()) in _words(claim.document)
+    assert claim.shown_by
+    for shown_by in claim.shown_by:
+        path, _, name = shown_by.partition("::")
+        assert name in _tests(ROOT / path), shown_by

@@ -1,0 +1,27 @@
+"""Lists that stand in a document and in the code are the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import airflow_broadway
+from airflow_broadway.core.callbacks import CODES
+
+ROOT = Path(__file__).parents[2]
+STAGES = [Path(airflow_broadway.__file__).parent / room for room in ("core", "spark")]
+
+#: What a limiter answers to its caller; nobody logs it.
+NOT_LOGGED = {"rate_limiting_not_enabled"}
+
+
+def test_the_codes_of_logged_errors_are_those_of_the_guide() -> None:
+    text = (ROOT / "docs" / "semantics.md").read_text("utf-8")
+    [listed] = re.findall(
+        r"has a `code` \(an extra of the log record\): (.*?)\.\n", text, re.DOTALL
+    )
+    sources = "\n".join(path.read_text("utf-8") for room in STAGES for path in room.glob("*.py"))
+    used = set(re.findall(r"""code"?[=:] ?"([a-z_]+)\"""", sources))
+
+    assert tuple(re.findall(r"`(\w+)`", listed)) == CODES
+    assert used - NOT_LOGGED <= set(CODES)

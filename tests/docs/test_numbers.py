@@ -1,0 +1,61 @@
+"""Numbers of the documents are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.cli import queues
+from airflow_broadway.cli import staged as cli_staged
+from airflow_broadway.core import intake, manifest, recording
+from airflow_broadway.operators import _common, _shipping
+from airflow_broadway.producers.rabbitmq import bundle, ids, management, topology
+from airflow_broadway.producers.rabbitmq import intake as rabbit_intake
+from airflow_broadway.sensors import ack
+from airflow_broadway.spark import outcome
+from airflow_broadway.staging import names, planner, plans, retention, slabs, store
+
+DOCS = Path(__file__).parents[2] / "docs"
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("document", "says", "number"),
+    [
+        ("spark.md", "at most {:,} at a time", outcome.CHUNK),
+        ("spark.md", "more than {:g} MiB is refused", _shipping.MAX_BYTES / MIB),
+        ("cli.md", "{} of them unless `--limit`", cli_staged.NEWEST),
+        ("cli.md", "{:,} to a transaction", queues.PORTION),
+        ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
+        ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
+        ("concepts.md", "it is {:g} s at most", _common.MAX_SHUTDOWN),
+        ("concepts.md", "at most {:,} messages unless", intake._MOST),
+        ("operators.md", "but within {:g} seconds", _common.MAX_SHUTDOWN),
+        ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
+        ("operators.md", "Keep that at {:g} or more", ack.RESCHEDULE),
+        ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),
+        ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
+        ("rabbitmq.md", "takes back beyond {:,} messages", ids._MOST),
+        ("rabbitmq.md", "when it is at least {:g} seconds old", topology._SETTLED),
+        ("rabbitmq.md", "ask for nothing for {:g} seconds", rabbit_intake.SLOW),
+        ("rabbitmq.md", "A look counts for {} minutes", {600.0: "ten"}[topology._CHECKED]),
+        ("rabbitmq.md", "{:g} s per request at most", management.TIMEOUT),
+        ("staging.md", "`version`, now {}", manifest.VERSION),
+        ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),
+        ("staging.md", "up to {:,} in a file", recording.GATHERED),
+        ("staging.md", "memory holds {:g} MiB", plans.KEPT_BYTES / MIB),
+        ("staging.md", "Above {} characters it is cut", names.MAX_NAME),
+        ("staging.md", "slabs of {:,} messages", slabs.SLAB_ROWS),
+        ("staging.md", "messages or {:g} MiB", slabs.SLAB_BYTES / MIB),
+        ("staging.md", "A batch with {:,} rows or more", slabs.OWN_GROUP_ROWS),
+        ("staging.md", "a plan of more than {:,} says so", planner.MANY_BATCHES),
+        ("staging.md", "removed {:g} days later", retention.KEEP / 86_400),
+        ("staging.md", "{} at a time, whatever the number of generations", store.READERS),
+    ],
+)
+def test_a_number_of_a_document_is_that_of_the_code(
+    document: str, says: str, number: float | str
+) -> None:
+    words = " ".join((DOCS / document).read_text("utf-8").split())
+    assert says.format(number) in words

@@ -1,0 +1,26 @@
+"""What the proxy does to connections, seen from the broker's side and from the client's."""
+
+from __future__ import annotations
+
+import socket
+
+from tests.faults.proxy import Proxy
+
+
+def test_a_connection_that_is_cut_has_ended_for_its_broker_too_though_nobody_speaks() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Proxy(listener.getsockname()) as proxy,
+        socket.create_connection(("127.0.0.1", proxy.port)) as client,
+    ):
+        broker, _ = listener.accept()
+        with broker:
+            client.settimeout(10)
+            broker.settimeout(10)
+            client.sendall(b"hello")
+            assert broker.recv(5) == b"hello"
+
+            proxy.cut()
+
+            assert broker.recv(1) == b""
+            assert client.recv(1) == b""

@@ -1,0 +1,260 @@
+"""What the guide promises in numbers, at a real RabbitMQ and at the edge of each."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody import (
+    LEAVE,
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq import bundle, topology
+from airflow_broadway.testing.contract import ids, settlement_of
+from tests.rabbitmq_fixtures import wanted_server
+from tests.rabbitmq_place import Place, manage
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    # Nobody kills this broker: the first lease queue of a test may be used at once.
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    made = Place(wanted_server(), tmp_path)
+    made.declare()
+    return made
+
+
+def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> None:
+    # Given small messages, and such as two of a bundle would be just too large
+    half = bundle.MAX_BYTES // 2
+    place.send(*[b"%d" % number for number in range(1_600)], b"x" * half, b"y" * half)
+
+    with place.source(on_failure="retry") as source:
+        taken: list[Message] = []
+        while got := source.receive(2_000, timeout=0.3):
+            taken += got
+        taken += source.stop()
+        lease = source.lease
+    assert len(taken) == 1_602
+
+    # Then the lease queue has them in bundles within both bounds
+    sizes = []
+    while found := place.get(lease.state["lease_queue"]):
+        _, held = bundle.unpack(found[1])
+        sizes.append((len(held), sum(len(each.body) for each in held)))
+    assert (bundle.MAX_MESSAGES, bundle.MAX_BYTES) == (500, 1024 * 1024)
+    assert sum(count for count, _ in sizes) == 1_602
+    assert max(count for count, _ in sizes) <= 500
+    assert max(size for _, size in sizes) < 1024 * 1024
+
+
+def test_a_body_of_just_the_size_that_is_taken_is_handled_and_a_byte_more_is_set_aside(
+    place: Place,
+) -> None:
+    place.send(b"x" * 1_000, b"x" * 1_001)
+
+    messages, report = place.settle("g1", max_message_bytes=1_000)
+
+    assert [len(message.data) for message in messages] == [1_000]
+    assert (report.acked, report.errors[0].split(": ")[1]) == (1, "1 (too large)")
+    found = place.get(place.queues.dead)
+    assert found is not None
+    assert len(found[1]) == 1_001
+
+
+def test_what_came_back_is_at_most_half_of_what_a_run_asks_for_while_there_are_others(
+    place: Place,
+) -> None:
+    # Given messages that a run gave back, and as many new ones
+    place.send(*[b"old %d" % number for number in range(40)])
+    with place.source("g1", on_failure="retry") as source:
+        place.take(source)
+        lease = source.lease
+    custodian = place.producer().custodian(place.env("custodian"))
+    assert custodian.settle(lease, Settlement(rest=RELEASE)).released == 40
+    custodian.close()
+    place.send(*[b"new %d" % number for number in range(40)])
+
+    # When the next takes all, by twenty
+    with place.source("g2", on_failure="retry") as source:
+        portions = []
+        while got := source.receive(20, timeout=0.5):
+            portions.append([message.redelivered for message in got])
+
+    # Then the returned ones come at once, ten of them at a time, and the new ones beside them
+    marks = [mark for portion in portions for mark in portion]
+    assert sum(marks) == 40 == len(marks) - 40
+    assert max(sum(portion) for portion in portions) == 10
+    assert any(marks[:20])
+    assert not all(marks[:30])
+
+
+class Moved(SystemClock):
+    """A clock that may be told to be later."""
+
+    later = 0.0
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self.later)
+
+
+def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(place: Place) -> None:
+    place.send(b"1", b"2", b"3")
+    clock = Moved()
+    env = place.env("g1")
+    object.__setattr__(env, "clock", clock)
+    options: dict[str, Any] = {"lease": 10_000.0, "on_failure": "retry"}
+    source = place.producer(**options).source(env)
+    try:
+        assert len(source.receive(1, timeout=5.0)) == 1
+        clock.later = 10_000.0 - 200.0 - 10.0
+        assert len(source.receive(1, timeout=5.0)) == 1
+        clock.later = 10_000.0 - 200.0 + 10.0
+        with pytest.raises(LeaseLapsed, match="is about to end while it still receives"):
+            source.receive(1, timeout=5.0)
+    finally:
+        source.close()
+    assert [message.data for message in place.settle("g2")[0]] == [b"3"]
+
+
+def test_a_message_that_is_left_comes_again_when_its_lease_would_have_lapsed(place: Place) -> None:
+    place.send(b"1")
+    began = time.monotonic()
+    with place.source("g1", lease=4.0) as source:
+        messages = place.take(source)
+        lease = source.lease
+    custodian = place.producer(lease=4.0).custodian(place.env("custodian"))
+    report = custodian.settle(lease, settlement_of(messages, rest=LEAVE))
+    custodian.close()
+    assert report == SettleReport(left=1)
+
+    again = place.settle("g2")[0]
+    while not again:
+        assert time.monotonic() - began < 20.0
+        again = place.settle("g2")[0]
+    assert time.monotonic() - began >= 4.0 * 0.9
+    assert (ids(again), again[0].redelivered) == (ids(messages), True)
+
+
+def test_only_the_first_run_on_a_queue_waits_for_its_lease_queue_to_be_old_enough(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "_SETTLED", 2.0)
+
+    def seconds(generation: str) -> float:
+        place.send(b"1")
+        began = time.monotonic()
+        with place.source(generation, on_failure="retry") as source:
+            assert len(source.receive(1, timeout=20.0)) == 1
+            return time.monotonic() - began
+
+    assert seconds("g1") >= 2.0
+    time.sleep(2.0)  # the queue that it left is old enough by then
+    assert seconds("g2") < 2.0
+
+
+def test_a_queue_that_was_left_just_now_is_waited_for_too(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.send(b"1")
+    place.settle("g1", on_failure="retry")
+    left = time.monotonic()
+    monkeypatch.setattr(topology, "_SETTLED", 2.0)
+
+    place.send(b"2")
+    with place.source("g2", on_failure="retry") as source:
+        assert len(source.receive(1, timeout=20.0)) == 1
+
+        assert time.monotonic() - left >= 2.0 * 0.9
+
+
+class TestQueuesThatStay:
+    """Those that messages are given back to: none gets one before it is old enough."""
+
+    def settle(self, place: Place, generation: str) -> float:
+        """Retry a message; the seconds that it took to settle it."""
+        place.send(b"1")
+        with place.source(generation, on_failure="retry") as source:
+            messages = place.take(source)
+            lease = source.lease
+        custodian = place.producer(on_failure="retry").custodian(place.env("custodian"))
+        failed = Verdict(Action.RETRY, 60.0, "why", "process")
+        began = time.monotonic()
+        report = custodian.settle(lease, settlement_of(messages, rest=failed))
+        custodian.close()
+        assert report == SettleReport(requeued=1)
+        return time.monotonic() - began
+
+    def delay(self, place: Place) -> str:
+        [name] = [
+            each["name"]
+            for each in manage(place.server, "GET", "queues/%2F?columns=name")
+            if each["name"].startswith("broadway.delay.") and place.name in each["name"]
+        ]
+        return str(name)
+
+    @pytest.fixture(autouse=True)
+    def ready(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        place.send(b"0")
+        place.settle("first", on_failure="retry")  # declares all but queues of delays
+        monkeypatch.setattr(topology, "_SETTLED", 2.0)
+
+    def test_only_the_first_to_use_one_waits(self, place: Place) -> None:
+        assert self.settle(place, "g1") >= 2.0
+        assert self.settle(place, "g2") < 2.0
+
+    def test_one_that_another_declared_is_waited_for(self, place: Place, tmp_path: Path) -> None:
+        # Given a queue of which this staging folder does not know how old it is
+        assert self.settle(place, "g1") >= 2.0
+        for note in tmp_path.rglob("relied/*.json"):
+            note.unlink()
+
+        assert self.settle(place, "g2") >= 2.0
+
+    def test_one_that_was_deleted_and_declared_anew_is_waited_for(self, place: Place) -> None:
+        assert self.settle(place, "g1") >= 2.0
+        manage(place.server, "DELETE", f"queues/%2F/{self.delay(place)}")
+
+        assert self.settle(place, "g2") >= 2.0
+
+    def test_one_that_does_not_answer_gets_nothing(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Given a queue that was declared and never answers, however often it is made anew
+        monkeypatch.setattr(topology, "_SETTLED", 0.0)
+        made: list[str] = []
+
+        def silent(link: Any, name: str) -> bool | None:
+            made.append(name)
+            return None if "delay" in name else True
+
+        monkeypatch.setattr(topology.Topology, "_is_empty", staticmethod(silent))
+        place.send(b"1")
+        with place.source("g1", on_failure="retry") as source:
+            messages = place.take(source)
+            lease = source.lease
+        options = {"on_failure": "retry", "backoff_type": "stop"}
+        custodian = place.producer(**options).custodian(place.env("custodian"))
+
+        failed = Verdict(Action.RETRY, 60.0, "why", "process")
+        with pytest.raises(ProducerUnavailable, match=r"'broadway\.delay.*does not answer"):
+            custodian.settle(lease, settlement_of(messages, rest=failed))
+        assert sum("delay" in name for name in made) > 1
+
+        # Then it is settled once one does
+        monkeypatch.undo()
+        assert custodian.settle(lease, settlement_of(messages, rest=failed)).requeued == 1
+        custodian.close()

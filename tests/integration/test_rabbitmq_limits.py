@@ -1,0 +1,188 @@
+"""Brokers with narrow limits, and callbacks that take their time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq import Qos, intake
+from airflow_broadway.testing.contract import settlement_of
+from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
+from tests.rabbitmq_place import Place
+from tests.rabbitmq_server import RabbitServer
+
+pytestmark = pytest.mark.broker
+
+#: RabbitMQ's own, of 3.10.
+MAX_SIZE, TIMEOUT, TICK = 134_217_728, 1_800_000, 60_000
+
+
+@pytest.fixture
+def place(place: Place) -> Place:
+    place.declare()
+    return place
+
+
+def ready(place: Place) -> int:
+    """Messages that others could have."""
+    with place.channel() as channel:
+        return int(channel.queue_declare(place.name, passive=True).method.message_count)
+
+
+# -- slow callbacks --------------------------------------------------------------------------------
+
+
+def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "SLOW", 0.3)
+    place.send(*[b"%d" % number for number in range(100)])
+    with place.source(qos=Qos(prefetch_count=20)) as source:
+        # Given a run whose broker has sent ahead more than was asked for
+        messages = [*source.receive(20, timeout=5.0)]
+        messages += source.receive(20, timeout=5.0)
+        held = len(messages)
+
+        # When its callbacks take longer than the broker should wait
+        end = time.monotonic() + 10
+        while ready(place) < 100 - held:
+            assert time.monotonic() < end, ready(place)
+            time.sleep(0.05)
+
+        # Then others can have what it was not given, and it goes on, with as much as it asks for
+        while len(messages) < 100:
+            got = source.receive(20, timeout=5.0)
+            messages += got
+            assert got
+            assert ready(place) == 100 - len(messages)
+        messages += source.stop()
+        lease = source.lease
+    assert sorted(int(message.data) for message in messages) == list(range(100))
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=100)
+
+
+@pytest.mark.slow
+def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    skip_without_own_server()
+    monkeypatch.setattr(intake, "SLOW", 3600.0)  # as if this broker had less patience than we
+    caplog.set_level(logging.WARNING)
+    place.send(*[b"%d" % number for number in range(100)])
+    with (
+        place.server.setting(consumer_timeout=(2_000, TIMEOUT), channel_tick_interval=(500, TICK)),
+        place.source(qos=Qos(prefetch_count=20), backoff_min=0.01) as source,
+    ):
+        messages: list[Message] = []
+        for _ in range(2):
+            messages += source.receive(20, timeout=5.0)
+        time.sleep(5.0)
+        while len(messages) < 100:
+            got = source.receive(20, timeout=5.0)
+            assert got
+            messages += got
+        lease = source.lease
+    assert "delivery acknowledgement" in caplog.text
+    assert sorted(int(message.data) for message in messages) == list(range(100))
+    assert place.carry_out(lease, settlement_of(messages)).acked == 100
+
+
+# -- short of memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_under_way(
+    place: Place,
+) -> None:
+    # Given a source whose connection waits a second for confirms, and a broker short of memory
+    skip_without_own_server()
+    place.send(*[b"%d" % number for number in range(10)])
+    uri = f"amqp://{place.host}:{place.port}?connection_timeout=1"
+    with place.source(uri=uri, on_failure="retry") as source:
+        messages = [*source.receive(5, timeout=5.0)]
+        inner: Any = source
+        place.server.control("set_vm_memory_high_watermark", "absolute", "1MB")
+        try:
+            # When it stops with messages under way, and there is room only after that second
+            with inner._ready.changed:
+                inner._ready.credit = 5
+            inner._link.post(lambda: inner._intake.want(5))
+            end = time.monotonic() + 10
+            while not inner._link.blocked:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            room = threading.Timer(
+                2.5, place.server.control, ("set_vm_memory_high_watermark", "absolute", "3GB")
+            )
+            room.start()
+            messages += source.stop()
+            room.join()
+        finally:
+            place.server.control("set_vm_memory_high_watermark", "absolute", "3GB")
+        lease = source.lease
+
+    # Then it has them, and knows what it holds
+    assert sorted(int(message.data) for message in messages) == list(range(10))
+    assert not lease.state["extra"]
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=10)
+
+
+# -- small messages --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[RabbitServer]:
+    """A server that takes no message of more than 200,000 bytes."""
+    skip_without_own_server()
+    server = wanted_server()
+    with server.setting(max_message_size=(200_000, MAX_SIZE)):
+        yield server
+
+
+@pytest.mark.usefixtures("narrow")
+def test_bundles_are_no_larger_than_the_broker_takes(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given more bytes than the broker takes in one message, and one too large for any bundle
+    caplog.set_level(logging.WARNING)
+    bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
+    place.send(*bodies, b"y" * 199_990)
+
+    # When a run drains the queue
+    messages, report = place.settle("g1")
+
+    # Then it does so, says what it found, and sets aside what fits no bundle, with the way out
+    assert sorted(message.data for message in messages) == bodies
+    assert (report.acked, report.total) == (60, 60)
+    assert "beside those received: 1 (too large)" in report.errors[0]
+    assert "200000 bytes" in caplog.text
+    dead = place.get(place.queues.dead)
+    assert dead is not None
+    assert dead[1] == b"y" * 199_990
+    assert "max_message_size" in dead[0].headers["x-broadway-reason"]
+
+    # And the next run knows
+    caplog.clear()
+    place.send(*bodies)
+    messages, _ = place.settle("g2")
+    assert sorted(message.data for message in messages) == bodies
+    assert not any(message.redelivered for message in messages)
+    assert "200000" not in caplog.text
+
+
+@pytest.mark.usefixtures("narrow")
+def test_staged_custody_carries_what_fits_no_bundle(place: Place) -> None:
+    options: dict[str, Any] = {"custody": "staged"}
+    place.send(b"y" * 199_990, b"z" * 199_990)
+
+    messages, report = place.settle("g1", **options)
+
+    assert len(messages) == 2
+    assert report == SettleReport(acked=2)

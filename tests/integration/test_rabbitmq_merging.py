@@ -1,0 +1,155 @@
+"""``merge_options`` at a real broker: what it replaces counts from receiving to settling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway
+from airflow_broadway.core.custody import Lease, Settlement, SettleReport
+from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.message import Message
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.testing.contract import settlement_of
+from tests.rabbitmq_place import Place
+
+pytestmark = pytest.mark.broker
+
+
+def shards(place: Place, count: int = 2) -> list[str]:
+    """Queues, with two messages in each."""
+    names = [f"{place.name}-{index}" for index in range(count)]
+    with place.channel() as channel:
+        channel.confirm_delivery()
+        for name in names:
+            channel.queue_declare(name, durable=True)
+            for number in range(2):
+                channel.basic_publish("", name, f"{name} {number}".encode())
+    return names
+
+
+def depth(place: Place, queue: str) -> int:
+    with place.channel() as channel:
+        return int(channel.queue_declare(queue, passive=True).method.message_count)
+
+
+def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Message], Lease]:
+    env = dataclasses.replace(place.env(f"g{index}"), index=index)
+    source = producer.source(env)
+    try:
+        return place.take(source), Lease.from_json(source.lease.to_json())
+    finally:
+        source.close()
+
+
+def test_sharded_queues_are_each_drained_and_settled_by_their_own_options(place: Place) -> None:
+    # Given two producers, each with a queue and a place for dead letters of its own
+    names = shards(place)
+    graves = [f"{name}-grave" for name in names]
+    with place.channel() as channel:
+        for grave in graves:
+            channel.queue_declare(grave, durable=True)
+
+    def merge(index: int) -> Mapping[str, Any]:
+        return {
+            "queue": names[index],
+            "dead_letter": graves[index],
+            "metadata": ["routing_key"] if index else [],
+            "on_failure": "reject" if index else "retry",
+            "lease": 600.0 + index,
+        }
+
+    producer = place.producer(concurrency=2, merge_options=merge, queue="nobody's")
+    received = [taken(place, producer, index) for index in range(2)]
+
+    # When another process settles them, whose producers' index it does not know
+    custodian = producer.custodian(place.env("custodian"))
+    for index, (messages, lease) in enumerate(received):
+        assert [m.data for m in messages] == [f"{names[index]} {n}".encode() for n in range(2)]
+        assert messages[0].metadata == ({"routing_key": names[1]} if index else {})
+        assert (lease.seconds, lease.state["queue"]) == (600.0 + index, names[index])
+        assert custodian.renew(lease) is not None
+        assert custodian.holds(lease)
+        failed = {
+            m.message_id: producer.verdict(m.failed("why"), failed=True, stage="process")
+            for m in messages
+        }
+        report = custodian.settle(lease, settlement_of(messages, failed))
+        assert report == (SettleReport(dead_lettered=2) if index else SettleReport(requeued=2))
+    custodian.close()
+
+    # Then each message went where its own producer's options say
+    assert [depth(place, grave) for grave in graves] == [0, 2]
+    assert producer.depth(place.env()).ready == 0
+    assert producer.depth(place.env()).delayed == 2
+    assert producer.depth(place.env()).dead == 2
+
+
+def test_staged_custody_may_be_merged(place: Place) -> None:
+    names = shards(place, 1)
+    producer = place.producer(
+        queue="nobody's", merge_options=lambda index: {"queue": names[0], "custody": "staged"}
+    )
+
+    messages, lease = taken(place, producer, 0)
+
+    assert len(list(place.folder.glob("rabbitmq/*/*/*.bundle"))) == 1
+    custodian = producer.custodian(place.env("custodian"))
+    assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=2)
+    custodian.close()
+
+
+def test_a_merged_address_replaces_the_declared_one(place: Place) -> None:
+    [name] = shards(place, 1)
+    nowhere = place.producer(queue=name, merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"})
+    declared = RabbitMQProducer(
+        queue=name,
+        conn_id="not_defined",
+        merge_options=lambda index: {"uri": f"amqp://{place.host}:{place.port}"},
+    )
+
+    with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
+        nowhere.source(place.env())
+    assert len(taken(place, declared, 0)[0]) == 2
+
+
+def test_a_pipeline_settles_by_the_merged_actions(place: Place) -> None:
+    [name] = shards(place, 1)
+
+    class Sharded(Broadway):
+        producer = place.producer(
+            queue="nobody's",
+            on_failure="retry",
+            merge_options=lambda index: {"queue": name, "on_failure": "dead_letter"},
+        )
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            raise ValueError("never")
+
+    report = Sharded().run_local(max_messages=10)
+
+    assert report.settled.dead_lettered == 2
+    assert depth(place, f"broadway.dead.{name}") == 2
+
+
+def test_a_lease_of_a_queue_that_is_merged_no_more_is_not_settled_elsewhere(place: Place) -> None:
+    names = shards(place)
+    before = place.producer(merge_options=lambda index: {"queue": names[0]})
+    after = place.producer(merge_options=lambda index: {"queue": names[1]})
+    _, lease = taken(place, before, 0)
+
+    custodian = after.custodian(place.env("custodian"))
+    with pytest.raises(ProducerError, match="give both halves of the run the same options"):
+        custodian.settle(lease, Settlement(rest=settlement_of([]).rest))
+    custodian.close()
+
+
+@pytest.mark.parametrize("name", ["concurrency", "retry", "rate_limiting", "transformer"])
+def test_what_a_producer_does_not_decide_alone_cannot_be_merged(name: str) -> None:
+    producer = RabbitMQProducer(queue="q", merge_options=lambda index: {name: None})
+
+    with pytest.raises(OptionsError, match=rf"merge_options\.{name}.* for all producers"):
+        producer.merged(0)

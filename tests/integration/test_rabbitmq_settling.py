@@ -1,0 +1,585 @@
+"""Settling at a real RabbitMQ when something is out of order: nothing lost, every report true.
+
+What became of each message is counted from outside: in the queues.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from unittest.mock import ANY
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody import (
+    ACK,
+    RELEASE,
+    Action,
+    Lease,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.settler import entry_of
+from airflow_broadway.producers.rabbitmq import bundle, settling, topology
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.link import Link
+from airflow_broadway.producers.rabbitmq.marks import MARK
+from airflow_broadway.producers.rabbitmq.outbox import Outbox
+from airflow_broadway.producers.rabbitmq.properties import join_entries, join_fields
+from airflow_broadway.producers.rabbitmq.publisher import Publisher
+from airflow_broadway.testing.contract import ids, settlement_of
+from tests.rabbitmq_place import Breaker, Place
+
+pytestmark = pytest.mark.broker
+
+RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+
+
+@pytest.fixture
+def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(settling, "_PATIENCE", 0.3)
+    return place
+
+
+def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lease, list[Message]]:
+    """Send and take so many messages."""
+    place.send(*[b"%06d" % number for number in range(count)])
+    with place.source(generation, **options) as source:
+        messages = place.take(source)
+        messages += source.stop()
+        assert len(messages) == count
+        return source.lease, messages
+
+
+def part(messages: list[Message], verdicts: Mapping[str, Verdict]) -> Settlement:
+    """The settlement of a run some of whose messages never got an outcome: they are released."""
+    return Settlement(
+        rest=RELEASE,
+        entries=lambda: (
+            entry_of(message, verdicts[message.message_id])
+            for message in messages
+            if message.message_id in verdicts
+        ),
+        everything=lambda: (entry_of(message, RELEASE) for message in messages),
+        expected=len(messages),
+    )
+
+
+def everything_in(place: Place, queue: str) -> Counter[bytes]:
+    """The bodies in a queue, which is emptied."""
+    found: Counter[bytes] = Counter()
+    with place.channel() as channel:
+        while True:
+            method, _, body = channel.basic_get(queue, auto_ack=True)
+            if method is None:
+                return found
+            found[body] += 1
+
+
+def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
+    """Publish bodies with properties that are sent as the bytes they are, if the queue is there."""
+    link = Link(place.producer().address(place.env()))
+    publisher = Publisher(link)
+    for number, (body, properties) in enumerate(sent):
+        publisher.publish("", queue, properties, body, key=str(number))
+    publisher.flush()
+    link.close()
+
+
+# -- another at work on the same lease -------------------------------------------------------------
+
+
+def test_two_settlements_at_once_lose_nothing_and_both_reports_are_true(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settlement that stalls with half of the bundles in its hands
+    place.declare()
+    lease, messages = hold(place, "g1", 1_500)
+    assert lease.state["bundles"] >= 3
+    good, bad, open_ = messages[::3], messages[1::3], messages[2::3]
+    settlement = part(messages, dict.fromkeys(ids(good), ACK) | dict.fromkeys(ids(bad), DEAD))
+    stalled, go_on = threading.Event(), threading.Event()
+    inside = bundle.unpack
+    read = 0
+
+    def unpack(body: bytes) -> Any:
+        nonlocal read
+        read += 1
+        if threading.current_thread().name == "first" and read == lease.state["bundles"] // 2:
+            stalled.set()
+            assert go_on.wait(60)
+        return inside(body)
+
+    monkeypatch.setattr(bundle, "unpack", unpack)
+    reports: list[SettleReport] = []
+    first = threading.Thread(
+        name="first", target=lambda: reports.append(place.carry_out(lease, settlement))
+    )
+    first.start()
+    assert stalled.wait(60)
+
+    # When another settles the same, and then the first wakes
+    second = place.carry_out(lease, settlement)
+    go_on.set()
+    first.join(60)
+
+    # Then each message is where its verdict says, none is lost, and the sums are right
+    [woken] = reports
+    assert second.total == woken.total == 1_500
+    assert second.lapsed > 0
+    assert "were not in the lease queue" in second.errors[0]
+    assert woken == replace(SettleReport(acked=500, dead_lettered=500, released=500), errors=ANY)
+    again, _ = place.settle("g2")
+    assert sorted(message.data for message in again) == [message.data for message in open_]
+    assert all(message.redelivered for message in again)
+    dead = everything_in(place, place.queues.dead)
+    assert set(dead) == {message.data for message in bad}
+
+
+def test_no_bundle_stays_in_its_queue_however_many_are_read(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given more bundles than the broker takes acknowledgements of at a time
+    monkeypatch.setattr(bundle, "MAX_MESSAGES", 1)
+    place.declare()
+
+    # When they are given back, as often as it takes to see some forgotten
+    for turn in range(6):
+        lease, _ = hold(place, f"g{turn}", 40)
+        assert lease.state["bundles"] == 40
+        assert place.carry_out(lease, Settlement(rest=RELEASE)) == SettleReport(released=40)
+
+        # Then none of them is left
+        assert everything_in(place, lease.state["lease_queue"]) == {}
+        everything_in(place, place.queues.returns)
+
+
+def test_a_settlement_that_finds_the_queue_just_deleted_publishes_nothing_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.declare()
+    lease, messages = hold(place, "g1", 10)
+    settlement = settlement_of(messages, {messages[0].message_id: DEAD})
+    inside = topology.Topology.depth
+    first: list[SettleReport | None] = []
+
+    def depth(self: Any, link: Link, name: str) -> int | None:
+        if name == lease.state["lease_queue"] and not first:
+            first.append(None)
+            first[0] = place.carry_out(lease, settlement)  # another, from its begin to its end
+        return inside(self, link, name)
+
+    monkeypatch.setattr(topology.Topology, "depth", depth)
+
+    second = place.carry_out(lease, settlement)
+
+    assert first == [second] == [SettleReport(acked=9, dead_lettered=1)]
+    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+
+
+@pytest.mark.parametrize("what", ["deleted", "emptied"])
+def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(
+    place: Place, what: str
+) -> None:
+    # Given messages that a callback settled, and a lease queue that an operator has spoilt
+    place.declare()
+    lease, messages = hold(place, "g1", 10)
+    settler = place.producer().custodian(place.env("custodian"))
+    settler.settle_now(lease, [entry_of(message, ACK) for message in messages[:3]])
+    settler.close()
+    with place.channel() as channel:
+        if what == "deleted":
+            channel.queue_delete(lease.state["lease_queue"])
+        else:
+            channel.queue_purge(lease.state["lease_queue"])
+
+    # When who called it died before it could tell of the third
+    settlement = settlement_of(messages[2:], {messages[9].message_id: DEAD})
+    report = place.carry_out(lease, replace(settlement, settled_now=SettleReport(acked=2)))
+
+    # Then each is counted once
+    assert report == replace(SettleReport(acked=7, dead_lettered=1), errors=ANY)
+    assert everything_in(place, place.queues.dead) == {b"000009": 1}
+
+
+def test_a_lease_queue_that_was_emptied_is_settled_from_staging(place: Place) -> None:
+    # Given a lease queue that an operator has purged
+    place.declare()
+    lease, messages = hold(place, "g1", 10)
+    with place.channel() as channel:
+        channel.queue_purge(lease.state["lease_queue"])
+
+    # When dead letters and retries are decided, and all else succeeded
+    chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
+    report = place.carry_out(lease, settlement_of(messages, chosen))
+
+    # Then they are published from what staging has, and the report says what it found
+    assert (report.acked, report.dead_lettered, report.requeued, report.lapsed) == (8, 1, 1, 0)
+    assert "somebody emptied it" in report.errors[0]
+    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+    assert [message.data for message in place.settle("g2")[0]] == [b"000001"]
+
+
+def test_bundles_that_come_late_are_known_to_be_settled(place: Place) -> None:
+    # Given bundles that the broker has in no count: somebody else holds them
+    place.declare()
+    lease, messages = hold(place, "g1", 10, lease=6.0)
+    with place.channel() as holder:
+        held = holder.basic_get(lease.state["lease_queue"])
+        assert held[0] is not None
+        chosen = {messages[0].message_id: DEAD}
+        report = place.carry_out(lease, settlement_of(messages, chosen), lease=6.0)
+        assert (report.acked, report.dead_lettered) == (9, 1)
+
+        # When they come back after all
+        holder.basic_nack(held[0].delivery_tag, requeue=False)
+    with place.source("g2") as source:
+        assert place.take(source) == []
+
+    # Then nobody handles them again
+    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+
+
+def test_an_undecided_message_whose_bundle_is_not_there_is_reported_lapsed(place: Place) -> None:
+    place.declare()
+    lease, messages = hold(place, "g1", 10)
+    with place.channel() as channel:
+        channel.queue_purge(lease.state["lease_queue"])
+    chosen = {messages[0].message_id: DEAD, messages[1].message_id: ACK}
+
+    report = place.carry_out(lease, part(messages, chosen))
+
+    assert (report.acked, report.dead_lettered, report.lapsed) == (1, 1, 8)
+    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+
+
+def test_bundles_that_nobody_counted_are_told_when_their_queue_is_deleted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a bundle that comes between the last look at the lease queue and its end
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    inside = topology.Topology.delete
+
+    def delete(self: Any, link: Link, name: str) -> int:
+        publish_raw(place, name, (b"one more", b"\x00\x00"))
+        return inside(self, link, name)
+
+    monkeypatch.setattr(topology.Topology, "delete", delete)
+
+    report = place.carry_out(lease, settlement_of(messages))
+
+    # Then the report says so, the first time and ever after
+    assert report.acked == 3
+    assert "held 2 bundles when it was deleted, and 1 were to be there" in report.errors[0]
+    assert place.carry_out(lease, settlement_of(messages)) == report
+
+
+def test_a_bundle_more_than_was_counted_keeps_its_queue(place: Place) -> None:
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    queue = lease.state["lease_queue"]
+    publish_raw(place, queue, (b"no bundle", b"\x00\x00"))
+
+    report = place.carry_out(lease, settlement_of(messages))
+
+    assert report.acked == 3
+    assert "is no bundle" in report.errors[0]
+    assert everything_in(place, queue) == {b"no bundle": 1}
+
+
+# -- one message that cannot be carried out --------------------------------------------------------
+
+
+def test_one_message_that_cannot_be_published_fails_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message that no client can encode
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    inside = Outbox._properties
+
+    def properties(self: Outbox, held: Any, *rest: Any) -> bytes:
+        if held.body == b"000001":
+            raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+        return inside(self, held, *rest)
+
+    monkeypatch.setattr(Outbox, "_properties", properties)
+
+    report = place.carry_out(lease, settlement_of(messages, dict.fromkeys(ids(messages), DEAD)))
+
+    # Then its neighbours are settled, it comes again as it was, and the report says why
+    assert (report.dead_lettered, report.failed) == (2, 1)
+    assert "UnicodeEncodeError" in report.errors[0]
+    assert messages[1].message_id in report.errors[0]
+    assert everything_in(place, place.queues.dead) == {b"000000": 1, b"000002": 1}
+    assert ids(place.settle("g2")[0]) == [messages[1].message_id]
+
+
+def test_a_reason_with_half_a_character_is_told_by_its_escape(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    odd = Verdict(Action.DEAD_LETTER, 0.0, "Bob \ud83d", "process")
+
+    _, report = place.settle("g1", {0: odd})
+
+    assert report == SettleReport(dead_lettered=1)
+    found = place.get(place.queues.dead)
+    assert found is not None
+    assert found[0].headers["x-broadway-reason"] == "Bob \\ud83d"
+
+
+@pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
+def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(
+    place: Place, verdict: Verdict
+) -> None:
+    # Given headers as large as a frame takes, and small integers that would grow if written anew
+    place.declare()
+    text = b"S" + (131_000).to_bytes(4, "big") + b"x" * 131_000
+    small = b"A" + (100_000).to_bytes(4, "big") + b"b\x07" * 50_000
+    publish_raw(
+        place,
+        place.name,
+        (b"full", join_fields({"headers": join_entries([(b"text", text)])})),
+        (b"small", join_fields({"headers": join_entries([(b"small", small)])})),
+    )
+    place.send(b"plain")
+
+    # When each is given back, or set aside
+    first, report = place.settle("g1", dict.fromkeys(range(3), verdict))
+
+    # Then all are
+    assert sorted(message.data for message in first) == [b"full", b"plain", b"small"]
+    assert report.failed == 0
+    assert report.dead_lettered + report.requeued == 3
+    if verdict is RETRY:
+        again, _ = place.settle("g2", metadata=["headers"])
+        assert {(m.data, m.attempt, m.message_id) for m in again} == {
+            (m.data, 2, m.message_id) for m in first
+        }
+        assert next(m for m in again if m.data == b"small").metadata["headers"] == {
+            "small": [7] * 50_000
+        }
+    else:
+        assert set(everything_in(place, place.queues.dead)) == {b"full", b"plain", b"small"}
+
+
+# -- what a message was ----------------------------------------------------------------------------
+
+
+def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
+    # Given a message with a route, a sender and a death of its own
+    place.declare()
+    exchange = f"{place.name}-shop"
+    death = [{"queue": "elsewhere", "reason": "expired", "count": 1}]
+    with place.channel() as channel:
+        channel.exchange_declare(exchange, "topic")
+        channel.queue_bind(place.name, exchange, "orders.#")
+        channel.confirm_delivery()
+        channel.basic_publish(
+            exchange,
+            "orders.eu.created",
+            b"order",
+            pika.BasicProperties(
+                user_id="guest", expiration="600000", headers={"x-death": death, "colour": "red"}
+            ),
+        )
+    options: dict[str, Any] = {
+        "metadata": ["exchange", "routing_key", "user_id", "headers", "persistent"]
+    }
+    late = Verdict(Action.RETRY, 1.0, "later", "process")
+
+    # When it is retried at once, then by a queue of the ladder, and at last set aside
+    [first], _ = place.settle("g1", {0: RETRY}, **options)
+    [second], _ = place.settle("g2", {0: late}, **options)
+    third: list[Message] = []
+    while not third:
+        with place.source("g3", **options) as source:
+            third = place.take(source)
+            lease = source.lease
+    place.carry_out(lease, settlement_of(third, {third[0].message_id: DEAD}), **options)
+
+    # Then it is seen as it came, each time
+    assert first.metadata["routing_key"] == "orders.eu.created"
+    assert first.metadata["headers"] == {"x-death": death, "colour": "red"}
+    assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
+    assert [each.attempt for each in (first, second, *third)] == [1, 2, 3]
+    found = place.get(place.queues.dead)
+    assert found is not None
+    was = found[0].headers["x-broadway-original"]
+    assert (was["exchange"], was["routing_key"]) == (exchange, "orders.eu.created")
+    assert (was["user_id"], was["expiration"]) == ("guest", "600000")
+    assert was["x-death"] == death
+
+
+def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    place.settle("g1", {0: RETRY})
+    [second], _ = place.settle("g2", {0: DEAD})
+    found = place.get(place.queues.dead)
+    assert found is not None
+    assert found[0].headers["x-broadway-attempt"] == second.attempt == 2
+
+    place.send(found[1], properties=found[0])
+    [again], _ = place.settle("g3", metadata=["headers"])
+
+    assert (again.message_id, again.attempt, again.redelivered) == (second.message_id, 1, True)
+    assert not {name for name in again.metadata["headers"] or {} if name.startswith("x-broadway")}
+
+
+def test_a_copied_header_makes_no_repetition(place: Place) -> None:
+    # Given a retried message, and two others that copied its headers: one of them is like it
+    place.declare()
+    place.send(b"ping")
+    [first], _ = place.settle("g1", {0: RETRY})
+    found = place.get(place.name)
+    assert found is not None
+    assert MARK in found[0].headers
+    place.send(b"ping", b"ping", b"pong", properties=found[0])
+
+    messages, report = place.settle("g2")
+
+    assert sorted(message.data for message in messages) == [b"ping", b"ping", b"pong"]
+    assert len(set(ids(messages))) == 3
+    assert sum(message.message_id == first.message_id for message in messages) == 1
+    assert next(m for m in messages if m.data == b"pong").attempt == 1
+    assert all(message.redelivered for message in messages)
+    assert report == SettleReport(acked=3)
+
+
+def test_what_two_turns_of_a_settlement_published_is_handled_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settlement that is killed when it has published a retry and a dead letter
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    chosen = {messages[0].message_id: RETRY, messages[1].message_id: DEAD}
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "note_settled", killed)
+        with pytest.raises(SystemExit):
+            place.carry_out(lease, settlement_of(messages, chosen))
+
+    # When it is settled once more
+    report = place.carry_out(lease, settlement_of(messages, chosen))
+
+    # Then the retry is received once, and the second dead letter is marked
+    assert report == SettleReport(acked=1, requeued=1, dead_lettered=1)
+    again, _ = place.settle("g2")
+    assert ids(again) == [messages[0].message_id]
+    dead = [place.get(place.queues.dead) for _ in range(2)]
+    marked = [bool(each and each[0].headers.get("x-broadway-redelivered")) for each in dead]
+    assert marked == [False, True]
+
+
+# -- a broker that cannot be reached ---------------------------------------------------------------
+
+
+def test_settling_tries_again_while_the_broker_cannot_be_reached(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a broker that takes no connection twice
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    tried: list[int] = []
+    connect = Link.to
+
+    def link(address: Any) -> Link:
+        tried.append(1)
+        if len(tried) <= 2:
+            raise ProducerUnavailable("RabbitMQ cannot be reached")
+        return connect(address)
+
+    monkeypatch.setattr(Link, "to", link)
+
+    report = place.carry_out(lease, settlement_of(messages), backoff_min=0.01, backoff_max=0.02)
+
+    assert (report, len(tried)) == (SettleReport(acked=3), 3)
+
+
+def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_there(
+    place: Place,
+) -> None:
+    place.declare()
+    lease, messages = hold(place, "g1", 1)
+    nowhere: dict[str, Any] = {"uri": "amqp://127.0.0.1:1", "backoff_type": "stop"}
+
+    with pytest.raises(ProducerUnavailable, match="cannot be reached"):
+        place.carry_out(lease, settlement_of(messages), **nowhere)
+
+    assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+
+
+def test_a_settlement_whose_connection_breaks_goes_on_with_another(place: Place) -> None:
+    # Given a connection that breaks as a dead letter is published
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
+    with Breaker(place.server.address) as breaker:
+        options = {"uri": f"amqp://127.0.0.1:{breaker.port}", "backoff_min": 0.01}
+        breaker.arm(b"x-broadway-reason")
+
+        report = place.carry_out(lease, settlement_of(messages, chosen), **options)
+        assert breaker.broken == 1
+
+    # Then the rest of it is done, and each message is where it belongs
+    assert report == SettleReport(acked=1, dead_lettered=1, requeued=1)
+    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+    assert [message.data for message in place.settle("g2")[0]] == [b"000001"]
+
+
+# -- dead letters to an exchange -------------------------------------------------------------------
+
+
+def test_dead_letters_to_an_exchange_keep_their_own_key(place: Place) -> None:
+    place.declare()
+    exchange, queue = f"{place.name}-dlx", f"{place.name}-parked"
+    with place.channel() as channel:
+        channel.exchange_declare(exchange, "topic")
+        channel.queue_declare(queue, durable=True)
+        channel.queue_bind(queue, exchange, place.name)
+    place.send(b"1")
+
+    _, report = place.settle("g1", {0: DEAD}, dead_letter={"exchange": exchange})
+
+    assert report == SettleReport(dead_lettered=1)
+    assert everything_in(place, queue) == {b"1": 1}
+
+
+def test_an_exchange_that_is_missing_is_found_before_anything_is_taken(place: Place) -> None:
+    place.declare()
+    place.send(b"1")
+    options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}
+
+    with (
+        place.source("g1", **options) as source,
+        pytest.raises(ProducerError, match=r"exchange .* of dead letters.*NOT_FOUND"),
+    ):
+        source.receive(10, timeout=1.0)
+
+    assert len(place.settle("g2")[0]) == 1
+
+
+def test_an_exchange_that_vanished_fails_its_dead_letters_alone(place: Place) -> None:
+    place.declare()
+    lease, messages = hold(place, "g1", 3)
+    chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
+    options: dict[str, Any] = {"dead_letter": {"exchange": f"{place.name}-none"}}
+
+    report = place.carry_out(lease, settlement_of(messages, chosen), **options)
+
+    assert (report.acked, report.requeued, report.failed) == (1, 1, 1)
+    assert "NOT_FOUND" in report.errors[0]
+    assert len(place.settle("g2")[0]) == 2

@@ -1,0 +1,386 @@
+"""A source that stops while messages go on coming: all is secured and told, or goes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody import RELEASE, Lease, Settlement, SettleReport, Source
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
+from airflow_broadway.core.intake import Budget, Intake
+from airflow_broadway.core.message import Message
+from airflow_broadway.core.options import RateLimiting
+from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.producers.rabbitmq import Qos, ending
+from airflow_broadway.producers.rabbitmq import source as source_module
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.testing.contract import settlement_of
+from tests.rabbitmq_place import Breaker, Place
+
+pytestmark = pytest.mark.broker
+
+#: What stands in the frames by which a bundle is published.
+BUNDLE = b"application/x-broadway-bundle"
+#: Class and method of ``basic.ack``, as they stand in its frame; of the broker's it is a confirm.
+BASIC_ACK = b"\x00\x3c\x00\x50"
+
+
+@pytest.fixture
+def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(ending, "_CLOSED", 0.2)
+    place.declare()
+    return place
+
+
+@contextmanager
+def sender(place: Place) -> Iterator[list[bytes]]:
+    """Somebody who sends without a pause: what was sent, complete once the block has ended."""
+    sent: list[bytes] = []
+    end = threading.Event()
+
+    def send() -> None:
+        with place.channel() as channel:
+            channel.confirm_delivery()
+            while not end.is_set():
+                body = b"%06d" % len(sent)
+                channel.basic_publish("", place.name, body, pika.BasicProperties())
+                sent.append(body)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield sent
+    finally:
+        end.set()
+        thread.join()
+
+
+def bodies(messages: list[Message]) -> list[bytes]:
+    return [message.data for message in messages]
+
+
+def enough(seconds: float) -> Callable[[], str]:
+    began = time.monotonic()
+    return lambda: "told" if time.monotonic() - began > seconds else ""
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"),
+    [
+        (Budget(max_messages=300, wait_seconds=5.0), {}),
+        (Budget(max_seconds=0.6, wait_seconds=5.0), {}),
+        (Budget(max_bytes=1_000, wait_seconds=5.0), {}),
+        (Budget(wait_seconds=5.0), {"stop": 0.6}),
+        (Budget(max_seconds=0.8, wait_seconds=5.0), {"rate": (200, 10_000)}),
+        (Budget(wait_seconds=5.0), {"error": 400}),
+    ],
+    ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit", "transformer"],
+)
+@pytest.mark.parametrize("custody", ["broker", "staged"])
+def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
+    place: Place, budget: Budget, more: dict[str, Any], custody: str
+) -> None:
+    options: dict[str, Any] = {"custody": custody, "on_failure": "retry"}
+    clock = SystemClock()
+    rate = more.get("rate")
+    limiting = None if rate is None else RateLimiting(allowed_messages=rate[0], interval=rate[1])
+
+    def transformer(message: Message) -> Message:
+        if message.position >= more["error"]:
+            raise ValueError("of the test")
+        return message
+
+    taken: list[Message] = []
+
+    def accept(messages: Sequence[Message]) -> Sequence[Message]:
+        taken.extend(messages)
+        return messages
+
+    with sender(place) as sent, place.source(**options) as source:
+        intake = Intake(
+            source,
+            budget,
+            clock=clock,
+            limiter=RateLimiter(limiting, clock),
+            demand=1_000,
+            accept=accept,
+            transformer=transformer if "error" in more else None,
+            stop=enough(more["stop"]) if "stop" in more else lambda: "",
+        )
+        for _ in intake:
+            time.sleep(0.02)  # callbacks
+        intake.stop()
+        lease = source.lease
+        time.sleep(0.2)  # staging, while more comes
+        assert source.lease == lease
+        assert lease.state["messages"] == len(taken) == intake.received
+        assert not lease.state["extra"]
+        report = place.carry_out(lease, settlement_of(taken), **options)
+
+    assert taken
+    assert report == SettleReport(acked=len(taken))
+    rest = place.settle("the rest", **options)[0]
+    assert sorted([*bodies(taken), *bodies(rest)]) == sent
+    assert not any(message.redelivered for message in taken)
+
+
+# -- confirms that come late, or never -------------------------------------------------------------
+
+
+@pytest.fixture
+def breaker(place: Place) -> Iterator[Breaker]:
+    with Breaker(place.server.address) as made:
+        yield made
+
+
+def waiting(place: Place, breaker: Breaker) -> dict[str, Any]:
+    """Options by which a source waits for a second at most."""
+    return {"uri": f"{breaker.uri}?connection_timeout=1", "on_failure": "retry"}
+
+
+def assert_all_goes_back(place: Place, lease: Lease, sent: list[bytes]) -> None:
+    """Settle a lease that nobody was given a message of; all is there, and marked."""
+    place.carry_out(lease, Settlement(rest=RELEASE))
+    rest = place.settle("the rest")[0]
+    assert set(bodies(rest)) == set(sent)
+    assert all(message.redelivered for message in rest)
+
+
+@pytest.mark.parametrize("error", [None, LeaseLapsed("of another lane")])
+def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(
+    place: Place, breaker: Breaker, error: BroadwayError | None
+) -> None:
+    place.send(b"1", b"2")
+    with place.source(**waiting(place, breaker)) as source:
+        breaker.hold(BUNDLE)
+        if error is None:
+            with pytest.raises(ProducerUnavailable, match="does not confirm"):
+                source.receive(10, timeout=0.2)
+        else:
+            threading.Timer(0.5, lambda: source._ready.fail(error)).start()  # type: ignore[attr-defined]
+            with pytest.raises(LeaseLapsed):
+                source.receive(10, timeout=30.0)
+
+        assert list(source.stop()) == []
+        lease = source.lease
+        breaker.release()
+        time.sleep(0.3)  # now the bundle reaches its queue, and is confirmed
+
+        assert lease.state["messages"] == lease.state["bundles"] == 0
+        assert lease.state["extra"] == 1
+        assert source.lease == lease
+    assert_all_goes_back(place, lease, [b"1", b"2"])
+
+
+@pytest.mark.parametrize("kept", ["in the source queue", "in the returns queue"])
+def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(
+    place: Place, breaker: Breaker, kept: str
+) -> None:
+    # Given a broker that has every bundle, and whose confirms do not come
+    sent = [b"%d" % number for number in range(5)]
+    queue, count = place.name, 5
+    if kept == "in the returns queue":
+        place.give_back(*sent)
+        queue, count = place.queues.returns, 1
+    else:
+        place.send(*sent)
+    with place.source(**waiting(place, breaker)) as source:
+        breaker.hold(BASIC_ACK, answer=True)
+        with pytest.raises(ProducerUnavailable, match="does not confirm"):
+            source.receive(10, timeout=0.2)
+        assert breaker.holds.is_set()
+        assert list(source.stop()) == []
+        lease = source.lease
+        breaker.release()
+
+    # Then what was taken is in its queue still, whatever becomes of the bundles
+    with place.channel() as channel:
+        assert channel.queue_purge(lease.state["lease_queue"]).method.message_count == 1
+        left = channel.queue_declare(queue, passive=True).method.message_count
+    assert left == count
+    assert sorted(bodies(place.settle("the rest")[0])) == sent
+
+
+def test_a_connection_that_is_lost_while_a_source_stops_loses_nothing(
+    place: Place, breaker: Breaker
+) -> None:
+    place.send(b"1")
+    with place.source(**waiting(place, breaker), qos=Qos(prefetch_count=2)) as source:
+        [first] = source.receive(10, timeout=5.0)
+        breaker.arm(BUNDLE)
+        place.send(b"2", b"3")
+        time.sleep(0.3)  # the demand is not met: they are taken, and the connection breaks
+
+        assert list(source.stop()) == []
+        assert list(source.stop()) == []
+        lease = source.lease
+    assert lease.state["messages"] == lease.state["bundles"] == 1
+    assert lease.state["extra"] == 1
+    assert place.carry_out(lease, settlement_of([first])) == SettleReport(acked=1)
+    assert sorted(bodies(place.settle("the rest")[0])) == [b"2", b"3"]
+
+
+class SlowStaging:
+    """A staging folder that takes a bundle when it is told."""
+
+    def __init__(self) -> None:
+        self._writing, self._go_on = threading.Event(), threading.Event()
+        self._put = Journal.put
+
+    def put(self, journal: Journal, name: str, data: bytes) -> str:
+        self._writing.set()
+        self._go_on.wait(30)
+        return self._put(journal, name, data)
+
+    def await_bundle(self) -> None:
+        """Wait until it is to take one."""
+        assert self._writing.wait(30)
+
+    def go_on(self) -> None:
+        """Let it take them."""
+        self._go_on.set()
+
+
+@pytest.fixture
+def staging(monkeypatch: pytest.MonkeyPatch) -> SlowStaging:
+    made = SlowStaging()
+
+    def put(journal: Journal, name: str, data: bytes) -> str:
+        return made.put(journal, name, data)
+
+    monkeypatch.setattr(Journal, "put", put)
+    return made
+
+
+def fail_to_receive(source: Any, *until: Callable[[], None]) -> None:
+    """Receive, until the run's lease is gone after all that is to come before."""
+
+    def lapse() -> None:
+        for wait in until:
+            wait()
+        source._ready.fail(LeaseLapsed("of the test"))
+
+    lapsing = threading.Thread(target=lapse)
+    lapsing.start()
+    with pytest.raises(LeaseLapsed):
+        source.receive(100, timeout=30.0)
+    lapsing.join()
+
+
+def test_what_waits_for_the_staging_folder_goes_back_when_its_source_stops(
+    place: Place, breaker: Breaker, staging: SlowStaging
+) -> None:
+    place.send(b"1", b"2", b"3")
+    with place.source(**waiting(place, breaker), custody="staged") as source:
+        fail_to_receive(source, staging.await_bundle)
+
+        assert list(source.stop()) == []
+        staging.go_on()
+        time.sleep(0.3)
+
+        lease = source.lease
+        with place.channel() as channel:
+            held = channel.queue_declare(lease.state["lease_queue"], passive=True)
+        assert held.method.message_count == 0
+        assert not lease.state["extra"]
+    assert sorted(bodies(place.settle("the rest")[0])) == [b"1", b"2", b"3"]
+
+
+def test_a_returned_bundle_that_is_not_secured_yet_stays_in_its_queue(
+    place: Place, breaker: Breaker
+) -> None:
+    place.give_back(b"1", b"2", b"3")
+    with place.source(**waiting(place, breaker)) as source:
+        breaker.hold(BUNDLE)
+        with pytest.raises(ProducerUnavailable, match="does not confirm"):
+            source.receive(10, timeout=0.2)
+
+        assert list(source.stop()) == []
+        lease = source.lease
+        breaker.release()
+        time.sleep(0.3)
+        assert lease.state["extra"] == 1
+        assert source.lease == lease
+    assert_all_goes_back(place, lease, [b"1", b"2", b"3"])
+
+
+def test_a_stopped_source_leaves_nothing_unacknowledged_at_the_broker(place: Place) -> None:
+    place.send(*[b"%d" % number for number in range(50)])
+    with place.source() as source:
+        got = [*source.receive(5, timeout=5.0), *source.receive(1, timeout=5.0), *source.stop()]
+
+        # While the source is not closed yet, others get what it did not take.
+        rest = place.settle("another")[0]
+        assert len(got) + len(rest) == 50
+        lease = source.lease
+    assert place.carry_out(lease, settlement_of(got)) == SettleReport(acked=len(got))
+
+
+# -- the order of acknowledgements -----------------------------------------------------------------
+
+
+def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
+    place: Place, staging: SlowStaging
+) -> None:
+    # Given a staging folder that takes its time
+    options: dict[str, Any] = {"custody": "staged", "max_message_bytes": 1_000}
+    place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
+
+    def set_aside() -> None:
+        end = time.monotonic() + 10
+        while place.get(place.queues.dead) is None:
+            assert time.monotonic() < end
+        time.sleep(0.2)
+
+    # When a message that is too large is set aside behind others, and the connection ends
+    with place.source(**options) as source:
+        fail_to_receive(source, staging.await_bundle, set_aside)
+        assert list(source.stop()) == []
+        staging.go_on()
+
+    # Then all of them are in their queue
+    with place.channel() as channel:
+        left = channel.queue_declare(place.name, passive=True).method.message_count
+    assert left == 41
+
+
+# -- errors of our own -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(75, "Value too large"), KeyError("x")])
+def test_an_unexpected_error_closes_the_connection_and_is_told(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from airflow_broadway.producers.rabbitmq import intake
+
+    def broken(properties: bytes) -> None:
+        raise error
+
+    place.send(b"1", b"2")
+    source: Source = place.producer().source(place.env())
+    with monkeypatch.context() as patch:
+        patch.setattr(intake, "mark_of", broken)
+        with pytest.raises(BroadwayError, match=f"an unexpected .*{type(error).__name__}"):
+            source.receive(10, timeout=5.0)
+
+    # The source is still open, and others get what it had been sent.
+    assert sorted(bodies(place.settle("another")[0])) == [b"1", b"2"]
+    assert list(source.stop()) == []
+    source.close()
+
+
+def test_a_source_that_stops_before_it_received_anything_holds_nothing(place: Place) -> None:
+    place.send(b"1")
+    with place.source() as source:
+        assert list(source.stop()) == []
+        assert list(source.receive(10, timeout=1.0)) == []
+        assert source.lease.state["messages"] == 0
+    assert source_module.is_open_here("g1") is False
+    assert bodies(place.settle("another")[0]) == [b"1"]

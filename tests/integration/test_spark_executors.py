@@ -1,0 +1,81 @@
+"""Executors that die, in a small cluster of their own: its driver, a worker, an executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.message import BatchInfo
+from airflow_broadway.spark.work import run_work
+from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.plans import Planned, Staged, rows
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
+
+#: An expression that ends whoever computes it.
+EXIT = "java_method('java.lang.System', 'exit', 1)"
+
+
+def application(root: Path) -> None:
+    """Handle two batches, of which one kills every executor that works on it."""
+    import pyspark
+
+    from airflow_broadway.spark.job import _session
+
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.executor.memory": "512m",
+        "spark.master.ui.port": "0",
+        "spark.worker.ui.port": "0",
+        "spark.sql.shuffle.partitions": "1",
+    }
+    given = " ".join(f"--conf {name}={value}" for name, value in conf.items())
+    os.environ |= {
+        "SPARK_HOME": os.path.dirname(pyspark.__file__),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {given} pyspark-shell",
+    }
+
+    def callback(messages: Any, info: BatchInfo) -> None:
+        (messages.selectExpr(EXIT) if info.batch_id == "b0" else messages).collect()
+
+    Counting.callback = staticmethod(callback)
+    staged = Staged(root)
+    plan = staged.plan("default", [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(2)])
+    session = _session()
+    code = run_work(session, staged.uri, staged.files, staged.work(Counting, plan))
+    session.stop()
+    found = {
+        name: [made.successful, made.failed, made.error]
+        for name, made in staged.outcomes("default").items()
+    }
+    (root / "found.json").write_text(json.dumps([code, found]))
+
+
+def test_a_batch_whose_executors_die_again_and_again_fails_and_the_next_goes_on(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    code, found = json.loads((tmp_path / "found.json").read_text())
+    assert (code, found["b1"]) == (0, [5, 0, ""])
+    assert found["b0"][:2] == [0, 5]
+    assert "Job aborted due to stage failure" in found["b0"][2]
+
+
+if __name__ == "__main__":
+    application(Path(sys.argv[1]))

@@ -1,0 +1,157 @@
+"""What is hard on Spark: order over several generations, UDFs that kill their workers, pandas."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.manifest import Work, paths
+from airflow_broadway.core.message import BatchInfo
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.run import RunInfo
+from airflow_broadway.spark import failed
+from airflow_broadway.spark.files import LocalFiles
+from airflow_broadway.spark.work import run_work
+from airflow_broadway.staging.planner import plan_batches
+from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.plans import Planned, Staged, rows
+from tests.unit.spark.session import spark_session
+from tests.unit.staging.kit import message, open_run, pipeline_of, publish
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
+    """Run batches ``b0``, ``b1`` … of ten messages, one after another; their outcomes."""
+    Counting.callback = staticmethod(callback)
+    batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-")) for n in range(count)]
+    work = staged.work(Counting, staged.plan("default", batches))
+    assert run_work(spark_session(), staged.uri, staged.files, work) == 0
+    return staged.outcomes("default")
+
+
+def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path: Path) -> None:
+    # Given messages of two keys that came to two tasks by turns, each of which counts its own
+    given = open_run(tmp_path)
+    pipeline = pipeline_of(wide=Batcher(schema="n bigint", batch_size=7, concurrency=3))
+    generations = []
+    for index in (0, 1):
+        chunks = [
+            [
+                message(
+                    10 * turn + place,
+                    {"n": 20 * turn + 10 * index + place},
+                    at=2 * turn + index,
+                    message_id=f"{index}-{turn}-{place}",
+                    batcher="wide",
+                    batch_key="ab"[place % 2],
+                )
+                for place in range(10)
+            ]
+            for turn in range(3)
+        ]
+        generations.append(publish(given, pipeline, chunks, map_index=index))
+    plan = plan_batches(given, pipeline, "wide", generations, try_label="1")
+    files = LocalFiles(given.files.full(""))
+    for name in generations:
+        end = datetime.now(UTC) + timedelta(hours=1)
+        lease = Lease(kind="silent", generation=name, seconds=900, deadline=end)
+        files.replace(paths.lease(name), json.dumps(lease.to_json()))
+    work = Work(
+        name="t",
+        try_number=1,
+        pipeline=Counting().ref(),
+        run=RunInfo().to_json(),
+        plans=[plan.path],
+    )
+    files.create(paths.work("t", 1), work.dumps())
+
+    # When they are handled three batches at a time
+    seen: dict[Any, list[int]] = {}
+    busy: set[Any] = set()
+    lock = threading.Lock()
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        with lock:
+            assert info.batch_key not in busy
+            busy.add(info.batch_key)
+        ordered = messages.orderBy("received_at", "position").select("data.n").collect()
+        with lock:
+            seen.setdefault(info.batch_key, []).extend(row.n for row in ordered)
+            busy.remove(info.batch_key)
+
+    Counting.callback = staticmethod(callback)
+    assert run_work(spark_session(), f"file://{files.root}", files, work) == 0
+
+    # Then each key's came in the order in which they were received, over all batches
+    assert seen == {"a": list(range(0, 60, 2)), "b": list(range(1, 60, 2))}
+    outcomes = [name for name in files.list(paths.outcomes(plan.path)) if name.endswith(".json")]
+    assert len(outcomes) == plan.batches == 10
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_udf_that_kills_its_worker_fails_its_batch_and_no_other(
+    tmp_path: Path, lazy: bool
+) -> None:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        deadly = info.batch_id == "b0"
+
+        def die(n: int) -> bool:
+            if deadly and n == 7:
+                os._exit(9)
+            return n > 5
+
+        chosen = messages.where(F.udf(die, "boolean")("data.n"))
+        return failed(chosen) if lazy else failed([row.message_id for row in chosen.collect()])
+
+    found = run(Staged(tmp_path), callback, count=3)
+    assert {name: (made.successful, made.failed) for name, made in found.items()} == {
+        "b0": (0, 10),
+        "b1": (6, 4),
+        "b2": (6, 4),
+    }
+    assert "Python worker exited unexpectedly" in found["b0"].error
+
+
+def test_pandas_udfs_see_data_and_say_what_failed(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    from pyspark.sql.pandas import functions
+
+    untyped: Any = functions  # its types know no class of pandas by a variable
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        def is_even(numbers: Any) -> Any:
+            return numbers % 2 == 0
+
+        # As `(numbers: pandas.Series) -> pandas.Series`, where pandas is there.
+        is_even.__annotations__ = dict.fromkeys(("numbers", "return"), pandas.Series)
+        even = untyped.pandas_udf(is_even, "boolean")
+
+        def grouped(parts: Any) -> Any:
+            for part in parts:
+                yield pandas.DataFrame(
+                    {"message_id": part["message_id"], "ok": [n < 5 for n in part["n"]]}
+                )
+
+        if info.batch_id == "b0":
+            return failed(messages.where(even("data.n")), reason="even")
+        flat = messages.select("message_id", "data.n")
+        return flat.mapInPandas(grouped, "message_id string, ok boolean")
+
+    found = run(Staged(tmp_path), callback)
+    assert {name: (made.error, made.successful, made.failed) for name, made in found.items()} == {
+        "b0": ("", 5, 5),
+        "b1": ("", 5, 5),
+    }

@@ -1,0 +1,108 @@
+"""No key of an AWS connection stands in a log, in staging, in an XCom, or in an error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message
+from airflow_broadway.core.custody import RELEASE, Settlement
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.operators._process import Process
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.store import Store
+from airflow_broadway.testing import ManualClock
+from tests.sqs_fixtures import wanted_sqs
+from tests.sqs_server import Connections
+
+pytestmark = pytest.mark.broker
+
+SECRETS = {
+    "key": "AKIAQ7ZSCANNEDKEYID0",
+    "secret": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYSCANNEDKEY",
+    "token": "IQoJb3JpZ2luX2VjSCANNEDTOKEN//////////wEaCXVz",
+}
+
+
+def connections(url: str) -> Connections:
+    """With one try for each request: what is refused is told at once."""
+    return Connections(
+        url,
+        key={"aws_access_key_id": SECRETS["key"], "aws_secret_access_key": SECRETS["secret"]},
+        aws_session_token=SECRETS["token"],
+        config_kwargs={"retries": {"total_max_attempts": 1}},
+    )
+
+
+class Orders(Broadway):
+    producer = SqsProducer(queue_name="orders", conn_id="aws", receive_interval=0.1)
+    batchers = {"default": Batcher()}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data == b"bad":
+            raise ValueError("no such article")
+        return message
+
+
+def test_no_key_is_written_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "airflow_broadway")
+    caplog.set_level(logging.INFO)
+    server = wanted_sqs()
+    name = f"secrets-{uuid.uuid4().hex}"
+    url = server.queue(name)
+    for body in ("good", "bad", "good"):
+        server.client().send_message(QueueUrl=url, MessageBody=body)
+    store = Store.open(f"file://{tmp_path}/staging")
+    told: list[str] = []
+
+    def process(generation: str, **options: Any) -> dict[str, Any] | None:
+        """One execution of a process task; its XCom, or ``None`` where it failed."""
+        pipeline = Orders(producer={"queue_name": name, **options})
+        told.append(json.dumps(pipeline.ref()) + repr(pipeline.producer))
+        clock = ManualClock()
+        staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=clock)
+        owner = {"dag_id": "d", "run_id": "r", "task_id": "p", "map_index": 0, "try_number": 1}
+        env = ProducerEnv(
+            pipeline=pipeline.name,
+            generation=generation,
+            owner=owner,
+            clock=clock,
+            staging=f"{store.uri}/{pipeline.name}",
+            connections=connections(options.pop("endpoint_url", server.url)),
+        )
+        told.append(repr(env))
+        try:
+            made = Process(staged, pipeline, env=env, budget=Budget(max_messages=3)).run()
+            lease = staged.lease(staged.generation(generation))
+            custodian = pipeline.producer.custodian(env)
+            told.append(str(custodian.settle(lease, Settlement(rest=RELEASE))))
+            custodian.close()
+            return made
+        except BroadwayError as error:
+            told.append("".join(traceback.format_exception(error)))
+            return None
+
+    reference = process("works", on_failure="dead_letter", dead_letter=name)
+    assert reference is not None
+    assert reference["received"] == 3
+    told.append(json.dumps(reference))
+    assert process("no queue", queue_name="nothing-of-that-name") is None
+    assert process("out of reach", endpoint_url="http://127.0.0.1:9") is None
+
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for what, secret in SECRETS.items():
+        for path in files:
+            assert secret.encode() not in path.read_bytes(), (what, path)
+        for text in [*told, caplog.text]:
+            assert secret not in text, what
+    assert "received" in caplog.text.lower()

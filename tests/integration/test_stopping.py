@@ -1,0 +1,273 @@
+"""A stop bounds the work, on each operator that works: what is done counts, the rest goes back.
+
+In real time, with callbacks that take 50 ms each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException, AirflowFailException
+from airflow.sdk.exceptions import AirflowTaskTimeout
+from airflow.sdk.execution_time.timeout import timeout
+
+from airflow_broadway.operators import _process  # noqa: F401 - so that no test's time is its import's
+from airflow_broadway.operators._common import open_run
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.integration.pipelines.slow import (
+    OneHangs,
+    Slow,
+    SlowBatches,
+    SlowHangs,
+    SlowProcesses,
+    SlowThreads,
+)
+
+COUNT = 400
+#: Seconds that a busy machine may add; all messages would take one processor twenty.
+SPARE = 3.0
+
+
+#: Each with the seconds that it works: a process takes a while to start.
+KINDS = [(Slow, 1.0), (SlowThreads, 1.0), (SlowProcesses, 4.0)]
+
+
+class Place:
+    """A queue with messages, a staging root, and a run's context."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.staging = f"file://{folder}/staging"
+        self.pushed: dict[str, Any] = {}
+        self.queue = SqliteQueue(folder / "queue.db", "slow")
+        self.queue.send([b"%d" % number for number in range(COUNT)])
+
+    def context(self) -> Any:
+        ti = SimpleNamespace(
+            id="0" * 32,
+            dag_id="d",
+            run_id="r",
+            task_id="task",
+            map_index=0,
+            try_number=1,
+            get_dr_count=lambda **_: 1,
+            xcom_push=lambda key, value: self.pushed.update({key: value}),
+        )
+        dag_run = SimpleNamespace(
+            run_id="r",
+            run_type="manual",
+            logical_date=None,
+            data_interval_start=None,
+            data_interval_end=None,
+        )
+        return {"ti": ti, "dag_run": dag_run, "params": {}}
+
+    def pipeline(self, kind: type[Slow], **options: Any) -> Slow:
+        return kind(producer={"path": str(self.folder / "queue.db")}, **options)
+
+    def operator(self, kind: Any, pipeline: Slow, **given: Any) -> Any:
+        return kind(task_id="task", pipeline=pipeline, staging=self.staging, **given)
+
+    def counts(self) -> tuple[int, int]:
+        """Messages that are ready, and that are leased."""
+        depth = self.queue.depth()
+        return depth.ready, depth.leased
+
+
+def _timeout(seconds: float) -> Any:
+    """As Airflow's task runner has it for an ``execution_timeout``."""
+    return timeout(seconds)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@contextmanager
+def sigterm_calls(operator: Any, after: float) -> Iterator[None]:
+    """As Airflow's task runner does: SIGTERM calls ``on_kill``, and the task goes on."""
+    before = signal.signal(signal.SIGTERM, lambda *_: operator.on_kill())
+    timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), KINDS)
+def test_max_seconds_ends_process_after_the_message_at_work(
+    place: Place, kind: type[Slow], seconds: float
+) -> None:
+    operator = place.operator(
+        BroadwayProcessorOperator, place.pipeline(kind), max_seconds=seconds, idle_seconds=0.0
+    )
+    started = time.monotonic()
+    reference = operator.execute(place.context())
+    assert time.monotonic() - started < seconds + SPARE
+    assert reference["stopped"] == "max_seconds"
+    staged = reference["batchers"]["default"]
+    assert 4 <= staged < 200
+    run = open_run(place.context(), place.staging, "slow")
+    if kind is Slow:
+        manifest = run.manifest(reference["generation"])
+        assert manifest is not None
+        assert manifest.received == COUNT  # max_demand: so many it may hold
+
+
+@pytest.mark.parametrize(("kind", "seconds"), KINDS)
+def test_on_kill_ends_process_within_shutdown_and_what_is_done_is_published(
+    place: Place, kind: type[Slow], seconds: float
+) -> None:
+    operator = place.operator(
+        BroadwayProcessorOperator, place.pipeline(kind, shutdown=0.5), idle_seconds=0.0
+    )
+    started = time.monotonic()
+    with sigterm_calls(operator, seconds):
+        reference = operator.execute(place.context())
+    assert time.monotonic() - started < seconds + SPARE
+    assert reference["stopped"] == "signal"
+    assert 4 <= reference["batchers"]["default"] < 200
+
+
+def test_a_callback_that_does_not_end_is_not_waited_for_when_killed(place: Place) -> None:
+    hangs = place.pipeline(SlowHangs, shutdown=0.2)
+    operator = place.operator(BroadwayProcessorOperator, hangs, idle_seconds=0.0)
+    started = time.monotonic()
+    with sigterm_calls(operator, 0.5):
+        reference = operator.execute(place.context())
+    assert time.monotonic() - started < 2.0 + SPARE
+    assert reference["batchers"]["default"] >= 1
+
+
+def test_an_execution_timeout_stops_process_in_time(place: Place) -> None:
+    operator = place.operator(
+        BroadwayProcessorOperator,
+        place.pipeline(Slow),
+        execution_timeout=timedelta(seconds=2.0),
+        idle_seconds=0.0,
+    )
+    with _timeout(2.0):
+        reference = operator.execute(place.context())
+    assert reference["stopped"] == "max_seconds"
+    assert 10 <= reference["batchers"]["default"] < 40
+
+
+def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = place.operator(
+        BroadwayProcessorOperator,
+        place.pipeline(OneHangs),
+        execution_timeout=timedelta(seconds=1.0),
+        idle_seconds=0.0,
+    )
+    # Then the task fails, for good: a retry would void what is done
+    with _timeout(1.0), pytest.raises(AirflowFailException, match="execution_timeout"):
+        operator.execute(place.context())
+    # and what was done before it is published, for the tasks that follow
+    reference = place.pushed["return_value"]
+    assert reference["batchers"]["default"] == 30
+    assert reference["stopped"] == "interrupted"
+    # of which the log names the one that was too slow
+    assert "ended handle_message while it was at message" in caplog.text
+    batch = place.operator(
+        BroadwayBatcherOperator,
+        place.pipeline(OneHangs),
+        batcher="default",
+        processed=[reference],
+    )
+    assert batch.execute(place.context())["outcomes"]["successful"] == 30
+
+
+@pytest.mark.parametrize("kind", [Slow, SlowThreads])
+def test_max_seconds_ends_run_after_the_message_at_work(place: Place, kind: type[Slow]) -> None:
+    operator = place.operator(
+        BroadwayRunOperator, place.pipeline(kind), max_seconds=1.0, idle_seconds=0.0
+    )
+    started = time.monotonic()
+    returned = operator.execute(place.context())
+    assert time.monotonic() - started < 1.5 + SPARE
+    assert 4 <= returned["acked"] < 140
+    assert returned["acked"] + returned["released"] == returned["received"]
+    assert place.counts() == (COUNT - returned["acked"], 0)
+
+
+def test_on_kill_ends_run_within_shutdown(place: Place) -> None:
+    operator = place.operator(
+        BroadwayRunOperator, place.pipeline(Slow, shutdown=1.0), idle_seconds=0.0
+    )
+    started = time.monotonic()
+    with sigterm_calls(operator, 1.0):
+        returned = operator.execute(place.context())
+    assert time.monotonic() - started < 2.0 + SPARE
+    assert returned["acked"] + returned["released"] == returned["received"]
+    assert place.counts()[1] == 0
+
+
+def test_an_execution_timeout_of_run_keeps_what_was_settled(place: Place) -> None:
+    operator = place.operator(
+        BroadwayRunOperator,
+        place.pipeline(OneHangs),
+        execution_timeout=timedelta(seconds=1.0),
+        idle_seconds=0.0,
+    )
+    with _timeout(1.0), pytest.raises(AirflowTaskTimeout):
+        operator.execute(place.context())
+    ready, leased = place.counts()
+    assert leased == 0
+    assert ready < COUNT
+
+
+def test_on_kill_begins_no_further_batch(place: Place) -> None:
+    pipeline = place.pipeline(SlowBatches, shutdown=1.0)
+    reference = place.operator(
+        BroadwayProcessorOperator, pipeline, max_messages=100, idle_seconds=0.0
+    ).execute(place.context())
+    operator = place.operator(
+        BroadwayBatcherOperator, pipeline, batcher="default", processed=[reference]
+    )
+    started = time.monotonic()
+    with sigterm_calls(operator, 0.5), pytest.raises(AirflowException, match="9 of 10 batches"):
+        operator.execute(place.context())
+    assert time.monotonic() - started < 1.5 + SPARE
+
+    # And a retry runs those alone that have no outcome.
+    again = place.operator(
+        BroadwayBatcherOperator, place.pipeline(Slow), batcher="default", processed=[reference]
+    )
+    assert again.execute(place.context())["outcomes"]["successful"] == 100
+
+
+def test_an_execution_timeout_of_batch_keeps_the_batches_that_are_done(place: Place) -> None:
+    pipeline = place.pipeline(SlowBatches)
+    reference = place.operator(
+        BroadwayProcessorOperator, pipeline, max_messages=40, idle_seconds=0.0
+    ).execute(place.context())
+    operator = place.operator(
+        BroadwayBatcherOperator, pipeline, batcher="default", processed=[reference]
+    )
+    SlowBatches.handled.clear()
+    with _timeout(3.5), pytest.raises(AirflowTaskTimeout):
+        operator.execute(place.context())
+    done = list(SlowBatches.handled)
+    assert len(done) >= 2
+    SlowBatches.handled.clear()
+    assert operator.execute(place.context())["outcomes"]["successful"] == 40
+    # Those with an outcome are not handled again; the last may not have had its one yet.
+    assert not set(done[:-1]) & set(SlowBatches.handled)

@@ -1,0 +1,81 @@
+"""What the living tests want of a broker: to publish with its own client, and to drain it so.
+
+Nothing of this asks the package: the one exception is RabbitMQ's bundles, whose format is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from tests.living.publisher import Sender
+
+__all__ = ["DEAD", "Left", "LivingBroker", "Mortal", "Networked"]
+
+#: The place of dead letters.
+DEAD = "dead"
+
+
+class Left(NamedTuple):
+    """One message that lies in a queue.
+
+    :param place: ``source``, ``returns``, ``delay``, ``leased`` or ``dead``.
+    :param marked: Whether who receives it will see that it may have been handled before.
+    """
+
+    number: int
+    place: str
+    marked: bool
+
+
+class LivingBroker(Protocol):
+    """One queue at one broker."""
+
+    @property
+    def kind(self) -> str:
+        """The pipeline's name in ``PIPELINES``."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The producer's options, JSON."""
+        ...
+
+    @property
+    def connections(self) -> Mapping[str, Mapping[str, Any]]:
+        """Connections by id."""
+        ...
+
+    def free(self) -> bool:
+        """Whether nobody keeps all others from the queue, as a stopped writer of a file does."""
+        ...
+
+    def sender(self) -> Sender:
+        """Who publishes to the queue."""
+        ...
+
+    def drain(self) -> list[Left]:
+        """Take everything out of all queues, those that are held by leases too."""
+        ...
+
+
+@runtime_checkable
+class Networked(Protocol):
+    """A broker that is reached over a network, so through a proxy too."""
+
+    def address(self) -> tuple[str, int]:
+        """Where a proxy reaches it."""
+        ...
+
+    def reached_by(self, port: int) -> None:
+        """Let runs go through a proxy at this port."""
+        ...
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A broker with a server of its own, which may die."""
+
+    def die(self) -> None:
+        """``kill -9`` its server, and start that again on the same files."""
+        ...

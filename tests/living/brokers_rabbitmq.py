@@ -1,0 +1,194 @@
+"""RabbitMQ: pika publishes with confirms, and drains; the API says which queues there are."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pika
+
+from airflow_broadway.producers.rabbitmq.bundle import Held, unpack, unpack_messages
+from tests.faults.brokers_rabbitmq import queue_names
+from tests.living.brokers import DEAD, Left
+from tests.living.publisher import body_of, number_of
+from tests.rabbitmq_server import RabbitServer
+
+__all__ = ["LivingRabbit", "MortalRabbit"]
+
+#: In which place the messages of a queue with this prefix are; bundles in the first two.
+_PLACES = {"returns": "returns", "lease": "leased", "delay": "delay", "dead": DEAD}
+
+
+class _Sender:
+    """Publishes portions, and waits for the confirm of each message.
+
+    :param died: Whether the server was ever killed: then what it did not confirm is not known.
+    """
+
+    def __init__(self, url: str, queue: str, died: Callable[[], bool]) -> None:
+        self._url = url
+        self._queue = queue
+        self._died = died
+        self._connect()
+
+    def _connect(self) -> None:
+        self._tag = 0
+        self._waiting: dict[int, int] = {}
+        self._confirmed: list[int] = []
+        self._connection = pika.BlockingConnection(pika.URLParameters(self._url))
+        self._channel = self._connection.channel()
+        # pika's blocking channel waits for each confirm before it publishes the next message; what
+        # is below it need not.
+        self._channel._impl.confirm_delivery(self._told)
+
+    def send(self, numbers: Sequence[int]) -> list[int]:
+        self._confirmed = []
+        try:
+            if not self._connection.is_open:
+                self._connect()
+            self._publish(numbers)
+        except (pika.exceptions.AMQPError, OSError):
+            if not self._died():
+                raise
+            with suppress(pika.exceptions.AMQPError, OSError):
+                self.close()  # the next portion goes to the server that comes after it
+        return self._confirmed
+
+    def _publish(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._tag += 1
+            self._waiting[self._tag] = number
+            properties = pika.BasicProperties(delivery_mode=2)
+            self._channel.basic_publish("", self._queue, body_of(number), properties)
+        while self._waiting:
+            self._connection.process_data_events(time_limit=1.0)
+
+    def _told(self, frame: Any) -> None:
+        method = frame.method
+        tags = [
+            tag
+            for tag in self._waiting
+            if tag == method.delivery_tag or (method.multiple and tag <= method.delivery_tag)
+        ]
+        for tag in tags:
+            number = self._waiting.pop(tag)
+            if method.NAME == "Basic.Ack":
+                self._confirmed.append(number)
+
+    def close(self) -> None:
+        if self._connection.is_open:
+            self._connection.close()
+
+
+class LivingRabbit:
+    """A queue of its own at a server.
+
+    :param folder: The staging folder of the runs, for references of staged custody.
+    """
+
+    kind = "rabbitmq"
+    connections: Mapping[str, Mapping[str, Any]] = {}
+
+    def __init__(
+        self, server: RabbitServer, folder: Path, *, custody: str = "broker", queue: str = "classic"
+    ) -> None:
+        self._server = server
+        self._folder = folder
+        self._name = f"living-{uuid.uuid4().hex}"
+        self._custody = custody
+        self._died = False
+        self.reached_by(server.address[1])
+        with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
+            connection.channel().queue_declare(
+                self._name, durable=True, arguments={"x-queue-type": queue}
+            )
+
+    def address(self) -> tuple[str, int]:
+        """Where a proxy reaches the server."""
+        return self._server.address
+
+    def reached_by(self, port: int) -> None:
+        """Let runs go through a proxy at this port."""
+        uri = f"amqp://{self._server.address[0]}:{port}"
+        self.options: Mapping[str, Any] = {
+            "queue": self._name,
+            "uri": uri,
+            "custody": self._custody,
+        }
+
+    def free(self) -> bool:
+        return True
+
+    def sender(self) -> _Sender:
+        return _Sender(self._server.url, self._name, lambda: self._died)
+
+    def drain(self) -> list[Left]:
+        with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
+            return [
+                left
+                for name in queue_names(self._server)
+                for place in [self._place(name)]
+                if place
+                for left in self._drained(connection, name, place)
+            ]
+
+    def _place(self, queue: str) -> str:
+        if queue == self._name:
+            return "source"
+        if not queue.startswith("broadway.") or self._name not in queue:
+            return ""
+        return _PLACES.get(queue.split(".")[1], "")
+
+    def _drained(self, connection: Any, queue: str, place: str) -> Iterator[Left]:
+        channel = connection.channel()
+        while count := channel.queue_declare(queue, passive=True).method.message_count:
+            yield from self._consumed(channel, queue, place, min(count, 65_535))
+        channel.close()
+
+    def _consumed(self, channel: Any, queue: str, place: str, count: int) -> Iterator[Left]:
+        """So many messages, by one consumer, which is sent no more than them."""
+        channel.basic_qos(prefetch_count=count)
+        for number, (method, properties, body) in enumerate(
+            channel.consume(queue, inactivity_timeout=20.0), 1
+        ):
+            assert method is not None, f"{queue} does not send what it has"
+            if place in ("returns", "leased"):
+                # Each comes again by a lapse or a release: whoever unpacks it marks it.
+                for held in self._unpacked(body):
+                    yield Left(number_of(held.body), place, True)
+            else:
+                ours = any(name.startswith("x-broadway") for name in properties.headers or {})
+                yield Left(number_of(body), place, ours or method.redelivered)
+            if number == count:
+                channel.cancel()
+                channel.basic_ack(method.delivery_tag, multiple=True)
+                return
+
+    def _unpacked(self, body: bytes) -> list[Held]:
+        header, messages = unpack(body)
+        if header.staged is None:
+            return messages
+        [path] = self._folder.rglob(header.staged["path"].rpartition("/")[2])
+        data = path.read_bytes()
+        assert hashlib.sha256(data).hexdigest() == header.staged["sha256"]
+        return list(unpack_messages(data))
+
+
+class MortalRabbit(LivingRabbit):
+    """A queue at a server that may die."""
+
+    def __init__(self, server: RabbitServer, folder: Path, **options: str) -> None:
+        super().__init__(server, folder, **options)
+        # RabbitMQ 3.10, killed within a second, forgets a quorum queue: whoever makes one waits.
+        time.sleep(2.0)
+
+    def die(self) -> None:
+        """``kill -9`` the server, and start it again."""
+        self._died = True
+        self._server.kill()
+        self._server.run()

@@ -1,0 +1,80 @@
+"""The embedded queue: what ``send`` has committed is confirmed; drained by ``sqlite3`` alone."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.living.brokers import DEAD, Left
+from tests.living.publisher import body_of, number_of
+
+__all__ = ["LivingSqlite"]
+
+_MESSAGES = """
+    SELECT body, lease, ready_at, giver, deliveries FROM messages JOIN bodies USING (id)
+"""
+_DEAD = "SELECT body, deliveries FROM dead JOIN bodies USING (id)"
+
+
+class _Sender:
+    def __init__(self, path: Path) -> None:
+        self._queue = SqliteQueue(path, "living")
+
+    def send(self, numbers: Sequence[int]) -> Sequence[int]:
+        self._queue.send([body_of(number) for number in numbers])
+        return numbers
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+class LivingSqlite:
+    """A queue in a file of its own."""
+
+    kind = "sqlite"
+    connections: Mapping[str, Mapping[str, Any]] = {}
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "queue.db"
+        self.options: Mapping[str, Any] = {"queue": "living", "path": str(self._path)}
+
+    def free(self) -> bool:
+        try:
+            with closing(sqlite3.connect(self._path, timeout=0.1, isolation_level=None)) as db:
+                db.execute("BEGIN IMMEDIATE")
+                db.execute("ROLLBACK")
+        except sqlite3.OperationalError:
+            return False
+        return True
+
+    def sender(self) -> _Sender:
+        return _Sender(self._path)
+
+    def drain(self) -> list[Left]:
+        now = time.time() * 1_000_000
+        found: list[Left] = []
+        with closing(sqlite3.connect(self._path, timeout=60.0)) as db, db:
+            for body, lease, ready_at, giver, deliveries in db.execute(_MESSAGES):
+                place = (
+                    "leased"
+                    if lease is not None
+                    else "delay"
+                    if ready_at > now
+                    else "returns"
+                    if giver is not None
+                    else "source"
+                )
+                found.append(Left(number_of(body), place, deliveries > 0))
+            found += [
+                Left(number_of(body), DEAD, deliveries > 1)
+                for body, deliveries in db.execute(_DEAD)
+            ]
+            db.execute("DELETE FROM messages")
+            db.execute("DELETE FROM dead")
+        return found

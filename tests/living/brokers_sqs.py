@@ -1,0 +1,114 @@
+"""SQS by moto's server, by boto3 alone: what ``SendMessageBatch`` names successful is confirmed.
+
+To drain it the server's clock is moved on, past the longest visibility timeout: what comes only
+then was held by somebody.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.contract.sqs_harness import SharedClock
+from tests.living.brokers import DEAD, Left
+from tests.living.publisher import body_of, number_of
+from tests.sqs_server import SqsServer
+
+__all__ = ["LivingSqs"]
+
+#: Groups of a FIFO queue.
+_GROUPS = 16
+#: Seconds after which a retry is visible, and after which everything is.
+_SHORT, _LONG = 1.5, 43_300.0
+
+
+class _Sender:
+    def __init__(self, client: Any, url: str) -> None:
+        self._client = client
+        self._url = url
+        self._fifo = url.endswith(".fifo")
+
+    def send(self, numbers: Sequence[int]) -> Iterator[int]:
+        for start in range(0, len(numbers), 10):
+            entries = [self._entry(number) for number in numbers[start : start + 10]]
+            answer = self._client.send_message_batch(QueueUrl=self._url, Entries=entries)
+            yield from (int(each["Id"]) for each in answer.get("Successful", ()))
+
+    def _entry(self, number: int) -> dict[str, str]:
+        entry = {"Id": str(number), "MessageBody": body_of(number).decode()}
+        if self._fifo:
+            entry |= {
+                "MessageGroupId": str(number % _GROUPS),
+                "MessageDeduplicationId": str(number),
+            }
+        return entry
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LivingSqs:
+    """A queue of its own at a server, and one for its dead letters.
+
+    :param clock: The file of the server's clock.
+    """
+
+    kind = "sqs"
+
+    def __init__(self, server: SqsServer, clock: str, *, fifo: bool = False) -> None:
+        self._server = server
+        self._clock = SharedClock(clock)
+        name, suffix = f"living-{uuid.uuid4().hex[:12]}", ".fifo" if fifo else ""
+        attributes = {"FifoQueue": "true"} if fifo else {}
+        self._url = server.queue(f"{name}{suffix}", **attributes)
+        self._dead = server.queue(f"{name}-dead{suffix}", **attributes)
+        self._moved = False
+        self.options: Mapping[str, Any] = {"queue_url": self._url, "dead_letter": self._dead}
+        self.connections = {"living": self._connection(server.url)}
+
+    def address(self) -> tuple[str, int]:
+        """Where a proxy reaches the server."""
+        return "127.0.0.1", self._server.port
+
+    def reached_by(self, port: int) -> None:
+        """Let runs go through a proxy at this port."""
+        self.connections = {"living": self._connection(f"http://127.0.0.1:{port}")}
+
+    def _connection(self, url: str) -> dict[str, Any]:
+        known = self._server.connection()
+        return {**known, "extra": {**known["extra"], "endpoint_url": url}}
+
+    def free(self) -> bool:
+        return True
+
+    def sender(self) -> _Sender:
+        return _Sender(self._server.client(), self._url)
+
+    def drain(self) -> list[Left]:
+        time.sleep(_SHORT)
+        found = list(self._drained(self._url, "source"))
+        if not self._moved:
+            self._moved = True
+            self._clock.sleep(_LONG)
+        found += self._drained(self._url, "leased")
+        return [*found, *self._drained(self._dead, DEAD)]
+
+    def _drained(self, url: str, place: str) -> Iterator[Left]:
+        client = self._server.client()
+        while messages := client.receive_message(
+            QueueUrl=url,
+            MaxNumberOfMessages=10,
+            MessageSystemAttributeNames=["ApproximateReceiveCount"],
+        ).get("Messages"):
+            for message in messages:
+                count = int(message["Attributes"]["ApproximateReceiveCount"])
+                yield Left(number_of(message["Body"]), place, count > 1)
+            client.delete_message_batch(
+                QueueUrl=url,
+                Entries=[
+                    {"Id": str(place), "ReceiptHandle": message["ReceiptHandle"]}
+                    for place, message in enumerate(messages)
+                ],
+            )

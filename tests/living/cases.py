@@ -1,0 +1,155 @@
+"""The living tests as cases of ``make faults``: each broker's series of runs in traffic."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.contract.sqs_harness import SharedClock
+from tests.faults.found import Found
+from tests.living.brokers import LivingBroker
+from tests.living.brokers_rabbitmq import MortalRabbit
+from tests.living.brokers_sqlite import LivingSqlite
+from tests.living.brokers_sqs import LivingSqs
+from tests.living.rounds import Round, play, weathers_for
+from tests.rabbitmq_server import RabbitServer
+from tests.sqs_server import SqsServer
+
+__all__ = ["RUNS", "living_cases", "series"]
+
+#: Runs of a case, where not given.
+RUNS = 60
+#: Runs on one queue.
+_ROUND = 6
+
+Make = Callable[[Path], LivingBroker]
+
+
+@contextmanager
+def _sqlite(folder: Path) -> Iterator[Mapping[str, Make]]:
+    yield {"living": LivingSqlite}
+
+
+@contextmanager
+def _rabbitmq(folder: Path) -> Iterator[Mapping[str, Make]]:
+    with RabbitServer.start(folder / "server") as server:
+        yield {
+            "living": lambda place: MortalRabbit(server, place),
+            "living_staged": lambda place: MortalRabbit(
+                server, place, custody="staged", queue="quorum"
+            ),
+        }
+
+
+@contextmanager
+def _sqs(folder: Path) -> Iterator[Mapping[str, Make]]:
+    clock = str(folder / "clock")
+    SharedClock(clock)
+    server = SqsServer(folder / "server", command=("tests.contract.sqs_harness", clock))
+    server.run()
+    try:
+        yield {
+            "living": lambda place: LivingSqs(server, clock),
+            "living_fifo": lambda place: LivingSqs(server, clock, fifo=True),
+        }
+    finally:
+        server.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A broker's cases.
+
+    :param rates: Messages per second that its server, as tests have it, can take.
+    """
+
+    open: Callable[[Path], AbstractContextManager[Mapping[str, Make]]]
+    cases: Mapping[str, type[LivingBroker]]
+    rates: tuple[float, ...]
+
+
+_KINDS = {
+    "sqlite": _Kind(_sqlite, {"living": LivingSqlite}, (20.0, 100.0, 1_000.0)),
+    "rabbitmq": _Kind(
+        _rabbitmq, {"living": MortalRabbit, "living_staged": MortalRabbit}, (20.0, 100.0, 2_000.0)
+    ),
+    "sqs": _Kind(_sqs, {"living": LivingSqs, "living_fifo": LivingSqs}, (20.0, 100.0, 300.0)),
+}
+
+
+def living_cases(
+    broker: str, folder: Path, wanted: str, runs: int, seed: int
+) -> Iterator[tuple[str, int, Callable[[], Found]]]:
+    """A broker's cases whose names have ``wanted`` in them, and what runs each."""
+    kind = _KINDS[broker]
+    names = [name for name in kind.cases if wanted in f"{broker}.{name}"]
+    if not names:
+        return
+    place = folder / "living"
+    place.mkdir(parents=True)
+    with kind.open(place) as makes:
+        for name in names:
+            title, make = f"{broker}.{name}", makes[name]
+
+            def run(
+                title: str = title,
+                make: Make = make,
+                where: Path = place / name,
+                weathers: Sequence[str] = weathers_for(kind.cases[name]),
+            ) -> Found:
+                return series(
+                    title,
+                    make,
+                    where,
+                    runs=runs,
+                    seed=seed,
+                    rates=kind.rates,
+                    weathers=weathers,
+                )
+
+            yield title, 0, run
+
+
+def series(
+    title: str,
+    make: Make,
+    folder: Path,
+    *,
+    runs: int,
+    seed: int,
+    rates: tuple[float, ...],
+    weathers: Sequence[str],
+) -> Found:
+    """So many runs, in rounds: each weather in turn, each with all rates and endings in turn."""
+    dice = random.Random(seed)
+    found = Found(title, 0)
+    places: Counter[str] = Counter()
+    for number, first in enumerate(range(0, runs, _ROUND)):
+        weather = weathers[number % len(weathers)]
+        rate = rates[(number + number // len(weathers)) % len(rates)]
+        made = play(
+            Round(
+                make=make,
+                folder=folder / f"{number}-{weather}",
+                rate=rate,
+                runs=min(_ROUND, runs - first),
+                weather=weather,
+                first=first,
+                dice=dice,
+                tell=lambda line: print(line, flush=True),
+            )
+        )
+        print(f"  {number}, {weather}, {rate:.0f}/s: {made}", flush=True)
+        found.messages += made.confirmed
+        found.runs += min(_ROUND, runs - first)
+        found.duplicates += made.again
+        found.unmarked += len(made.unmarked)
+        found.lost += made.lost
+        found.mistakes += [f"{number}, {weather}: {mistake}" for mistake in made.mistakes]
+        places += made.places
+    print(f"  left in queues: {dict(places)}", flush=True)
+    return found

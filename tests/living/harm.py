@@ -1,0 +1,103 @@
+"""What is done to a process from within: writes that are slow, fail, or see it stopped."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from airflow_broadway.producers.notes import Notes
+from airflow_broadway.producers.rabbitmq import topology
+from airflow_broadway.staging.backends import Disk
+
+__all__ = ["harmed"]
+
+_STAGING = ("create", "create_own", "replace", "sink")
+
+
+class Writes:
+    """What a process has written so far: files, and with ``all``, commits and to sockets too."""
+
+    def __init__(self) -> None:
+        self._files, self._all = itertools.count(1), itertools.count(1)
+        self.all = 0
+
+    def file(self) -> int:
+        """The number of the write to a file that comes next."""
+        return next(self._files)
+
+    def any(self) -> int:
+        """The number of the write that comes next, of all."""
+        self.all = next(self._all)
+        return self.all
+
+
+@contextmanager
+def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
+    """Harm this process; what it writes meanwhile is counted.
+
+    ``slow_staging`` and ``slow_journal``: seconds that each write takes more.  ``fail_write``:
+    which write to the staging folder finds the disk full.  ``freeze_at``: at which write, to the
+    staging folder or a journal, the process stops until it is told to go on.  ``freeze_at_any``:
+    the same of all writes, those to the broker too.  ``young_queues``: queues of RabbitMQ are
+    relied on as soon as they are declared.
+    """
+    staged, writes = itertools.count(1), Writes()
+
+    def freeze(number: int, name: str) -> None:
+        if number == harm.get(name):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def before(slow: float, *, staging: bool) -> None:
+        if slow:
+            time.sleep(slow)
+        if staging and next(staged) == harm.get("fail_write"):
+            raise OSError(errno.ENOSPC, "no space left on device")
+        freeze(writes.file(), "freeze_at")
+        freeze(writes.any(), "freeze_at_any")
+
+    def around(function: Callable[..., Any], slow: float, *, staging: bool) -> Callable[..., Any]:
+        def slower(*given: Any, **named: Any) -> Any:
+            before(slow, staging=staging)
+            return function(*given, **named)
+
+        return slower
+
+    def sending(function: Callable[..., Any]) -> Callable[..., Any]:
+        def send(self: socket.socket, *given: Any) -> Any:
+            if self.family == socket.AF_INET:  # not to who watches
+                freeze(writes.any(), "freeze_at_any")
+            return function(self, *given)
+
+        return send
+
+    class Committing(sqlite3.Connection):
+        def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT":
+                freeze(writes.any(), "freeze_at_any")
+            return super().execute(sql, *given)
+
+    with ExitStack() as stack:
+
+        def change(place: Any, name: str, changed: Any) -> None:
+            stack.enter_context(mock.patch.object(place, name, changed))
+
+        for name in _STAGING:
+            slow = harm.get("slow_staging", 0.0)
+            change(Disk, name, around(getattr(Disk, name), slow, staging=True))
+        change(Notes, "put", around(Notes.put, harm.get("slow_journal", 0.0), staging=False))
+        change(sqlite3, "connect", partial(sqlite3.connect, factory=Committing))
+        for name in ("send", "sendall"):
+            change(socket.socket, name, sending(getattr(socket.socket, name)))
+        if harm.get("young_queues"):
+            change(topology, "_SETTLED", 0.0)
+        yield writes

@@ -1,0 +1,135 @@
+"""The account from outside: what was confirmed to the publisher, and where it is now.
+
+Known are the publisher's numbers, the sink's lines and the queues' contents.  What the package
+itself reports is held against that at the end, never used for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.living.brokers import DEAD, Left
+from tests.living.sink import Handled
+
+__all__ = ["Account", "account", "bound", "compare"]
+
+
+@dataclass
+class Account:
+    """What became of the messages.
+
+    :param confirmed: How many the broker confirmed to the publisher.
+    :param handled: Of them, in the sink; ``settled``: and in no queue any more.
+    :param lost: Confirmed, and then neither handled nor in a queue.
+    :param again: Messages handled again, or handled and still in a queue.
+    :param unmarked: Of these, those that nothing tells from the first.
+    :param places: How many messages lie where.
+    :param mistakes: What the reports say otherwise than the truth.
+    """
+
+    confirmed: int = 0
+    handled: int = 0
+    settled: int = 0
+    lost: list[int] = field(default_factory=list)
+    again: int = 0
+    unmarked: list[int] = field(default_factory=list)
+    places: Counter[str] = field(default_factory=Counter)
+    mistakes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.confirmed} confirmed, {self.handled} handled, {len(self.lost)} lost, "
+            f"{self.again} again, {len(self.unmarked)} of them unmarked; in queues: "
+            f"{dict(self.places)}; {'; '.join(self.mistakes) or 'the reports agree'}"
+        )
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost, or repeated without a mark, or told wrongly."""
+        return not (self.lost or self.unmarked or self.mistakes)
+
+
+def account(
+    confirmed: Mapping[int, float], published: int, lines: Sequence[Handled], left: Sequence[Left]
+) -> Account:
+    """Look for each number in the sink and in the queues.
+
+    :param published: How many were published; what was not confirmed may be anywhere, but once.
+    """
+    made = Account(confirmed=len(confirmed))
+    made.places.update(each.place for each in left)
+    done: dict[int, list[bool]] = defaultdict(list)
+    batches: dict[int, set[str]] = defaultdict(set)
+    for line in lines:
+        before = batches[line.number]
+        # The same batch once more has the same id: a sink knows it by that.
+        done[line.number].append(line.redelivered or line.attempt > 1 or line.batch in before)
+        before.add(line.batch)
+    made.handled = len(done)
+    queued: dict[int, list[bool]] = defaultdict(list)
+    for each in left:
+        queued[each.number].append(each.marked)
+    made.settled = made.handled - len(done.keys() & queued.keys())
+    for number in range(published):
+        first, then = done.pop(number, []), queued.pop(number, [])
+        if not first and not then and number in confirmed:
+            made.lost.append(number)
+        made.again += max(0, len(first) + len(then) - 1)
+        # One appearance may be without a mark; where it was handled, that is the one.
+        if first.count(False) > 1 or then.count(False) > (0 if first else 1):
+            made.unmarked.append(number)
+    strange = done.keys() | queued.keys()
+    if strange:
+        made.mistakes.append(f"messages that nobody published: {sorted(strange)[:10]}")
+    return made
+
+
+def compare(made: Account, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Hold what the runs' reports say, added up, against the account.
+
+    For runs of which each was settled, and none was killed, stalled or late.
+    """
+    totals = _totals(reports)
+    for what, told, truth in (
+        ("acked", totals["acked"], made.settled),
+        ("dead-lettered", totals["dead_lettered"], made.places[DEAD]),
+        ("still leased", 0, made.places["leased"]),
+        ("lapsed", totals["lapsed"], 0),
+        ("failed to settle", totals["settle_failed"], 0),
+    ):
+        if told != truth:
+            made.mistakes.append(f"the reports say {told} {what}, and the truth is {truth}")
+
+
+def bound(
+    made: Account, reports: Mapping[str, Mapping[str, Any]], lines: Sequence[Handled]
+) -> None:
+    """Hold what runs say, whoever was killed or taken for dead, against what can be true at most.
+
+    A run whose messages were taken from it meanwhile must not count what others count too.
+
+    :param reports: Of each run by its name, the last.
+    """
+    done: dict[str, set[int]] = defaultdict(set)
+    for line in lines:
+        done[line.run].add(line.number)
+    for run, report in reports.items():
+        if report["acked"] > len(done[run]):
+            made.mistakes.append(f"{run}: {report['acked']} acked, {len(done[run])} handled")
+    totals = _totals(reports.values())
+    for what, told, most in (
+        ("acked", totals["acked"], made.settled),
+        ("dead-lettered", totals["dead_lettered"], made.places[DEAD]),
+    ):
+        if told > most:
+            made.mistakes.append(f"the reports say {told} {what}, and at most {most} were")
+
+
+def _totals(reports: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for report in reports:
+        totals.update({name: count for name, count in report.items() if isinstance(count, int)})
+    return totals

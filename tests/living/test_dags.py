@@ -1,0 +1,59 @@
+"""Runs of a real Dag, one after another, while messages go on coming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway
+from tests.integration.pipelines.running import World
+from tests.living.brokers import LivingBroker
+from tests.living.brokers_rabbitmq import LivingRabbit
+from tests.living.brokers_sqlite import LivingSqlite
+from tests.living.ledger import account, compare
+from tests.living.pipelines import PIPELINES
+from tests.living.publisher import Publisher
+from tests.living.sink import handled
+from tests.rabbitmq_fixtures import wanted_server
+
+pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow]
+
+RUNS = 4
+BUDGET = {"max_seconds": 2.0, "wait_seconds": 60.0, "idle_seconds": 60.0}
+
+
+def broker_of(kind: str, folder: Path) -> LivingBroker:
+    if kind == "sqlite":
+        return LivingSqlite(folder)
+    custody = "staged" if kind.endswith("staged") else "broker"
+    return LivingRabbit(wanted_server(), folder, custody=custody)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["sqlite", "rabbitmq", "rabbitmq staged"])
+def test_runs_of_a_dag_in_traffic_lose_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = broker_of(kind, tmp_path)
+    sink = tmp_path / "sink.jsonl"
+    pipeline: Broadway = PIPELINES[broker.kind](
+        producer=broker.options, context={"sink": str(sink), "run": "dag"}
+    )
+    world = World(tmp_path, monkeypatch)
+    dag: Any = pipeline.dag("living", process=BUDGET, default_args={"retries": 0})
+    reports = []
+
+    with Publisher(broker.sender(), rate=100.0) as publisher:
+        for _ in range(RUNS):
+            ran = world.run(dag)
+            assert ran.state == "success", ran.states
+            reports.append(ran.report)
+
+    found = account(publisher.confirmed, publisher.published, handled(sink), broker.drain())
+    assert all(report["balanced"] for report in reports)
+    compare(found, [report["totals"] for report in reports])
+    assert found.good, f"{found}: {json.dumps(reports)}"
+    assert found.handled > 200

@@ -1,0 +1,252 @@
+"""A process that runs pipelines, one run after another, as it is told: the one under test.
+
+:mod:`tests.living.workers` starts it.  What it is to run it reads from a socket, a line of JSON
+each, and answers each by a line.  It can be sent signals, stopped, continued and killed like any
+task.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.local import run_local
+from airflow_broadway.core.producer import Connection
+from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.operators._common import producer_env
+from airflow_broadway.operators._process import Process
+from airflow_broadway.operators._settling import RunSettler
+from airflow_broadway.operators._sweep import give_back
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.store import Store
+from tests.living.harm import harmed
+from tests.living.pipelines import PIPELINES, broken_transformer
+
+DAG = "living"
+
+
+class TimedOut(BaseException):
+    """As Airflow's ``AirflowTaskTimeout``: raised wherever the main thread happens to be."""
+
+
+class _Connections:
+    def __init__(self, known: Mapping[str, Mapping[str, Any]]) -> None:
+        self._known = known
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(conn_id=conn_id, **self._known[conn_id])
+
+
+class _Run:
+    """One run, as a command says it."""
+
+    def __init__(self, command: Mapping[str, Any]) -> None:
+        place = command["place"]
+        self.name: str = command["run"]
+        self._command = command
+        producer = {**place["options"], **command.get("producer", {})}
+        if producer.pop("broken_transformer", False):
+            producer["transformer"] = broken_transformer
+        context = {"sink": place["sink"], "run": self.name, **command.get("context", {})}
+        self._pipeline = PIPELINES[place["kind"]](producer=producer, context=context)
+        self._connections: Any = _Connections(place["connections"])
+        self._staged = StagedRun(
+            Store.open(place["staging"]),
+            pipeline=self._pipeline.name,
+            dag_id=DAG,
+            run_id=self.name,
+        )
+        self._stopped = ""
+        self._stop: Callable[[str], object] = lambda reason: None
+        #: What the run says of its messages.
+        self.report: dict[str, Any] | None = None
+
+    def stop(self, *_: object) -> None:
+        """Take no more."""
+        self._stopped = "stopped"
+        self._stop("stopped")
+
+    def local(self) -> None:
+        """``run_local``."""
+        with self._timeout():
+            report = run_local(
+                self._pipeline, **self._budget, env=self._env(), stop=lambda: self._stopped
+            )
+        settled = report.settled.to_json()
+        self.report = {
+            **settled,
+            "received": report.received,
+            "settle_failed": settled["failed"],
+            "balanced": report.balanced,
+        }
+
+    def staged(self) -> None:
+        """The tasks of a group one after another, as Airflow would."""
+        self._sweep()
+        process = Process(
+            self._staged, self._pipeline, env=self._env(), budget=Budget(**self._budget)
+        )
+        self._stop = process.stop
+        with _on(signal.SIGTERM, self.stop):
+            try:
+                with self._timeout():
+                    reference = process.run()
+                if reference["batchers"]:
+                    plan = plan_batches(
+                        self._staged,
+                        self._pipeline,
+                        "default",
+                        [reference["generation"]],
+                        try_label="1",
+                    )
+                    PythonBatches(self._staged, self._pipeline, plan).run()
+            finally:
+                self.ack()
+
+    def ack(self) -> None:
+        """The last look of the sensor, or of another that settles the run."""
+        settler = RunSettler(self._staged, self._pipeline, connections=self._connections)
+        try:
+            settler.settle(final=True)
+            report = settler.report(failed_tasks=[])
+        finally:
+            settler.close()
+        self.report = {**report["totals"], "balanced": report["balanced"]}
+
+    @property
+    def _budget(self) -> dict[str, Any]:
+        budget: dict[str, Any] = self._command.get("budget", {})
+        return budget
+
+    @contextmanager
+    def _timeout(self) -> Iterator[None]:
+        def expire(*_: object) -> None:
+            raise TimedOut
+
+        with _on(signal.SIGALRM, expire):
+            signal.setitimer(signal.ITIMER_REAL, self._command.get("timeout", 0.0))
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    def _env(self) -> Any:
+        owner = {
+            "dag_id": DAG,
+            "run_id": self.name,
+            "task_id": "process",
+            "map_index": -1,
+            "try_number": 1,
+        }
+        return producer_env(
+            self._pipeline,
+            generation=uuid.uuid4().hex,
+            owner=owner,
+            store=self._staged.store,
+            connections=self._connections,
+        )
+
+    def _sweep(self) -> None:
+        """What a process task does first: give back what dead runs hold."""
+        running = self._command.get("running", ())
+        ti = SimpleNamespace(
+            dag_id=DAG,
+            run_id=self.name,
+            task_id="process",
+            map_index=-1,
+            get_dr_count=lambda dag_id, run_ids, states: int(run_ids[0] in running),
+        )
+        context: Any = {"ti": ti}
+        give_back(self._staged, self._pipeline, context, self._connections)
+
+
+@contextmanager
+def _on(number: int, handler: Callable[..., object]) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _execute(command: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's report, and what it raised."""
+    raised, report, writes = "", None, 0
+    started = time.monotonic()
+    try:
+        run = _Run(command)
+        with harmed(command.get("harm", {})) as written, _on(signal.SIGUSR1, run.stop):
+            try:
+                getattr(run, command["flow"])()
+            finally:
+                report, writes = run.report, written.all
+    except BaseException as error:
+        logging.getLogger(__name__).info("run %s raised", command["run"], exc_info=True)
+        raised = f"{type(error).__name__}: {error}"
+    seconds = round(time.monotonic() - started, 3)
+    return {
+        "run": command["run"],
+        "report": report,
+        "raised": raised,
+        "seconds": seconds,
+        "writes": writes,
+    }
+
+
+def serve(connection: socket.socket) -> None:
+    """Run what is asked for, until nobody asks any more."""
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # when they come after the run is over
+        signal.signal(number, signal.SIG_IGN)
+    with connection.makefile("rw") as lines:
+        print(json.dumps({"pid": os.getpid()}), file=lines, flush=True)
+        while line := lines.readline():
+            print(json.dumps(_execute(json.loads(line))), file=lines, flush=True)
+
+
+def main() -> None:
+    """Fork a worker for each socket that comes, so that none of them has to import anything.
+
+    Nor may it: an import that a time-out broke off would not be tried again.
+    """
+    for client in ("boto3", "fsspec", "pika", "pyarrow.parquet"):
+        import_module(client)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        force=True,  # Airflow's own goes to the output, and as it is now
+    )
+    with socket.socket(fileno=int(sys.argv[1])) as parent:
+        while True:
+            log, sockets, _, _ = socket.recv_fds(parent, 4096, 1)
+            if not sockets:
+                return
+            [connection] = sockets
+            if not os.fork():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                file = os.open(log.decode(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+                os.dup2(file, 1)
+                os.dup2(file, 2)
+                parent.close()
+                try:
+                    serve(socket.socket(fileno=connection))
+                finally:
+                    os._exit(0)
+            os.close(connection)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""An S3 server on loopback that counts what it is asked: moto's, in a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from airflow_broadway.staging.store import Store
+
+__all__ = ["Requests", "S3Server", "s3_server"]
+
+
+class Requests(Counter[tuple[str, str]]):
+    """Requests by kind (``PUT``, ``GET``, ``HEAD``, ``LIST``, ``DELETE``) and by key or prefix."""
+
+    def of(self, *kinds: str, part: str = "") -> int:
+        """How many were of these kinds, or of any, and had ``part`` in their keys."""
+        return sum(
+            count
+            for (kind, key), count in self.items()
+            if (not kinds or kind in kinds) and part in key
+        )
+
+
+class S3Server:
+    """The server, and what it was asked so far."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = threading.Lock()
+        self.requests = Requests()
+        self.endpoint = ""
+        #: Told of each request: ``"before"`` it is carried out, and ``"after"``, before the answer.
+        self.told: Callable[[str], None] = lambda moment: None
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        kind, key = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        query = environ.get("QUERY_STRING", "")
+        if kind == "GET" and "list-type" in query:
+            kind, key = "LIST", f"{key}?{query}"
+        with self._lock:
+            self.requests[kind, key] += 1
+        self.told("before")
+        answer = self._app(environ, start_response)
+        self.told("after")
+        return answer
+
+    @contextmanager
+    def counted(self) -> Iterator[Requests]:
+        """What is asked from now on; complete when the context ends."""
+        with self._lock:
+            before = Requests(self.requests)
+        found = Requests()
+        try:
+            yield found
+        finally:
+            with self._lock:
+                found.update({k: n - before[k] for k, n in self.requests.items() if n > before[k]})
+
+    def root(self) -> str:
+        """The URI of a staging root in a new bucket."""
+        bucket = f"bucket-{uuid.uuid4().hex}"
+        self.store(f"s3://{bucket}").fs.mkdir(bucket)
+        return f"s3://{bucket}/staging"
+
+    def options(self) -> dict[str, Any]:
+        """What s3fs needs to come here; each store has a client of its own, as in processes of
+        their own.
+        """
+        return {
+            "key": "test",
+            "secret": "test",
+            "client_kwargs": {"endpoint_url": self.endpoint},
+            "skip_instance_cache": True,
+        }
+
+    def store(self, uri: str) -> Store:
+        """A staging root, through a client of its own."""
+        return Store.open(uri, **self.options())
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """A server with nothing in it."""
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
+
+    class Silent(MotoRequestHandler):  # type: ignore[misc, unused-ignore]
+        def log(self, *given: Any) -> None:
+            """Say nothing of each request."""
+
+    made = S3Server(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, made, True, request_handler=Silent)
+    host, port = server.server_address[:2]
+    made.endpoint = f"http://{host!s}:{port}"
+    thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

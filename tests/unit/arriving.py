@@ -1,0 +1,172 @@
+"""A source where messages go on arriving while a run ends, as a broker's connection has them.
+
+Each look at its lease, as each receive, lets one more message arrive; only ``stop`` ends that.  So
+an account that was closed before the source was stopped counts less than the source holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from airflow_broadway.core.custody import (
+    Action,
+    Custodian,
+    Delivery,
+    Entry,
+    Lease,
+    Settlement,
+    SettleReport,
+    Source,
+)
+from airflow_broadway.core.message import AckRef, Message
+from airflow_broadway.core.options import options
+from airflow_broadway.core.producer import Producer, ProducerEnv
+
+COUNTED = {
+    Action.ACK: "acked",
+    Action.RETRY: "requeued",
+    Action.DEAD_LETTER: "dead_lettered",
+    Action.LEAVE: "left",
+    Action.RELEASE: "released",
+}
+
+
+class Broker:
+    """What a test looks at.
+
+    :param supply: Messages that can be received; those that arrive by themselves come on top.
+    """
+
+    def __init__(self, supply: int = 0) -> None:
+        self.supply = supply
+        self.number = 0
+        self.secured = 0
+        self.asked: list[int] = []
+        self.ahead: list[Message] = []
+        self.events: list[str] = []
+        self.opened = 0
+        #: What the lease said, and the settlement, when the generation was settled for good.
+        self.settled: list[tuple[int, int | None]] = []
+        self.verdicts: dict[str, Action] = {}
+
+    def make(self) -> Message:
+        """Secure one more message."""
+        self.number += 1
+        self.secured += 1
+        return Message(
+            b"%d" % self.number,
+            message_id=f"m-{self.number}",
+            acknowledger=AckRef(None, None, Delivery(receipt=f"r-{self.number}")),
+            size=10,
+            position=self.number,
+        )
+
+
+@options
+class ArrivingProducer(Producer):
+    """Options of the source below."""
+
+    kind: ClassVar[str] = "arriving"
+    renews: ClassVar[bool] = False
+    broker: ClassVar[Broker] = Broker()
+
+    def source(self, env: ProducerEnv) -> Source:
+        return _Source(self.broker, env)
+
+    def custodian(self, env: ProducerEnv) -> Custodian:
+        return _Custodian(self.broker)
+
+
+class _Source:
+    def __init__(self, broker: Broker, env: ProducerEnv) -> None:
+        self._broker = broker
+        self._env = env
+        self._stopped = False
+        self._credit = 0
+        broker.opened += 1
+
+    def _arrive(self) -> None:
+        """One more, as far as the last receive asked for it."""
+        if not self._stopped and self._credit > 0:
+            self._credit -= 1
+            self._broker.ahead.append(self._broker.make())
+
+    @property
+    def lease(self) -> Lease:
+        self._arrive()
+        self._broker.events.append("lease after stop" if self._stopped else "lease")
+        return Lease(
+            kind="arriving",
+            generation=self._env.generation,
+            seconds=900.0,
+            deadline=self._env.clock.now() + timedelta(seconds=900.0),
+            owner=dict(self._env.owner),
+            state={"held": self._broker.secured},
+        )
+
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        assert not self._stopped
+        broker = self._broker
+        broker.asked.append(demand)
+        given = broker.ahead[:demand]
+        del broker.ahead[:demand]
+        fresh = min(demand - len(given), broker.supply)
+        broker.supply -= fresh
+        given += [broker.make() for _ in range(fresh)]
+        self._credit = demand - len(given)
+        if not given:
+            self._env.clock.sleep(timeout)
+        return given
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
+
+    def stop(self) -> Sequence[Message]:
+        if self._stopped:
+            return []
+        self._broker.events.append("stop")
+        self._arrive()
+        self._stopped = True
+        rest, self._broker.ahead = self._broker.ahead, []
+        return rest
+
+    def close(self) -> None:
+        self.stop()
+
+
+class _Custodian:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    def renew(self, lease: Lease) -> Lease | None:
+        return lease
+
+    def holds(self, lease: Lease) -> bool:
+        return True
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        broker = self._broker
+        held = int(lease.state["held"])
+        broker.settled.append((held, settlement.expected))
+        named = list(settlement.entries())
+        report = self._count(named)
+        rest = broker.secured - len(broker.verdicts)
+        counts: dict[str, Any] = {COUNTED[settlement.rest.action]: rest}
+        return report + SettleReport(**counts)
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        return self._count(entries)
+
+    def _count(self, entries: Iterable[Entry]) -> SettleReport:
+        counts: dict[str, Any] = {}
+        for entry in entries:
+            assert entry.message_id not in self._broker.verdicts
+            self._broker.verdicts[entry.message_id] = entry.verdict.action
+            name = COUNTED[entry.verdict.action]
+            counts[name] = counts.get(name, 0) + 1
+        return SettleReport(**counts)
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,41 @@
+"""What ends a run is swallowed by nothing that calls a user's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from airflow.sdk.exceptions import AirflowTaskTimeout
+
+from airflow_broadway.core import schema_convert, schema_values, worker
+from airflow_broadway.core.message import Status
+
+
+def _killed(kind: type[BaseException]) -> Any:
+    """Something whose every text ends the process."""
+
+    def ends(self: object, *_: object) -> Any:
+        raise kind
+
+    return type("Odd", (ValueError,), {"__str__": ends, "__repr__": ends, "__reduce__": ends})()
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "the text of a reason": lambda odd: Status("error", odd).text,
+    "the path of a value": schema_convert._step,
+    "a value in an error": schema_values.describe,
+    "what goes to another process": worker._pickles,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, AirflowTaskTimeout])
+def test_no_kill_is_swallowed(name: str, kind: type[BaseException]) -> None:
+    with pytest.raises(kind):
+        CALLS[name](_killed(kind))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_else_such_a_method_raises_is(name: str) -> None:
+    assert CALLS[name](_killed(RuntimeError)) is not None

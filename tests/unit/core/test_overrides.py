@@ -1,0 +1,113 @@
+"""What an override replaces, what it leaves as declared, and what it may not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.testing import DummyProducer, test_message
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(
+        queue="orders",
+        path="/nowhere/q.db",
+        lease=40.0,
+        retry=RetryPolicy(max_attempts=3, backoff=5.0),
+        rate_limiting=RateLimiting(allowed_messages=10, interval=60.0),
+    )
+    processors = Processors(concurrency=3, max_demand=8)
+    batchers = {
+        "small": Batcher(engine="python", batch_size=7, batch_timeout=2.0),
+        "large": Batcher(schema="n int"),
+    }
+    context = {"shop": "fruit", "rates": {"EUR": 1.0}}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def test_what_is_not_named_in_a_nested_option_stays_as_declared() -> None:
+    made = Orders(
+        producer={
+            "queue": "eu",
+            "retry": {"max_attempts": 9},
+            "rate_limiting": {"allowed_messages": 20},
+        },
+        processors={"concurrency": 5},
+        batchers={"small": {"batch_size": 70}},
+    )
+
+    declared = Orders.producer
+    assert (made.producer.queue, made.producer.lease) == ("eu", declared.lease)
+    assert made.producer.retry == RetryPolicy(max_attempts=9, backoff=5.0)
+    assert made.producer.rate_limiting == RateLimiting(allowed_messages=20, interval=60.0)
+    assert (made.processors.concurrency, made.processors.max_demand) == (5, 8)
+    small = made.batchers["small"]
+    assert (small.batch_size, small.batch_timeout, small.engine) == (70, 2.0, "python")
+    assert made.batchers["large"] == Orders().batchers["large"]
+    # and the class is as it was
+    assert Orders().producer.retry.max_attempts == 3
+
+
+def test_the_context_is_replaced_whole() -> None:
+    assert Orders(context={"shop": "books"}).context == {"shop": "books"}
+
+
+def test_a_function_is_declared_and_not_overridden() -> None:
+    for override in (
+        {"partition_by": lambda message: 0},
+        {"processors": {"partition_by": lambda message: 0}},
+        {"batchers": {"small": {"partition_by": lambda message: 0}}},
+        {"producer": {"transformer": lambda message: message}},
+    ):
+        with pytest.raises(OptionsError):
+            Orders(**override).ref()
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [("n" * 100, True), ("n" * 101, False), ("a.b-c_1", True), ("a b", False), ("a/b", False)],
+)
+def test_a_name_is_a_hundred_characters_at_most_that_any_folder_takes(
+    name: str, holds: bool
+) -> None:
+    if holds:
+        assert Orders(name=name).name == name
+        return
+    with pytest.raises(OptionsError, match="'name'"):
+        Orders(name=name)
+
+
+def test_setup_comes_before_any_other_callback_and_outside_airflow_the_run_is_local() -> None:
+    calls: list[str] = []
+
+    class Watched(Broadway):
+        producer = DummyProducer()
+        batchers = {"default": Batcher(engine="python")}
+
+        def setup(self, run: Any) -> Any:
+            calls.append(f"setup {run.dag_id} {self.run.run_id}")
+
+        def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
+            calls.append("prepare_messages")
+            return messages
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            calls.append("handle_message")
+            return message
+
+        def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+            calls.append("handle_batch")
+            return messages
+
+    test_message(Watched, 1)
+
+    assert calls == ["setup local local", "prepare_messages", "handle_message", "handle_batch"]

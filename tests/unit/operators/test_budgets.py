@@ -1,0 +1,92 @@
+"""How long a task works: its budgets, where they come from, and what bounds a stop."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.operators._process import Process
+from airflow_broadway.operators.process import (
+    BUDGET_DEFAULTS,
+    BroadwayProcessorOperator,
+    budget_of,
+)
+from airflow_broadway.task_group import make_params
+from tests.unit.operators.steps import Run, Sums
+
+GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
+
+#: What each budget is set to, as an argument and as a param.
+GIVEN: dict[str, tuple[Any, Any]] = {
+    "max_messages": (7, 5),
+    "max_bytes": (70, 50),
+    "max_seconds": (7.0, 5.0),
+    "wait_seconds": (7.0, 5.0),
+    "idle_seconds": (7.0, 5.0),
+}
+
+
+def budget(params: dict[str, Any] | None = None, **given: Any) -> Budget:
+    """The budget of a process task."""
+    operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, **given)
+    context: Any = {"params": params or {}}
+    return budget_of(operator, context)
+
+
+def test_the_guide_names_each_budget_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+_\w+)` \| (\w+) \|", GUIDE.read_text("utf-8"), re.MULTILINE)
+
+    told = {name: None if default == "none" else float(default) for name, default in rows}
+
+    assert told == dict(BUDGET_DEFAULTS)
+    assert budget() == Budget(**BUDGET_DEFAULTS)
+
+
+def test_each_budget_is_a_param_which_wins_where_it_is_set() -> None:
+    arguments = {name: argument for name, (argument, _) in GIVEN.items()}
+    unset = {name: param.value for name, param in make_params().items()}
+    assert unset == dict.fromkeys(GIVEN)
+
+    assert budget(unset, **arguments) == Budget(**arguments)
+    for name, (_, param) in GIVEN.items():
+        expected = {**arguments, name: param}
+        assert budget({**unset, name: param}, **arguments) == Budget(**expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "seconds"),
+    [
+        ({}, {}, 80.0),
+        ({"max_seconds": 80.5}, {}, 80.0),
+        ({"max_seconds": 79.5}, {}, 79.5),
+        ({"max_seconds": None, "max_messages": 5}, {}, 80.0),
+        ({}, {"max_seconds": 3600.0}, 80.0),
+    ],
+)
+def test_no_message_is_begun_after_four_fifths_of_the_execution_timeout(
+    given: dict[str, Any], params: dict[str, Any], seconds: float
+) -> None:
+    found = budget(params, execution_timeout=timedelta(seconds=100), **given)
+
+    assert found.max_seconds == seconds
+
+
+@pytest.mark.parametrize(("shutdown", "seconds"), [(30.0, 2.0), (2.5, 2.0), (1.5, 1.5)])
+def test_a_task_that_is_stopped_has_two_seconds_at_most(
+    tmp_path: Path, shutdown: float, seconds: float
+) -> None:
+    run = Run(tmp_path, shutdown=shutdown)
+    owner = {"task_id": "process", "map_index": 0, "try_number": 1}
+    plan: Any = SimpleNamespace(batcher="default", generations=[], path="batches/default/p")
+
+    process = Process(run.staged, run.pipeline, env=run.env("a" * 32, owner), budget=Budget())
+    batches = PythonBatches(run.staged, run.pipeline, plan)
+
+    assert (process._stop.shutdown, batches._stop.shutdown) == (seconds, seconds)

@@ -1,0 +1,84 @@
+"""What a process task makes of what it did: when it fails for good, though all is accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowFailException
+
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.unit.operators.steps import PlainSums, Sums
+
+
+class Task:
+    """A process task on a queue of five numbers."""
+
+    def __init__(self, folder: Path, pipeline: type[Sums]) -> None:
+        self.pushed: dict[str, Any] = {}
+        with SqliteQueue(folder / "queue.db", "sums") as queue:
+            queue.send([b"%d" % number for number in range(1, 6)])
+        self.operator = BroadwayProcessorOperator(
+            task_id="process",
+            pipeline=pipeline(producer={"path": str(folder / "queue.db")}, context={"calls": ""}),
+            staging=f"file://{folder}/staging",
+            idle_seconds=0.0,
+        )
+
+    def execute(self) -> dict[str, Any]:
+        ti = SimpleNamespace(
+            dag_id="d",
+            run_id="r",
+            task_id="process",
+            map_index=0,
+            try_number=1,
+            get_dr_count=lambda **_: 1,
+            xcom_push=lambda key, value: self.pushed.update({key: value}),
+        )
+        dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
+        dag_run = SimpleNamespace(run_id="r", run_type="manual", **dates)
+        context: Any = {"ti": ti, "dag_run": dag_run, "params": {}}
+        return self.operator.execute(context)
+
+
+@pytest.mark.parametrize(
+    ("settled", "why"),
+    [
+        (SettleReport(acked=4, lapsed=1), "1 message had lapsed"),
+        (SettleReport(acked=4, failed=1), "1 could not be settled"),
+        (SettleReport(acked=1, dead_lettered=4), ""),
+    ],
+)
+def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: SettleReport, why: str
+) -> None:
+    monkeypatch.setattr(
+        "airflow_broadway.operators._process.settle_generation", lambda *_, **__: settled
+    )
+    task = Task(tmp_path, PlainSums)
+
+    if not why:
+        assert task.execute()["received"] == 5
+        return
+    with pytest.raises(AirflowFailException, match=f"settled or given back, but {why}"):
+        task.execute()
+
+
+@pytest.mark.parametrize(("pipeline", "fails"), [(Sums, True), (PlainSums, False)])
+def test_cleared_alone_after_its_sensor_has_ended_it_fails_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: type[Sums], fails: bool
+) -> None:
+    monkeypatch.setattr("airflow_broadway.operators.process.ended_sensor", lambda *_: "ack")
+    task = Task(tmp_path, pipeline)
+
+    if not fails:  # it has settled what it received
+        assert task.execute()["received"] == 5
+        return
+    with pytest.raises(AirflowFailException, match=r"5 messages are received and held, and 'ack'"):
+        task.execute()
+    # and what it received can be settled once that is cleared
+    assert task.pushed["return_value"]["received"] == 5

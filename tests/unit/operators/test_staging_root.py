@@ -1,0 +1,21 @@
+"""Where a run's files lie, and who says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.operators._common import staging_root
+
+
+def test_an_argument_wins_over_the_setting_and_that_over_airflows_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("AIRFLOW__BROADWAY__STAGING", raising=False)
+    assert staging_root(None) == f"file://{tmp_path}/broadway"
+
+    monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", "s3://aws_default@bucket/broadway")
+    assert staging_root(None) == "s3://aws_default@bucket/broadway"
+    assert staging_root("file:///own") == "file:///own"

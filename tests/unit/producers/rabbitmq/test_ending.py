@@ -1,0 +1,56 @@
+"""Who is named when what was taken is not secured in time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerUnavailable, StagingError
+from airflow_broadway.producers.rabbitmq.ending import patience
+from airflow_broadway.producers.rabbitmq.transfer import Window
+from airflow_broadway.testing.clock import ManualClock
+
+
+def waited(*windows: Window, blocked: bool = False) -> float:
+    """Wait for lanes that have been waited for as long as a connection may take: 30 s."""
+    link: Any = SimpleNamespace(address=SimpleNamespace(timeout=30.0), blocked=blocked)
+    lanes: Any = [SimpleNamespace(window=window) for window in windows]
+    clock = ManualClock()
+    clock.advance(31.0)
+    return patience(link, lanes, 1.0, clock)
+
+
+@pytest.fixture
+def stored() -> Window:
+    """A lane whose bundle is published, and not confirmed."""
+    window = Window()
+    window.publish("b1")
+    return window
+
+
+@pytest.fixture
+def unstored() -> Window:
+    """A lane whose bundle is not in the staging folder yet."""
+    window = Window()
+    window.reserve("b1")
+    return window
+
+
+def test_a_broker_that_does_not_confirm_is_named(stored: Window) -> None:
+    stored.reserve("b2")
+
+    with pytest.raises(ProducerUnavailable, match="RabbitMQ does not confirm"):
+        waited(Window(), stored)
+
+
+def test_a_staging_folder_that_is_slow_is_named_and_not_the_broker(unstored: Window) -> None:
+    unstored.publish("b2")
+
+    with pytest.raises(StagingError, match=r"the staging folder takes too long .*\(30 s\)"):
+        waited(unstored, Window())
+
+
+def test_a_broker_that_is_short_of_memory_is_waited_for(stored: Window) -> None:
+    assert waited(stored, blocked=True) == 1.0

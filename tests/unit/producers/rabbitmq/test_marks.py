@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.marks import (
+    MARK,
+    ORIGINAL,
+    Mark,
+    TooLarge,
+    buried,
+    is_of,
+    mark_of,
+    republished,
+    restored,
+    split_route,
+)
+from airflow_broadway.producers.rabbitmq.properties import (
+    decode,
+    encode,
+    entries_of,
+    fields_of,
+    join_entries,
+    join_fields,
+)
+from tests.unit.producers.rabbitmq.test_properties import PROPERTIES
+
+MARKED = Mark("id-1", "g1", 3, "turn")
+ROUTE = b"\x04shop\x11orders.eu.created"
+LADDER = {"queue": "broadway.delay.60.flights", "reason": "expired", "count": 1}
+
+
+def message(properties: bytes | dict[str, Any], body: bytes = b"body") -> Held:
+    raw = properties if isinstance(properties, bytes) else encode(properties)
+    return Held("id-1", 3, 0, True, ROUTE, raw, body)
+
+
+def with_headers(*entries: tuple[bytes, bytes]) -> bytes:
+    return join_fields({"headers": join_entries(entries)})
+
+
+@given(PROPERTIES)
+def test_fields_and_entries_are_split_and_joined_byte_for_byte(properties: dict[str, Any]) -> None:
+    raw = encode(properties)
+    fields = fields_of(raw)
+
+    assert join_fields(fields) == raw
+    if "headers" in fields:
+        assert join_entries(entries_of(fields["headers"])) == fields["headers"]
+
+
+def test_what_is_published_again_carries_its_mark() -> None:
+    sent = message({"headers": {"colour": "red"}, "message_id": "theirs"})
+    made = republished(sent, MARKED)
+
+    found = mark_of(made)
+    assert found is not None
+    assert found._replace(digest="") == MARKED
+    assert is_of(found, message(made))
+    assert decode(made)["headers"]["colour"] == "red"
+    assert decode(made)["message_id"] == "theirs"
+    assert decode(made)["delivery_mode"] == 2
+
+
+@given(PROPERTIES)
+def test_what_was_published_again_is_received_as_it_was(properties: dict[str, Any]) -> None:
+    sent = message(properties)
+    made = republished(sent, MARKED)
+
+    route, back = restored(b"\x00\x06orders", made, trusted=True)
+
+    assert route == ROUTE
+    was = decode(sent.properties)
+    if not was.get("headers"):  # none and an empty table are the same
+        was.pop("headers", None)
+    was["headers"] = {k: v for k, v in was.get("headers", {}).items() if not k.startswith(MARK)}
+    if not was["headers"]:
+        del was["headers"]
+    assert decode(back) == was
+
+
+@given(st.binary(max_size=200))
+def test_properties_that_nobody_can_read_are_received_as_they_were(data: bytes) -> None:
+    sent = message(b"\x20\x00\xff\xff\xff\xff" + data)
+
+    route, back = restored(b"\x00\x01q", republished(sent, MARKED), trusted=True)
+
+    assert (route, back) == (ROUTE, sent.properties)
+
+
+def test_unchanged_headers_keep_their_bytes() -> None:
+    # Given 10,000 small integers, each in two bytes: written anew each would take nine
+    small = b"A" + struct.pack(">I", 20_000) + b"b\x07" * 10_000
+    sent = message(with_headers((b"numbers", small), (b"odd", b"S\x00\x00\x00\x02\xff\xfe")))
+
+    made = republished(sent, MARKED)
+
+    assert entries_of(fields_of(made)["headers"])[:2] == entries_of(
+        fields_of(sent.properties)["headers"]
+    )
+
+
+def test_what_would_do_harm_moves_to_a_header_of_its_own() -> None:
+    death = [{"queue": "flights", "reason": "rejected", "count": 1}]
+    headers = {"x-death": death, "CC": ["copies"], "BCC": ["more"], "x-first-death-queue": "q"}
+    given_ = {"headers": headers, "user_id": "somebody", "expiration": "60000"}
+
+    made = decode(republished(message(given_), MARKED))
+
+    assert set(made["headers"]) == {MARK, ORIGINAL}
+    assert made["headers"][ORIGINAL] == {
+        **headers,
+        "exchange": "shop",
+        "routing_key": "orders.eu.created",
+        "user_id": "somebody",
+        "expiration": "60000",
+        "delivery_mode": None,
+    }
+    assert "user_id" not in made
+    assert "expiration" not in made
+
+
+def test_our_own_ladder_leaves_no_trace_and_other_deaths_stay() -> None:
+    theirs = {"queue": "orders", "reason": "rejected", "count": 1}
+    made = decode(republished(message({"headers": {"x-death": [theirs]}}), MARKED))
+    later = {"queue": "parked", "reason": "expired", "count": 1}
+    made["headers"] |= {"x-death": [LADDER, later], "x-first-death-queue": "broadway.delay.60.q"}
+
+    _, back = restored(b"\x00\x01q", encode(made), trusted=True)
+
+    assert decode(back)["headers"] == {"x-death": [later, theirs]}
+
+
+def test_a_user_id_is_kept_only_if_it_was_us_who_moved_it() -> None:
+    made = republished(message({"user_id": "somebody"}), MARKED)
+
+    assert decode(restored(ROUTE, made, trusted=True)[1])["user_id"] == "somebody"
+    assert "user_id" not in decode(restored(ROUTE, made, trusted=False)[1])
+
+
+def test_publishing_again_and_again_does_not_grow() -> None:
+    sent = message({"user_id": "somebody", "headers": {"x-death": [LADDER]}})
+    made = republished(sent, MARKED)
+    for attempt in range(4, 9):
+        route, properties = restored(ROUTE, made, trusted=True)
+        again = Held("id-1", 3, 0, True, route, properties, b"body")
+        made, before = republished(again, Mark("id-1", "g2", attempt, "turn")), made
+
+        assert len(made) <= len(before)
+
+
+def test_a_mark_is_bound_to_its_message() -> None:
+    made = republished(message({"correlation_id": "1", "headers": {"a": 1}}), MARKED)
+    mark = mark_of(made)
+    assert mark is not None
+    answer = encode({"correlation_id": "2", "headers": decode(made)["headers"]})
+
+    assert is_of(mark, message(made))
+    assert not is_of(mark, message(made, b"another body"))
+    assert not is_of(mark, message(answer))
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        None,
+        7,
+        "text",
+        {},
+        {"id": "x", "giver": "g"},
+        {"id": "x", "giver": "g", "attempt": "many"},
+        {"id": "x", "giver": "g", "attempt": 2**62},
+        {"id": "x" * 5000, "giver": "g", "attempt": 1},
+    ],
+)
+def test_a_mark_that_is_none_of_ours_is_ignored(mark: Any) -> None:
+    assert mark_of(encode({"headers": {MARK: mark}})) is None
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data: bytes) -> None:
+    assert mark_of(b"\x20\x00" + data + MARK.encode()) is None
+    decode(republished(message(data), MARKED))
+
+
+def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
+    made = buried(message({"headers": {"a": 1}}), MARKED, reason="Bob \ud83d", stage="process")
+
+    headers = decode(made)["headers"]
+    assert headers["x-broadway-reason"] == "Bob \\ud83d"
+    assert (headers["x-broadway-stage"], headers["x-broadway-attempt"]) == ("process", 3)
+    mark = mark_of(made)
+    assert mark is not None
+    assert (mark.message_id, mark.attempt) == ("id-1", 1)
+    assert decode(restored(ROUTE, made, trusted=True)[1])["headers"] == {"a": 1}
+
+
+def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> None:
+    def dead(size: int) -> dict[str, Any]:
+        sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
+        made = buried(sent, MARKED, reason="y" * 500, stage="batch", limit=10_000)
+        assert len(made) <= 10_000
+        return {k: v for k, v in decode(made)["headers"].items() if k != "large"}
+
+    assert len(dead(9_000)["x-broadway-reason"]) == 500
+    assert len(dead(9_400)["x-broadway-reason"].encode()) == 64
+    assert dead(9_700)[MARK]["id"] == "id-1"
+    assert dead(9_970) == {}
+
+
+def test_a_retry_needs_room_for_its_mark() -> None:
+    sent = message({"headers": {"large": b"x" * 9_970}})
+
+    with pytest.raises(TooLarge, match="one frame"):
+        republished(sent, MARKED, limit=10_000)
+
+
+def test_a_route_is_read_as_text() -> None:
+    assert split_route(ROUTE) == ("shop", "orders.eu.created")

@@ -1,0 +1,149 @@
+"""Dead letters need bodies, which SQS does not give twice: kept wherever one may be made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.local import run_local
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.tables import ParquetFile
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL, FakeSqs, installed
+from tests.unit.producers.sqs.kit import process_of
+
+DEAD = URL.rpartition("/")[0] + "/orders-dead"
+BODIES = [f"order {number}" for number in range(6)]
+
+
+class Orders(Broadway):
+    """As in the guide: the redrive policy names the queue, and a message says for itself."""
+
+    producer = SqsProducer(queue_url=URL, conn_id=None)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if int(message.data[-1:]) % 3:
+            return message
+        message = message.configure_ack(on_failure="dead_letter").put_data("read")
+        return message if self.batchers else message.failed("no such article")
+
+
+class Batched(Orders):
+    batchers = {"default": Batcher()}
+
+
+class Watched(Batched):
+    def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
+        return [message.configure_ack(on_failure="dead_letter") for message in messages]
+
+
+class InPython(Orders):
+    batchers = {"default": Batcher(engine="python")}
+
+    def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+        return messages
+
+
+@pytest.fixture
+def fake() -> FakeSqs:
+    made = FakeSqs(ManualClock())
+    arn = "arn:aws:sqs:eu-west-1:123456789012:orders-dead"
+    made.queue().attributes["RedrivePolicy"] = json.dumps(
+        {"deadLetterTargetArn": arn, "maxReceiveCount": "10"}
+    )
+    for body in BODIES:
+        made.put([body])
+    return made
+
+
+def process(fake: FakeSqs, pipeline: Broadway, folder: Path) -> StagedRun:
+    made, staged = process_of(fake, pipeline, folder, Budget(max_messages=6))
+    with installed(fake):
+        made.run()
+    return staged
+
+
+def kept(staged: StagedRun) -> list[bytes]:
+    """The bodies that are staged beside the data."""
+    manifest = staged.manifest("g")
+    assert manifest is not None
+    found: list[bytes] = []
+    for path in manifest.files["default"]:
+        with ParquetFile(staged.files, path) as file:
+            for group in range(file.groups):
+                column = file.read(group, ["_payload"])["_payload"].to_pylist()
+                found += [each for each in column if each is not None]
+    return found
+
+
+def test_a_message_that_says_so_becomes_a_dead_letter_with_its_body(
+    fake: FakeSqs, tmp_path: Path
+) -> None:
+    process(fake, Orders(), tmp_path)
+
+    assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
+    assert fake.left() == 0
+
+
+def test_so_it_does_in_a_run_of_one_process(fake: FakeSqs) -> None:
+    with installed(fake):
+        report = run_local(Orders(), max_messages=6, clock=fake.clock, on_sigterm=False)
+
+    assert (report.settled.acked, report.settled.dead_lettered) == (4, 2)
+    assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bodies"),
+    [
+        (Batched, ["order 0", "order 3"]),
+        (Watched, BODIES),
+        (InPython, BODIES),
+    ],
+)
+def test_staged_messages_keep_the_bodies_of_which_a_letter_may_be_made(
+    fake: FakeSqs, tmp_path: Path, pipeline: type[Broadway], bodies: list[str]
+) -> None:
+    staged = process(fake, pipeline(), tmp_path)
+
+    assert kept(staged) == [body.encode() for body in bodies]
+
+
+def test_other_verdicts_take_no_body_along(fake: FakeSqs, tmp_path: Path) -> None:
+    class Failing(Orders):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return message.failed("later")
+
+    process(fake, Failing(), tmp_path)
+
+    [lines] = (tmp_path / "staging").rglob("failed-*.jsonl")
+    assert len(lines.read_text().splitlines()) == 6
+    assert "payload" not in lines.read_text()
+    assert fake.left() == 6
+
+
+def test_a_dead_letter_keeps_its_trace_header(fake: FakeSqs, tmp_path: Path) -> None:
+    def answer(action: str, arguments: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage":
+            return None
+        fake.answer = lambda *_: None
+        found: dict[str, Any] = fake.receive_message(**arguments)
+        assert "AWSTraceHeader" in arguments["MessageSystemAttributeNames"]
+        for raw in found["Messages"]:
+            raw["Attributes"]["AWSTraceHeader"] = "Root=1-5759e988-bd862e3fe1be46a994272793"
+        return found
+
+    fake.answer = answer
+    process(fake, Orders(), tmp_path)
+
+    for sent in fake.queue(DEAD).sent:
+        assert sent["MessageSystemAttributes"]["AWSTraceHeader"] == {
+            "DataType": "String",
+            "StringValue": "Root=1-5759e988-bd862e3fe1be46a994272793",
+        }

@@ -1,0 +1,225 @@
+"""The failures on record: few reads while messages are held, however many runs have noted some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.notes import Notes
+from airflow_broadway.producers.sqs.failures import Failures
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL, FakeSqs
+from tests.unit.producers.sqs.kit import halves
+
+DAYS = 16
+RUNS_A_DAY = 60
+STAGING = "counted://staging"
+
+
+class Counted(MemoryFileSystem):  # type: ignore[misc]
+    """A store that counts what is asked of it."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    cachable = False
+    #: Files in each request that reads, and what it is asked to do before the next one.
+    reads: ClassVar[list[int]] = []
+    removals: ClassVar[list[int]] = []
+    broken: ClassVar[list[str]] = []
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **more: Any) -> bytes:
+        if more.pop("counted", True):
+            self.reads.append(1)
+        if any(each in path for each in self.broken):
+            raise PermissionError(path)
+        data: bytes = super().cat_file(path, start, end, **more)
+        return data
+
+    def cat_ranges(self, paths: Any, starts: Any, ends: Any, *_: Any, **more: Any) -> list[Any]:
+        self.reads.append(len(paths))
+        found: list[Any] = super().cat_ranges(paths, starts, ends, counted=False)
+        return found
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: Any = None) -> None:
+        self.removals.append(len(path) if isinstance(path, list) else 1)
+        super().rm(path, recursive=recursive, maxdepth=maxdepth)
+
+
+@pytest.fixture(autouse=True)
+def store() -> type[Counted]:
+    register_implementation("counted", Counted, clobber=True)
+    for each in (Counted.store, Counted.reads, Counted.removals, Counted.broken):
+        each.clear()
+    Counted.pseudo_dirs[:] = [""]
+    return Counted
+
+
+def notes() -> Notes:
+    return Notes(STAGING, "sqs/orders")
+
+
+def noted_for_days(clock: ManualClock, place: Notes) -> None:
+    """As runs leave it: the n-th message of a run has failed n times."""
+    for day in range(DAYS):
+        for run in range(RUNS_A_DAY):
+            Failures(place).note({f"m{day}-{run}": run % 4 + 1, "often": run + 1}, clock.now())
+        if day < DAYS - 1:
+            clock.advance(86_400.0)
+
+
+def test_after_two_weeks_of_failures_the_first_redelivery_waits_for_a_few_reads(
+    store: type[Counted],
+) -> None:
+    clock = ManualClock()
+    noted_for_days(clock, notes())
+    failures = Failures(notes())
+
+    failures.merge(clock.now())
+    store.reads.clear()
+    found = failures.of(["m0-3", "m15-59", "often", "never"], clock.now())
+
+    assert found == {"m0-3": 4, "m15-59": 4, "often": 60}
+    assert store.reads == [DAYS]  # one request, a file of each day
+
+
+def test_a_day_of_few_files_is_left_as_it_is(store: type[Counted]) -> None:
+    clock = ManualClock()
+    for run in range(7):
+        Failures(notes()).note({"m": run}, clock.now())
+    failures = Failures(notes())
+
+    failures.merge(clock.now())
+
+    assert (store.reads, store.removals) == ([], [])
+    assert failures.of(["m"], clock.now()) == {"m": 6}
+    assert store.reads == [7]
+
+
+def test_merging_asks_for_a_few_things_a_day(store: type[Counted]) -> None:
+    clock = ManualClock()
+    noted_for_days(clock, notes())
+
+    Failures(notes()).merge(clock.now())
+
+    assert store.reads == [RUNS_A_DAY] * DAYS
+    assert store.removals == [RUNS_A_DAY] * DAYS
+
+
+def test_a_run_merges_before_it_receives(store: type[Counted]) -> None:
+    fake = FakeSqs(ManualClock())
+    with halves(STAGING, fake=fake) as run:
+        place = run.source._shelf._notes
+        assert place is not None
+        noted_for_days(run.clock, place)
+    fake.put(["a"])
+    fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=1)
+    fake.clock.sleep(2.0)
+
+    with halves(STAGING, fake=fake) as run:
+        store.reads.clear()
+        [again] = run.take()
+
+    assert again.redelivered
+    assert store.reads == [DAYS]
+
+
+def test_what_is_older_than_sqs_keeps_a_message_is_removed(store: type[Counted]) -> None:
+    clock = ManualClock()
+    Failures(notes()).note({"m": 1}, clock.now())
+    clock.advance(16 * 86_400.0)
+    Failures(notes()).merge(clock.now())
+    assert Failures(notes()).of(["m"], clock.now()) == {"m": 1}
+    clock.advance(86_400.0)
+
+    Failures(notes()).merge(clock.now())
+
+    assert Failures(notes()).of(["m"], clock.now()) == {}
+    assert notes().names("attempts") == []
+
+
+def test_who_reads_while_another_merges_misses_nothing(
+    store: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    for run in range(20):
+        Failures(notes()).note({f"m{run}": 2}, clock.now())
+    failures = Failures(notes())
+    listed = Notes.names
+
+    def then_merged(self: Notes, folder: str = "") -> list[str]:
+        names = listed(self, folder)
+        monkeypatch.setattr(Notes, "names", listed)
+        Failures(notes()).merge(clock.now())
+        return names
+
+    monkeypatch.setattr(Notes, "names", then_merged)
+
+    assert failures.of(["m0", "m19"], clock.now()) == {"m0": 2, "m19": 2}
+
+
+def test_two_who_merge_at_once_lose_nothing(
+    store: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    for run in range(20):
+        Failures(notes()).note({f"m{run}": run + 1}, clock.now())
+    write = Notes.write
+
+    def merged_before(self: Notes, name: str, value: Any) -> None:
+        monkeypatch.setattr(Notes, "write", write)
+        Failures(notes()).merge(clock.now())
+        write(self, name, value)
+
+    monkeypatch.setattr(Notes, "write", merged_before)
+
+    Failures(notes()).merge(clock.now())
+
+    assert Failures(notes()).of(["m0", "m19"], clock.now()) == {"m0": 1, "m19": 20}
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b'{"m": "many"}', b"\xff"])
+def test_a_damaged_file_does_not_keep_a_run_from_receiving(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock()
+    notes().put(f"attempts/{clock.now().date()}.x.json", data)
+    for _ in range(8):
+        Failures(notes()).note({"m": 3}, clock.now())
+
+    assert Failures(notes()).of(["m"], clock.now()) == {"m": 3}
+    Failures(notes()).merge(clock.now())
+
+    assert Failures(notes()).of(["m"], clock.now()) == {"m": 3}
+    assert "is damaged" in caplog.text
+
+
+def test_a_file_that_may_not_be_read_ends_the_run(store: type[Counted]) -> None:
+    clock = ManualClock()
+    Failures(notes()).note({"m": 1}, clock.now())
+    store.broken.append("attempts/")
+
+    with pytest.raises(StagingError, match="cannot be read"):
+        Failures(notes()).of(["m"], clock.now())
+
+
+def test_what_others_note_is_seen_half_a_minute_later() -> None:
+    clock = ManualClock()
+    failures = Failures(notes())
+
+    def found(ids: Sequence[str]) -> dict[str, int]:
+        return failures.of(ids, clock.now())
+
+    assert found(["m"]) == {}
+    Failures(notes()).note({"m": 1}, clock.now())
+    clock.advance(29.0)
+    assert found(["m"]) == {}
+    clock.advance(1.0)
+    assert found(["m"]) == {"m": 1}
+    assert clock.now() - timedelta(seconds=30) == ManualClock().now()

@@ -1,0 +1,234 @@
+"""What ``docs/sqs.md`` promises and no other test shows, each at its limit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody import RELEASE, Action, Verdict
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs.client import boto_client
+from airflow_broadway.producers.sqs.receiving import request_of
+from tests.fake_sqs import URL
+from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.sqs.test_errors import env
+
+DEAD = f"{URL}-dead"
+HOUR = 3600.0
+DEAD_LETTER = Verdict(Action.DEAD_LETTER, 0.0, "no such article", "process")
+RETRY = Verdict(Action.RETRY, 0.0, "later", "process")
+
+
+# ---------------------------------------------------------------------------------- connection
+
+
+def test_the_connections_other_extras_count_too() -> None:
+    extra = {
+        "region_name": "eu-north-1",
+        "verify": "/etc/ours.pem",
+        "config_kwargs": {"connect_timeout": 3, "retries": {"total_max_attempts": 2}},
+    }
+    client: Any = boto_client(SqsProducer(queue_name="orders", conn_id="aws"), env(extra=extra))
+
+    assert client._endpoint.http_session._verify == "/etc/ours.pem"
+    assert client.meta.config.connect_timeout == 3
+    assert client.meta.config.retries["total_max_attempts"] == 2
+
+
+def test_the_endpoint_may_be_an_option_or_botos_own_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:4566")
+    given = env(extra={"region_name": "us-east-1"})
+
+    named = boto_client(SqsProducer(queue_name="orders", conn_id="aws"), given)
+    optional = boto_client(
+        SqsProducer(queue_name="orders", conn_id="aws", endpoint_url="http://127.0.0.1:9324"), given
+    )
+
+    assert named.meta.endpoint_url == "http://127.0.0.1:4566"
+    assert optional.meta.endpoint_url == "http://127.0.0.1:9324"
+
+
+def test_a_queue_by_its_name_is_looked_up_once() -> None:
+    with halves(queue_url=None, queue_name="orders") as run:
+        run.fake.put(["a"])
+
+        assert [message.data for message in run.take()] == [b"a"]
+        assert run.fake.requests["GetQueueUrl"] == 1
+
+
+# ------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("wait", [0, 20])
+def test_a_wait_is_sent_as_it_is_given(wait: int) -> None:
+    request = request_of(SqsProducer(queue_url=URL, wait_time_seconds=wait), 10)
+    assert request["WaitTimeSeconds"] == wait
+
+
+def test_without_a_wait_the_queues_own_stands() -> None:
+    assert "WaitTimeSeconds" not in request_of(SqsProducer(queue_url=URL), 10)
+
+
+@pytest.mark.parametrize("wait", [-1, 21])
+def test_a_wait_that_sqs_has_not_is_refused(wait: int) -> None:
+    with pytest.raises(OptionsError, match="wait_time_seconds"):
+        SqsProducer(queue_url=URL, wait_time_seconds=wait)
+
+
+def test_at_most_ten_messages_are_asked_for_at_a_time() -> None:
+    asked = [
+        request_of(SqsProducer(queue_url=URL, max_number_of_messages=most), 1000)
+        for most in (1, 10)
+    ]
+    assert [each["MaxNumberOfMessages"] for each in asked] == [1, 10]
+    for most in (0, 11):
+        with pytest.raises(OptionsError, match="max_number_of_messages"):
+            SqsProducer(queue_url=URL, max_number_of_messages=most)
+
+
+def test_a_lease_of_twelve_hours_is_the_longest() -> None:
+    assert SqsProducer(queue_url=URL, lease=12 * HOUR).visibility == 43_200
+    with pytest.raises(OptionsError, match="lease"):
+        SqsProducer(queue_url=URL, lease=12 * HOUR + 1)
+
+
+# ------------------------------------------------------------------------------------ messages
+
+
+def test_a_message_has_the_same_id_at_every_delivery_and_says_that_it_comes_again() -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        [first] = messages = run.take()
+        run.custodian.settle(run.source.lease, settlement(messages, rest=RELEASE))
+    with halves(fake=run.fake) as heir:
+        [again] = heir.take()
+
+    assert again.message_id == first.message_id
+    assert (first.redelivered, again.redelivered) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "place", [DEAD, "arn:aws:sqs:eu-west-1:123456789012:orders-dead", "orders-dead"]
+)
+def test_the_place_of_dead_letters_is_a_url_an_arn_or_a_name(place: str) -> None:
+    with halves(dead_letter=place) as run:
+        dead(run)
+
+        assert [each["MessageBody"] for each in run.fake.queue(DEAD).sent] == ["a"]
+        assert run.fake.left() == 0
+
+
+def test_the_option_is_preferred_to_the_redrive_policy() -> None:
+    with halves(dead_letter=f"{URL}-ours") as run:
+        policy = {"deadLetterTargetArn": "arn:aws:sqs:eu-west-1:1:orders-dead"}
+        run.fake.queue().attributes["RedrivePolicy"] = json.dumps(policy)
+        dead(run)
+
+        assert len(run.fake.queue(f"{URL}-ours").sent) == 1
+        assert run.fake.queue(DEAD).sent == []
+
+
+def test_a_dead_letter_carries_the_bytes_of_a_binary_attribute() -> None:
+    with halves(dead_letter=DEAD) as run:
+        own = {"picture": {"DataType": "Binary", "BinaryValue": b"\x00\xff"}}
+        dead(run, MessageAttributes=own)
+
+        [letter] = run.fake.queue(DEAD).sent
+        assert letter["MessageAttributes"]["picture"] == own["picture"]
+
+
+def dead(run: Halves, **more: Any) -> None:
+    """Receive a message, and make it a dead letter."""
+    run.fake.put(["a"], **more)
+    messages = run.take()
+    report = run.custodian.settle(run.source.lease, settlement(messages, {"a": DEAD_LETTER}))
+    assert report.dead_lettered == 1, report
+
+
+@pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
+def test_a_delay_is_rounded_up_to_the_second(delay: float, seconds: int) -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        later = Verdict(Action.RETRY, delay, "later", "process")
+        run.custodian.settle(run.source.lease, settlement(messages, {"a": later}))
+
+        run.clock.advance(seconds - 0.001)
+        assert run.fake.waiting() == []
+        run.clock.advance(0.001)
+        assert run.fake.waiting() == ["a"]
+
+
+# ------------------------------------------------------------------------------------ holding
+
+
+def test_a_message_is_renewed_when_six_tenths_of_its_lease_are_left() -> None:
+    with halves(lease=1000.0) as run:
+        run.fake.put(["a"])
+        run.take()
+        run.clock.advance(399.0)
+        run.custodian.renew(run.source.lease)
+        assert run.fake.requests["ChangeMessageVisibility"] == 0
+        run.clock.advance(1.0)
+
+        run.custodian.renew(run.source.lease)
+
+        assert run.fake.requests["ChangeMessageVisibility"] == 1
+
+
+@pytest.mark.parametrize(("lease", "ahead"), [(HOUR, 2 * HOUR), (900.0, HOUR)])
+def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_least(
+    lease: float, ahead: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "airflow_broadway.producers.sqs")
+    with halves(f"file://{tmp_path}", lease=lease) as run:
+        run.fake.put(["a"])
+        run.take()
+        held = run.source.lease
+        for _ in range(int((12 * HOUR - ahead) / (lease / 4))):
+            renewed = run.custodian.renew(held)
+            assert renewed is not None
+            held = renewed
+            run.clock.advance(lease / 4)
+        assert caplog.messages == []
+        run.clock.advance(0.4 * lease)  # it is renewed no sooner
+
+        run.custodian.renew(held)
+
+        [told] = [each for each in caplog.messages if "12 hours" in each]
+        assert "cannot be renewed beyond that" in told
+
+
+def test_a_settlement_in_the_last_hour_says_so_in_its_report() -> None:
+    for left, told in ((HOUR + 1, False), (HOUR - 1, True)):
+        with halves(lease=12 * HOUR) as run:
+            run.fake.put(["a"])
+            messages = run.take()
+            run.clock.advance(12 * HOUR - left)
+
+            report = run.custodian.settle(run.source.lease, settlement(messages))
+
+            assert report.acked == 1
+            assert bool(report.errors) is told
+
+
+def test_what_is_retried_keeps_its_count_when_it_lapsed_meanwhile(tmp_path: Path) -> None:
+    staging = f"file://{tmp_path}"
+    with halves(staging) as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        run.custodian.settle(run.source.lease, settlement(messages, {"a": RETRY}))
+    with halves(staging, fake=run.fake) as lapsed:
+        assert [message.attempt for message in lapsed.take()] == [2]
+        lapsed.clock.advance(601.0)
+    with halves(staging, fake=run.fake) as heir:
+        [again] = heir.take()
+
+    assert (again.attempt, again.redelivered) == (2, True)

@@ -1,0 +1,202 @@
+"""What SQS may hand out, or a server that calls itself SQS: one bad message fails alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway.core.custody import SettleReport, Verdict
+from airflow_broadway.core.manifest import dump_entry, load_line
+from airflow_broadway.core.settler import entry_of
+from tests.fake_sqs import URL, FakeSqs, client_error
+from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.sqs.test_settling import DEAD
+
+TEXT = st.text(max_size=12)
+VALUE: Any = st.one_of(st.none(), st.integers(), TEXT, st.binary(max_size=8), st.just({}))
+ATTRIBUTE = st.one_of(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "DataType": st.sampled_from(["String", "Binary.gif", "Number", "", "Odd.type"]),
+            "StringValue": TEXT,
+            "BinaryValue": st.binary(max_size=16),
+        },
+    ),
+    VALUE,
+)
+SYSTEM = st.dictionaries(
+    st.sampled_from(
+        [
+            "ApproximateReceiveCount",
+            "SentTimestamp",
+            "SenderId",
+            "MessageGroupId",
+            "AWSTraceHeader",
+            "Unheard",
+        ]
+    ),
+    VALUE,
+    max_size=4,
+)
+#: What replaces a field of a message; ``...`` takes the field away.
+CHANGES = st.dictionaries(
+    st.sampled_from(["Body", "MD5OfBody", "MessageId", "ReceiptHandle"]),
+    st.one_of(st.just(...), VALUE),
+    max_size=2,
+)
+BAD = st.tuples(
+    CHANGES,
+    st.one_of(VALUE, st.dictionaries(TEXT, ATTRIBUTE, max_size=12)),
+    st.one_of(VALUE, SYSTEM),
+)
+
+
+def spoil(fake: FakeSqs, place: int, changes: Any, own: Any, system: Any) -> None:
+    """Change the message of a place in every receive's answer."""
+
+    def answer(action: str, arguments: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage":
+            return None
+        fake.answer = lambda *_: None
+        found = fake.receive_message(**arguments).get("Messages", [])
+        for raw in found:
+            if raw["Body"] == str(place):
+                raw["MessageAttributes"], raw["Attributes"] = own, system
+                for name, value in changes.items():
+                    if value is ...:
+                        del raw[name]
+                    else:
+                        raw[name] = value
+        fake.answer = answer
+        return {"Messages": found} if found else {}
+
+    fake.answer = answer
+
+
+def handled(run: Halves, *, dead: bool) -> tuple[SettleReport, set[str]]:
+    """One run over the queue, to its end: the report, and the ids it received."""
+    messages = run.take()
+    for message in messages:
+        json.dumps(message.metadata)  # what is staged of it
+        assert load_line(dump_entry(entry_of(message, DEAD))).entry.message_id == message.message_id
+    run.source.stop()
+    lease = run.source.lease
+    run.source.close()
+    verdicts: dict[str, Verdict] = {}
+    if dead:
+        verdicts = {message.data.decode("utf-8", "replace"): DEAD for message in messages}
+    assert lease.state["messages"] == len(messages)
+    report = run.other().settle(lease, settlement(messages, verdicts))
+    return report, {message.message_id for message in messages}
+
+
+@settings(max_examples=150, deadline=None)
+@given(bad=BAD, fifo=st.booleans(), everything=st.booleans(), dead=st.booleans())
+def test_whatever_one_message_is_like_the_others_are_handled(
+    bad: tuple[Any, Any, Any], fifo: bool, everything: bool, dead: bool
+) -> None:
+    url = f"{URL}.fifo" if fifo else URL
+    options: dict[str, Any] = {"dead_letter": "dead.fifo" if fifo else "dead"}
+    if everything:
+        options |= {"attribute_names": "all", "message_attribute_names": "all"}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        halves(f"file://{folder}", queue_url=url, **options) as run,
+    ):
+        run.fake.put([str(number) for number in range(12)], url=url)
+        spoil(run.fake, 4, *bad)
+
+        report, received = handled(run, dead=dead)
+
+        good = {f"m{number + 1}" for number in range(12) if number != 4}
+        assert good <= received
+        assert report.total == len(received)
+        assert report.acked + report.dead_lettered >= 11
+        # The bad one was handled with the others, or is still at the broker.
+        if report.acked + report.dead_lettered == 11:
+            assert "m5" in run.fake.queue(url).known
+
+
+@pytest.mark.parametrize("missing", ["MessageId", "ReceiptHandle", "Body"])
+def test_a_message_without_what_it_needs_is_told_and_comes_again(
+    missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(5)])
+        spoil(run.fake, 4, {missing: ...}, None, {})
+
+        report, received = handled(run, dead=False)
+
+        assert (report.acked, len(received)) == (4, 4)
+        assert missing in caplog.text
+        run.clock.advance(601.0)
+        assert run.fake.waiting() == ["4"]
+
+
+def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_path: Path) -> None:
+    """AWS refuses half a surrogate pair in any request; a request of ten has nine others."""
+    with halves(f"file://{tmp_path}", dead_letter="dead") as run:
+        run.fake.put([*(str(number) for number in range(12)), "half \ud83d"])
+        messages = run.take()
+        assert messages[-1].data == "half \ud83d".encode("utf-8", "surrogatepass")
+        refused: list[int] = []
+
+        def answer(action: str, arguments: dict[str, Any]) -> Any:
+            if action != "SendMessage":
+                return None
+            if any("\ud83d" in entry["MessageBody"] for entry in arguments["Entries"]):
+                refused.append(len(arguments["Entries"]))
+                return client_error("InvalidMessageContents", "invalid characters")
+            return None
+
+        run.fake.answer = answer
+        last = messages[-1]
+        all_dead = dataclasses.replace(
+            settlement(messages),
+            entries=lambda: (entry_of(message, DEAD) for message in messages),
+        )
+
+        report = run.custodian.settle(run.source.lease, all_dead)
+
+        assert (report.dead_lettered, report.failed) == (12, 1)
+        assert "InvalidMessageContents" in report.errors[0]
+        assert set(run.fake.queue().known) == {last.message_id}
+        assert refused[-1] == 1
+
+
+def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever() -> None:
+    with halves(dead_letter="dead") as run:
+        run.fake.put([str(number) for number in range(500)])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            client_error("UnsupportedOperation", "no") if action == "DeleteMessage" else None
+        )
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert report.failed == 500
+        assert run.fake.requests["DeleteMessage"] < 40
+
+
+def test_an_answer_that_names_other_entries_counts_for_none() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            {"Successful": [{"Id": "7"}], "Failed": [{"Id": "x"}, {}]}
+            if action == "DeleteMessage"
+            else None
+        )
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert (report.acked, report.failed) == (0, 2)
+        assert "SQS did not say what became of it" in report.errors[0]

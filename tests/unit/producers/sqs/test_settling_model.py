@@ -1,0 +1,238 @@
+"""Settling under lost answers, partial failures and a second settler, counted from outside."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway.core.custody import (
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.message import Message
+from tests.fake_sqs import URL, FakeSqs, client_error
+from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.verdicts import VERDICTS
+
+FAULTS = ["", "", "lost", "never", "partial", "permanent", "silent", "malformed"]
+BATCHES = ("DeleteMessage", "ChangeMessageVisibility", "SendMessage")
+
+
+class Chaos:
+    """Answers of a bad day, one fault for each request in turn; then all is well."""
+
+    def __init__(self, fake: FakeSqs, faults: list[str]) -> None:
+        self.fake = fake
+        self.faults = iter(faults)
+        self.inside = False
+        self.interrupt: Any = None
+        self.after = 0
+        fake.answer = self.answer
+
+    def answer(self, action: str, arguments: dict[str, Any]) -> Any:
+        if self.inside or action not in BATCHES:
+            return None
+        if self.interrupt is not None:
+            self.after -= 1
+            if self.after < 0:  # the first settler stalls, and another one settles meanwhile
+                interrupt, self.interrupt = self.interrupt, None
+                self.inside = True
+                interrupt()
+                self.inside = False
+        fault = next(self.faults, "")
+        if not fault:
+            return None
+        if fault == "never":
+            return client_error("ServiceUnavailable", status=503)
+        if fault == "malformed" and len(arguments["Entries"]) > 1:
+            return client_error("InvalidParameterValue", "a bad entry", status=400)
+        entries = arguments["Entries"]
+        bad = entries[-1]
+        if fault in ("partial", "permanent"):
+            code = "InternalError" if fault == "partial" else "KmsAccessDenied"
+            told = self.do(action, {**arguments, "Entries": entries[:-1]})
+            failed = {"Id": bad["Id"], "Code": code, "SenderFault": fault == "permanent"}
+            return {**told, "Failed": [*told["Failed"], failed]}
+        told = self.do(action, arguments)
+        if fault == "lost":
+            return client_error("ServiceUnavailable", status=503)
+        # Silent: carried out, and the answer does not say so of one of them.
+        return {**told, "Successful": [e for e in told["Successful"] if e["Id"] != bad["Id"]]}
+
+    def do(self, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if not arguments["Entries"]:
+            return {"Successful": [], "Failed": []}
+        self.inside = True
+        call = {
+            "DeleteMessage": self.fake.delete_message_batch,
+            "ChangeMessageVisibility": self.fake.change_message_visibility_batch,
+            "SendMessage": self.fake.send_message_batch,
+        }[action]
+        try:
+            return call(**arguments)
+        finally:
+            self.inside = False
+
+
+@contextmanager
+def received(
+    verdicts: list[Verdict],
+) -> Iterator[tuple[Halves, list[Message], dict[str, Verdict], dict[str, Verdict]]]:
+    """A run that holds a message for each verdict; verdicts by body and by id."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        halves(f"file://{folder}", dead_letter="dead") as run,
+    ):
+        run.fake.put([str(place) for place in range(len(verdicts))])
+        messages = run.take()
+        run.source.close()
+        by_body = {str(place): verdict for place, verdict in enumerate(verdicts)}
+        by_id = {message.message_id: by_body[message.data.decode()] for message in messages}
+        yield run, messages, by_body, by_id
+
+
+def settled(run: Halves, given: Settlement) -> SettleReport:
+    """Settle as tasks do: each try a process of its own, until one ends."""
+    for _ in range(50):
+        custodian = run.other()
+        try:
+            return custodian.settle(run.source.lease, given)
+        except ProducerUnavailable:
+            continue
+        finally:
+            custodian.close()
+    raise AssertionError("settling never ended")
+
+
+def letters(fake: FakeSqs) -> set[str]:
+    dead = fake.queue(URL.rpartition("/")[0] + "/dead").sent
+    return {each["MessageAttributes"]["broadway_message_id"]["StringValue"] for each in dead}
+
+
+def check_none_lost(run: Halves, ids: list[str], verdicts: dict[str, Verdict]) -> list[str]:
+    """What is gone was acknowledged, or is a dead letter; returns it."""
+    gone = [each for each in ids if each not in run.fake.queue().known]
+    for each in gone:
+        action = verdicts[each].action
+        assert action is Action.ACK or (action is Action.DEAD_LETTER and each in letters(run.fake))
+    return gone
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    verdicts=st.lists(st.sampled_from(VERDICTS), min_size=1, max_size=35),
+    faults=st.lists(st.sampled_from(FAULTS), max_size=12),
+)
+def test_the_report_says_what_is_true_at_the_broker(
+    verdicts: list[Verdict], faults: list[str]
+) -> None:
+    with received(verdicts) as (run, messages, by_body, by_id):
+        Chaos(run.fake, faults)
+
+        report = settled(run, settlement(messages, by_body))
+
+        gone = check_none_lost(run, list(by_id), by_id)
+        wanted = Counter(verdict.action for verdict in verdicts)
+        assert report.total == len(messages)
+        assert report.lapsed == 0
+        # Beyond what it says only what was done, unheard, before it was refused.
+        assert 0 <= len(gone) - report.acked - report.dead_lettered <= report.failed
+        assert report.failed <= faults.count("permanent")
+        assert report.left == wanted[Action.LEAVE]
+        for name, action in (
+            ("acked", Action.ACK),
+            ("requeued", Action.RETRY),
+            ("dead_lettered", Action.DEAD_LETTER),
+            ("released", Action.RELEASE),
+        ):
+            done = getattr(report, name)
+            assert wanted[action] - report.failed <= done <= wanted[action]
+        # Whatever was asked, nothing stays hidden beyond its lease.
+        run.clock.advance(601.0)
+        assert len(run.fake.waiting()) == len(messages) - len(gone)
+        assert run.other().settle(run.source.lease, settlement(messages, by_body)) == report
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    verdicts=st.lists(st.sampled_from(VERDICTS), min_size=1, max_size=35),
+    faults=st.lists(st.sampled_from(FAULTS), max_size=8),
+    after=st.integers(0, 6),
+    late=st.sampled_from([0.0, 700.0]),
+    sweeps=st.booleans(),
+)
+def test_a_second_settler_while_the_first_stalls_loses_nothing(
+    verdicts: list[Verdict], faults: list[str], after: int, late: float, sweeps: bool
+) -> None:
+    with received(verdicts) as (run, messages, by_body, by_id):
+        given = settlement(messages, by_body)
+        chaos = Chaos(run.fake, faults)
+        chaos.after = after
+        seconds: list[SettleReport] = []
+        heirs: list[set[str]] = []
+
+        def meanwhile() -> None:
+            seconds.append(settled(run, Settlement(rest=RELEASE) if sweeps else given))
+            run.clock.advance(late)
+            if late:  # its lease is over: another run has what came back
+                with halves(fake=run.fake) as heir:
+                    heirs.append({message.message_id for message in heir.take()})
+
+        chaos.interrupt = meanwhile
+
+        report = settled(run, given)
+
+        check_none_lost(run, list(by_id), by_id)
+        assert report.total == len(messages)
+        if seconds:  # who ends first has the last word
+            assert report == seconds[0]
+        for heir_ids in heirs:
+            # Nothing is taken from the run that has it now.
+            assert heir_ids <= set(run.fake.queue().known)
+
+
+def test_receipts_that_are_gone_or_damaged_lapse_alone(tmp_path: Any) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        for start in (0, 10, 20):
+            run.fake.put([str(place) for place in range(start, start + 10)])
+            run.take(10)
+        run.source.stop()
+        lease = run.source.lease
+        run.source.close()
+        first, second, _ = sorted(tmp_path.rglob("receipts-*.json"))
+        first.unlink()
+        second.write_text(second.read_text()[:50])
+
+        report = run.other().settle(lease, Settlement(rest=RELEASE))
+
+        assert (report.released, report.lapsed, report.total) == (10, 20, 30)
+        assert "receipts of 20 messages are missing" in report.errors[0]
+        run.clock.advance(601.0)
+        assert len(run.fake.waiting()) == 30
+
+
+def test_what_is_missing_is_never_acknowledged_by_the_count_alone(tmp_path: Any) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        messages = []
+        for start in (0, 2):
+            run.fake.put([str(place) for place in range(start, start + 2)])
+            messages += run.take(2)
+        run.source.stop()
+        lease = run.source.lease
+        run.source.close()
+        min(tmp_path.rglob("receipts-*.json")).unlink()
+        # The manifest names two messages as well: the two whose receipts are gone.
+        report = run.other().settle(lease, settlement(messages[:2]))
+
+        assert (report.acked, report.released) == (0, 2)
+        assert run.fake.left() == 4

@@ -1,0 +1,369 @@
+"""The end of a run while others go on publishing: what it does not hold is for others at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, RateLimiting
+from airflow_broadway.core.custody import ACK, RELEASE, Entry, Settlement, SettleReport
+from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, StagingError
+from airflow_broadway.core.intake import Budget
+from airflow_broadway.core.manifest import Manifest
+from airflow_broadway.operators._process import Process
+from airflow_broadway.producers.sqs import SqsProducer, polling
+from airflow_broadway.producers.sqs.book import Book
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.testing import ManualClock
+from tests.fake_sqs import URL, FakeSqs, client_error, installed
+from tests.unit.producers.sqs.kit import FIFO, halves, process_of, settlement
+
+#: How a run can end, and whether by an error.
+WAYS = {
+    "empty": False,
+    "max_messages": False,
+    "max_bytes": False,
+    "max_seconds": False,
+    "rate_limiting": False,
+    "stopped": False,
+    "callback": True,
+    "transformer": True,
+    "staging": True,
+    "sqs": True,
+}
+
+
+class Clicks(Broadway):
+    producer = SqsProducer(queue_url=URL, conn_id=None, receive_interval=0.0)
+    batchers = {"default": Batcher()}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+class Killed(Clicks):
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.position > 3:
+            raise KeyboardInterrupt  # never taken for a failure of the message
+        return message
+
+
+def broken(message: Message) -> Message:
+    if message.position > 3:
+        raise ValueError("no")
+    return message
+
+
+class Publishing:
+    """A publisher that goes on: with each receive three more messages have arrived."""
+
+    def __init__(self, way: str, url: str) -> None:
+        self.fake = FakeSqs(ManualClock())
+        self.url = url
+        self.sent = 0
+        self.way = way
+        self._receives = 0
+        self._lock = threading.Lock()
+        self.fake.answer = self._answer
+        self.publish(40)
+
+    def publish(self, count: int) -> None:
+        for _ in range(count):
+            self.fake.put([f"click {self.sent}"], url=self.url, group=f"g{self.sent % 7}")
+            self.sent += 1
+
+    def _answer(self, action: str, _: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage":
+            return None
+        with self._lock:
+            self._receives += 1
+            self.fake.clock.sleep(0.03)
+            if self.way == "empty" and self._receives % 9 == 8:
+                return {}
+            if self.way == "sqs" and self._receives == 2:
+                return client_error("ExpiredToken")
+            if self._receives < 200:
+                self.publish(3)
+        return None
+
+    def hidden(self) -> set[str]:
+        """The ids of messages that nobody could receive now."""
+        now = self.fake.clock.now().timestamp()
+        known = self.fake.queue(self.url).known.values()
+        return {held.key for held in known if held.visible > now}
+
+
+@pytest.fixture(params=[URL, FIFO], ids=["standard", "fifo"])
+def url(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def process(
+    publishing: Publishing, tmp_path: Path, concurrency: int, **more: Any
+) -> tuple[Process, StagedRun]:
+    way = publishing.way
+    options: dict[str, Any] = {"queue_url": publishing.url, "receive_concurrency": concurrency}
+    options |= more
+    if way == "rate_limiting":
+        options["rate_limiting"] = RateLimiting(allowed_messages=33, interval=1e6)
+    if way == "transformer":
+        options["transformer"] = broken
+    pipeline = (Killed if way == "callback" else Clicks)(producer=options)
+    budget = {
+        "max_messages": Budget(max_messages=35),
+        "max_bytes": Budget(max_bytes=300),
+        "max_seconds": Budget(max_seconds=0.4),
+        "rate_limiting": Budget(max_seconds=5.0),
+    }.get(way, Budget(max_seconds=6.0))
+    return process_of(publishing.fake, pipeline, tmp_path, budget)
+
+
+def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The portion of receipts of that number cannot be written."""
+    write, calls = Book.write, [0]
+
+    def failing(self: Book, *arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] == number:
+            raise StagingError("no room is left")
+        write(self, *arguments)
+
+    monkeypatch.setattr(Book, "write", failing)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_however_a_run_ends_it_hides_what_it_holds_and_nothing_else(
+    way: str, concurrency: int, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "staging":
+        fail_portion(monkeypatch, 2 if (url, concurrency) == (URL, 1) else 1)
+    publishing = Publishing(way, url)
+    made, staged = process(publishing, tmp_path, concurrency)
+    if way == "stopped":
+        made.stop("stopped")
+    received: int | None = None
+    with installed(publishing.fake):
+        if WAYS[way]:
+            with pytest.raises((BroadwayError, KeyboardInterrupt)):
+                made.run()
+        else:
+            received = made.run()["received"]
+        publishing.publish(5)
+
+        # A run that failed holds nothing; any other what its manifest counts.
+        held = publishing.hidden()
+        manifest: Manifest | None = staged.manifest("g")
+        if manifest is None:
+            assert (received, held) == (None, set())
+            assert publishing.fake.left(url) == publishing.sent
+            return
+        assert manifest.lease["state"]["messages"] == manifest.received == received == len(held)
+        assert staged_ids(staged, manifest) <= held
+        lease = staged.lease(staged.generation("g"))
+        custodian = made._pipeline.producer.custodian(made._env)
+        everything = Settlement(
+            rest=ACK,
+            everything=lambda: (Entry(each, "", ACK) for each in held),
+            expected=len(held),
+        )
+        assert custodian.settle(lease, everything) == SettleReport(acked=len(held))
+        custodian.close()
+    assert publishing.hidden() == set()
+    assert publishing.fake.left(url) == publishing.sent - len(held)
+
+
+def staged_ids(staged: StagedRun, manifest: Manifest) -> set[str]:
+    from airflow_broadway.staging.tables import ParquetFile
+
+    found: set[str] = set()
+    for files in manifest.files.values():
+        for path in files:
+            with ParquetFile(staged.files, path) as file:
+                for group in range(file.groups):
+                    found.update(file.read(group, ["message_id"])["message_id"].to_pylist())  # type: ignore[arg-type]
+    return found
+
+
+# ------------------------------------------------------------------------ what is under way
+
+
+def test_what_was_handed_out_and_never_secured_is_not_counted_and_goes_back() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b"])
+        run.source.secure(run.source.receive(1, timeout=0))
+        assert len(run.source.receive(1, timeout=0)) == 1  # its task ends before it is secured
+
+        run.source.stop()
+
+        assert run.source.lease.state["messages"] == 1
+        assert run.fake.waiting() == ["b"]
+        assert run.custodian.settle(run.source.lease, Settlement(rest=RELEASE)) == SettleReport(
+            released=1
+        )
+
+
+def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_closed() -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(30)])
+        run.source.receive(10, timeout=0)
+        run.fake.answer = lambda action, _: (
+            client_error("ServiceUnavailable", status=503)
+            if action == "ChangeMessageVisibility"
+            else None
+        )
+        run.source.stop()
+        assert len(run.fake.waiting()) == 20
+        run.fake.answer = lambda *_: None
+
+        run.source.close()
+
+        assert len(run.fake.waiting()) == 30
+
+
+def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_noted(
+    tmp_path: Path,
+) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        queue = run.fake.queue()
+        queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
+        again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
+        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in again["Messages"]]
+
+        run.source.stop()
+
+        # The manifest is out: somebody else settles before this source is closed.
+        assert run.other()._shelf.durable  # type: ignore[attr-defined]
+        run.source._shelf.close(run.env.generation)
+        report = run.other().settle(run.source.lease, settlement(messages))
+        assert report == SettleReport(acked=1)
+        assert run.fake.left() == 0
+
+
+def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(polling, "_PATIENCE", 0.05)
+    with halves(receive_concurrency=2, wait_time_seconds=20) as run:
+        asked, go_on = threading.Event(), threading.Event()
+
+        def answer(action: str, _: dict[str, Any]) -> None:
+            if action == "ReceiveMessage":
+                asked.set()
+                assert go_on.wait(timeout=30)
+
+        run.fake.answer = answer
+        run.fake.put(["late"])
+        run.source._polls.want(10)
+        assert asked.wait(timeout=30)
+        pool = run.source._polls._pool
+        assert pool is not None
+
+        run.source.stop()
+        assert run.fake.waiting() == ["late"]  # nobody has received it yet
+        go_on.set()
+        pool.shutdown(wait=True)
+
+        assert run.fake.waiting() == ["late"]
+        [late] = run.fake.queue().known.values()
+        assert late.count == 1
+
+
+@pytest.mark.parametrize("wait", [None, 0, 20], ids=["the queue's", "no", "20 s"])
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(
+    concurrency: int, wait: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
+    monkeypatch.setattr(polling, "_HURRIED", 0.05)
+    told, go_on = threading.Event(), threading.Event()
+    polls: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
+    with halves(stopping=told.is_set, **polls) as run:
+
+        def answer(action: str, _: dict[str, Any]) -> None:
+            if action == "ReceiveMessage":
+                told.set()
+                assert go_on.wait(timeout=20)
+
+        run.fake.answer = answer
+        run.fake.put(["late"])
+        began = time.monotonic()
+
+        assert list(run.source.receive(10, timeout=0)) == []
+        pool = run.source._polls._pool
+        assert pool is not None
+        run.source.stop()
+        run.source.close()
+
+        assert time.monotonic() - began < 5
+        assert run.source.lease.state["messages"] == 0
+        go_on.set()
+        pool.shutdown(wait=True)
+        assert run.fake.waiting() == ["late"]
+        [late] = run.fake.queue().known.values()
+        assert late.count == 1
+
+
+@pytest.mark.parametrize("wait", [None, 20], ids=["the queue's", "20 s"])
+def test_a_task_that_is_told_to_stop_during_a_long_poll_publishes_what_it_has_done(
+    wait: int | None, tmp_path: Path
+) -> None:
+    publishing = Publishing("stopped", URL)
+    made, staged = process(publishing, tmp_path, 1, wait_time_seconds=wait)
+    go_on = threading.Event()
+    receives: list[float] = []
+
+    def answer(action: str, _: dict[str, Any]) -> Any:
+        if action != "ReceiveMessage":
+            return None
+        receives.append(time.monotonic())
+        if not publishing.fake.waiting():
+            made.stop("signal")
+            assert go_on.wait(timeout=20)
+            return {}
+        return None
+
+    publishing.fake.answer = answer
+    with installed(publishing.fake):
+        reference = made.run()
+
+        assert time.monotonic() - receives[-1] < 5
+        go_on.set()
+    assert (reference["received"], reference["stopped"]) == (40, "signal")
+    manifest = staged.manifest("g")
+    assert manifest is not None
+    assert manifest.lease["state"]["messages"] == manifest.received == len(publishing.hidden())
+
+
+@pytest.mark.parametrize("recovers", ["while it runs", "as it ends"])
+def test_a_lost_answer_does_not_block_its_groups_for_a_lease(recovers: str) -> None:
+    with halves(queue_url=FIFO) as run:
+        for body in ("x1", "x2", "y1"):
+            run.fake.put([body], url=FIFO, group=body[0])
+        lost: list[int] = []
+
+        def answer(action: str, arguments: dict[str, Any]) -> Any:
+            if action != "ReceiveMessage" or lost:
+                return None
+            lost.append(1)
+            run.fake.receive_message(**arguments)
+            return client_error("ServiceUnavailable", status=503)
+
+        run.fake.answer = answer
+        if recovers == "while it runs":
+            assert [message.data for message in run.take()] == [b"x1", b"x2", b"y1"]
+            return
+        with pytest.raises(ProducerUnavailable):
+            run.source._receives.receive(10)
+        assert run.fake.waiting(FIFO) == []
+
+        run.source.stop()
+
+        assert run.fake.waiting(FIFO) == ["x1", "x2", "y1"]
+        assert run.source.lease.state["messages"] == 0

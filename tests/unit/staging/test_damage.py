@@ -1,0 +1,235 @@
+"""Staged files that are not as they were written: nothing is acknowledged by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_broadway.core.broadway import Broadway
+from airflow_broadway.core.custody import Action, Delivery, Entry, Settlement, Verdict
+from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.sums import Summing, check_seal, checked, sealed
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.plans import plans_of
+from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.settlement import build_settlement
+from tests.unit.staging.kit import (
+    Silent,
+    batches_of,
+    message,
+    open_run,
+    pipeline_of,
+    publish,
+    record_outcome,
+)
+
+
+def failed(name: str) -> Entry:
+    return Entry(name, "receipt", Verdict(Action.DEAD_LETTER, 0.0, "why", "batch"))
+
+
+class Ready:
+    """A generation of seven messages: one failed before its batch, two in two batches of three."""
+
+    def __init__(self, root: Path, on_success: str = "ack") -> None:
+        self.root = root
+        self.run: StagedRun = open_run(root)
+        self.pipeline: Broadway = pipeline_of(
+            Silent(on_success=on_success), b=Batcher(batch_size=3)
+        )
+        messages = [message(n, batcher="b", delivery=Delivery(receipt="r")) for n in range(6)]
+        self.generation = publish(self.run, self.pipeline, [messages], entries=[failed("early")])
+        plan = plan_batches(self.run, self.pipeline, "b", [self.generation], try_label="1")
+        first, second = batches_of(self.run, plan)
+        record_outcome(self.run, plan, first, entries=[failed("m-0"), failed("m-1")])
+        record_outcome(self.run, plan, second)
+
+    def settlement(self) -> Settlement:
+        plans = plans_of(self.run, self.pipeline, self.generation)
+        return build_settlement(self.run, self.generation, self.pipeline, plans, final=True)[0]
+
+    def all_read(self) -> None:
+        """Read all that a custodian may ask for."""
+        settlement = self.settlement()
+        list(settlement.entries())
+        assert settlement.everything is not None
+        list(settlement.everything())
+
+    def file(self, pattern: str) -> Path:
+        [found] = self.root.rglob(pattern)
+        return found
+
+
+def without_last_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def changed(path: Path) -> None:
+    """Another verdict, and JSON all the same."""
+    raw = path.read_bytes()
+    for old, new in ((b"dead_letter", b'ack", "x": "y'), (b'"failed": 2', b'"failed": 1')):
+        raw = raw.replace(old, new)
+    assert raw != path.read_bytes()
+    path.write_bytes(raw)
+
+
+def zeroed(path: Path) -> None:
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+ENTRIES = ["failed-*.jsonl", "*.entries.jsonl"]
+
+
+@pytest.mark.parametrize("damage", [without_last_line, torn, changed, zeroed, gone])
+@pytest.mark.parametrize("pattern", ENTRIES)
+def test_a_damaged_file_of_entries_acks_nothing(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    ready = Ready(tmp_path)
+    damage(ready.file(pattern))
+    with pytest.raises(StagingDamaged, match=r"jsonl .*  Nothing of its generation is acknowl"):
+        ready.settlement()
+
+
+@pytest.mark.parametrize("damage", [without_last_line, torn, zeroed])
+def test_a_damaged_plan_acks_nothing(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    ready = Ready(tmp_path)
+    damage(ready.file("plan.jsonl"))
+    with pytest.raises(StagingDamaged, match=r"plan\.jsonl"):
+        ready.settlement()
+
+
+def test_a_changed_header_of_a_plan_acks_nothing(tmp_path: Path) -> None:
+    ready = Ready(tmp_path)
+    path = ready.file("plan.jsonl")
+    path.write_text(path.read_text().replace('"messages":6', '"messages":5', 1))
+    with pytest.raises(StagingDamaged, match="its seal is broken"):
+        ready.settlement()
+
+
+def test_a_changed_outcome_or_manifest_acks_nothing(tmp_path: Path) -> None:
+    ready = Ready(tmp_path)
+    [path] = [p for p in tmp_path.rglob("outcomes/b/*/*.json") if '"failed": 2' in p.read_text()]
+    whole = path.read_text()
+    path.write_text(whole.replace('"entries": "', '"entries": null, "x": "'))
+    with pytest.raises(StagingDamaged, match="its seal is broken"):
+        ready.settlement()
+    path.write_text(whole)
+    ready.settlement()
+    manifest = ready.file("manifest.json")
+    manifest.write_text(manifest.read_text().replace('"received": 7', '"received": 6'))
+    with pytest.raises(StagingDamaged, match="its seal is broken"):
+        ready.settlement()
+
+
+@pytest.mark.parametrize("on_success", ["ack", "noop"])
+def test_a_lost_or_shortened_file_of_messages_settles_nothing(
+    tmp_path: Path, on_success: str
+) -> None:
+    # Successes that are not simply acked are read from the data files, else from the messages
+    ready = Ready(tmp_path, on_success)
+    ready.all_read()
+    pattern = "part-*.parquet" if on_success == "ack" else "data-*.parquet"
+    path = ready.file(pattern)
+    whole = path.read_bytes()
+    path.unlink()
+    with pytest.raises(StagingDamaged, match="is not there"):
+        ready.all_read()
+    # A file of another run's, with fewer rows
+    other = Ready(tmp_path / "other", on_success)
+    fewer = open_run(tmp_path / "fewer")
+    publish(fewer, other.pipeline, [[message(0, batcher="b", delivery=Delivery(receipt="r"))]])
+    if on_success == "ack":
+        [small] = (tmp_path / "fewer").rglob("part-*.parquet")
+        path.write_bytes(small.read_bytes())
+        with pytest.raises(StagingDamaged, match=r"6 messages staged .* hold 1"):
+            ready.all_read()
+    path.write_bytes(whole)
+    ready.all_read()
+
+
+def test_a_flipped_bit_in_a_column_is_found(tmp_path: Path) -> None:
+    ready = Ready(tmp_path)
+    path = ready.file("part-*.parquet")
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    assert column.path_in_schema == "message_id"
+    raw = bytearray(path.read_bytes())
+    raw[column.data_page_offset + column.total_compressed_size - 1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(StagingError, match=rf"cannot read .*{path.name} .*CRC checksum"):
+        ready.all_read()
+
+
+def test_more_received_than_staged_and_listed_is_damage(tmp_path: Path) -> None:
+    ready = Ready(tmp_path)
+    manifest = ready.run.manifest(ready.generation)
+    assert manifest is not None
+    more = dataclasses.replace(manifest, received=8)
+    ready.run.files.replace(f"{ready.generation}/manifest.json", more.dumps())
+    with pytest.raises(
+        StagingDamaged, match="received 8 messages, and 6 staged ones and 1 line of"
+    ):
+        ready.settlement()
+
+
+def test_what_an_older_release_wrote_is_read_unchecked(tmp_path: Path) -> None:
+    # Given files without sums and seals
+    ready = Ready(tmp_path)
+    for path in (*tmp_path.rglob("manifest.json"), *tmp_path.rglob("outcomes/b/*/*.json")):
+        value = json.loads(path.read_text())
+        for name in ("seal", "sums", "entries_sum"):
+            value.pop(name, None)
+        path.write_text(json.dumps(value))
+    plan = ready.file("plan.jsonl")
+    head, *lines = plan.read_text().splitlines(keepends=True)
+    value = json.loads(head)
+    del value["seal"], value["lines"]
+    plan.write_text("".join([json.dumps(value) + "\n", *lines]))
+
+    verdicts = {each.message_id: each.verdict.action.value for each in ready.settlement().entries()}
+    assert verdicts == dict.fromkeys(("early", "m-0", "m-1"), "dead_letter")
+
+
+def test_a_seal_survives_what_looks_like_one() -> None:
+    text = sealed({"a": 'x "seal": "" y', "b": [1]}, sort_keys=True)
+    check_seal(text, "file")
+    assert json.loads(text)["a"] == 'x "seal": "" y'
+    for damaged in (text.replace("[1]", "[2]"), text.replace("x ", "")):
+        with pytest.raises(StagingDamaged):
+            check_seal(damaged, "file")
+
+
+def test_sealed_formats_come_back_as_they_were(tmp_path: Path) -> None:
+    ready = Ready(tmp_path)
+    manifest = ready.run.manifest(ready.generation)
+    assert manifest is not None
+    assert Manifest.loads(manifest.dumps(), "m") == manifest
+    outcome = Outcome(batch_id="b", batcher="b", plan="p", successful=1, failed=0)
+    assert Outcome.loads(outcome.dumps(), "o") == outcome
+    [plan] = plans_of(ready.run, ready.pipeline, ready.generation)
+    assert BatchPlan.read(ready.run.files, plan.path)[0] == plan
+
+
+def test_lines_are_counted_before_they_are_compared() -> None:
+    summing = Summing()
+    lines = list(summing.through(["a", "b\u2028", ""]))
+    assert list(checked(lines, summing.to_json(), "f")) == lines
+    with pytest.raises(StagingDamaged, match="f holds 2 lines, and 3 were written"):
+        list(checked(lines[:2], summing.to_json(), "f"))
+    with pytest.raises(StagingDamaged, match="f is not as it was written"):
+        list(checked(["a", "c", ""], summing.to_json(), "f"))

@@ -1,0 +1,107 @@
+"""Files that are not ours in the staging folder: left alone, and in nobody's way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.options import Batcher
+from airflow_broadway.producers.notes import Notes
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.plans import plans_of, standing_plans
+from airflow_broadway.staging.rate import StagedRateState
+from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
+from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.settlement import build_settlement, record_settled
+from airflow_broadway.testing import ManualClock
+from tests.unit.staging.kit import (
+    batches_of,
+    message,
+    open_generation,
+    open_run,
+    pipeline_of,
+    publish,
+    record_outcome,
+)
+
+#: What file managers, editors, synchronizers and people leave.
+STRAY = (".DS_Store", "._ours.json", "Thumbs.db", "notes.txt", "a copy.json", "x.json~", "zz.json")
+
+
+def litter(root: Path) -> None:
+    """Put strays into every folder below ``root``."""
+    for folder in [root, *(path for path in root.rglob("*") if path.is_dir())]:
+        for name in STRAY:
+            (folder / name).write_bytes(b"\x00\x01\xff no JSON")
+
+
+def test_a_stray_file_among_the_balanced_runs_stops_no_sweep(tmp_path: Path) -> None:
+    # Given a balanced run, and files of a file manager beside its mark
+    clock = ManualClock()
+    run = open_run(tmp_path, clock=clock)
+    record_settled(run, open_generation(run), SettleReport(acked=1))
+    mark_balanced(run)
+    folder = Path(run.dag.full("_balanced"))
+    for name in (*STRAY, "20250101T000000-torn.json"):
+        (folder / name).write_bytes(b"\x00\x01\xff no JSON")
+    clock.advance(KEEP + 1)
+
+    # Then the run is removed, and what is not ours stays
+    assert sweep_retention(run.store, "Pipeline", "dag", clock=clock) == [run.run_id]
+    left = {path.name for path in folder.iterdir()}
+    assert left == {*STRAY, "20250101T000000-torn.json"}
+
+
+def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
+    # Given a run with a plan and an outcome, and an unsettled generation
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(b=Batcher(batch_size=2))
+    generation = publish(run, pipeline, [[message(n, batcher="b") for n in range(4)]])
+    plan = plan_batches(run, pipeline, "b", [generation], try_label="1")
+    record_outcome(run, plan, batches_of(run, plan)[0])
+    StagedRateState(run).update(lambda state: {"count": 1})
+
+    litter(tmp_path)
+
+    # Then all who list see what is ours alone
+    assert [each.generation for each in run.generations()] == [generation]
+    assert [each.generation for _, each in iter_unsettled(run.store, "Pipeline", "dag")] == [
+        generation
+    ]
+    assert standing_plans(run, "b") == plans_of(run, pipeline, generation) == [plan]
+    assert plan_batches(run, pipeline, "b", [generation], try_label="2") == plan
+    _, complete, progress = build_settlement(run, generation, pipeline, [plan], final=False)
+    assert (complete, progress.recorded, progress.batches) == (False, 1, 2)
+    assert StagedRateState(run).update(lambda state: state) == {"count": 1}  # type: ignore[arg-type, return-value]
+    assert sweep_retention(run.store, "Pipeline", "dag", clock=run.clock) == []
+
+
+def test_strays_do_not_keep_a_lease_queue_from_being_deleted(tmp_path: Path) -> None:
+    journal = Journal(f"file://{tmp_path}", "flights")
+    notes = Notes(f"file://{tmp_path}", "x")
+    notes.write("y/1.json", {})
+    litter(tmp_path)
+    assert [name for name in notes.names("y") if name.startswith(".")] == []
+    assert notes.names("y/1.json") == []
+    assert journal.due(1e12) == []
+
+
+def test_a_generation_whose_opening_was_answered_by_silence_is_opened_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a store that writes the record, and whose client tries again as it hears no answer
+    run = open_run(tmp_path)
+    create = run.files.create
+
+    def twice(path: str, text: str) -> bool:
+        create(path, text)
+        return create(path, text)
+
+    monkeypatch.setattr(run.files, "create", twice)
+
+    record = open_generation(run)
+
+    assert [each.generation for each in StagedRun.generations(run)] == [record.generation]
