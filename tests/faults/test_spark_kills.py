@@ -20,6 +20,7 @@ from airflow_broadway.core.manifest import digest_of
 from airflow_broadway.operators._shipping import Shipment, ship
 from airflow_broadway.operators._spark_home import LIGHT_JVM, find_spark
 from tests.unit.spark.plans import Planned, Staged, rows
+from tests.waiting import eventually
 
 # Slow: what make test runs of it is in test_run_kills, whose kills find Spark too.
 pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.slow]
@@ -98,13 +99,6 @@ class Submitted:
             self.process.wait()
 
 
-def wait_until(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -145,7 +139,7 @@ def test_every_batch_is_handled_and_recorded_once(
         before = len(calls())
         submitted = Submitted(staged, shipment, number, env)
         try:
-            wait_until(lambda before=before: len(calls()) > before)
+            eventually(lambda before=before: len(calls()) > before)
             driver = submitted.driver()
             time.sleep(dice.uniform(0, 1.0))
             pid, number_of_signal = {
@@ -156,7 +150,7 @@ def test_every_batch_is_handled_and_recorded_once(
             os.kill(pid, number_of_signal)
             assert submitted.wait() != 0
             # Then nothing of it lives on, and it was not all done
-            wait_until(lambda driver=driver: not alive(driver), 15)
+            eventually(lambda driver=driver: not alive(driver), 15)
         finally:
             submitted.end()
         recorded = staged.outcomes("default")

@@ -20,6 +20,7 @@ from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.faults.found import Found
 from tests.integration.click_queues import SERVERS, Server
+from tests.waiting import eventually
 
 __all__ = ["CLICKS", "COUNT", "Click", "Clicks", "World", "world_of"]
 
@@ -201,13 +202,6 @@ class Clicks:
         self.wait(task_id, "failed")
         eventually((self.staged() / "hold.json").exists)
         assert self.depth() == (0, 20, 0)
-
-
-def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    limit = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < limit, "it never came"
-        time.sleep(0.2)
 
 
 @click()
