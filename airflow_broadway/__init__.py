@@ -9,10 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.message import BatchInfo, BatchMode, Message, Trigger, ack_immediately
-from airflow_broadway.core.options import Batcher, Processors, RateLimiting, RetryPolicy
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.model.message import (
+    BatchInfo,
+    BatchMode,
+    Message,
+    Trigger,
+    ack_immediately,
+)
+from airflow_broadway.core.model.options import Batcher, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.types import PythonBatch, SparkBatch
 
 if TYPE_CHECKING:

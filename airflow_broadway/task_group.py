@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup
 
-from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.operators._common import check_engine, declared
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.model.message import Message
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame as SparkBatch

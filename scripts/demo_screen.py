@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.core.custody.protocol import QueueDepth
 
 #: Seconds between two lines about the queue, where lines are all there is.
 INTERVAL = 4.0

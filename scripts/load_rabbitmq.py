@@ -10,10 +10,10 @@ import argparse
 import json
 import sys
 
-from airflow_broadway.producers.rabbitmq.connection import Address, address_of_uri
-from airflow_broadway.producers.rabbitmq.link import Link
-from airflow_broadway.producers.rabbitmq.properties import encode
-from airflow_broadway.producers.rabbitmq.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of_uri
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.properties import encode
+from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from scripts.load_flights import flights
 
 __all__ = ["load"]

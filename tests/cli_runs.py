@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from airflow_broadway.cli import main
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, paths
-from airflow_broadway.core.run import RunInfo
-from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, paths
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import open_store, producer_env
-from airflow_broadway.operators._process import Process
-from airflow_broadway.operators._settling import RunSettler
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.staging.plan_choice import outcomes_of
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.plans import outcomes_of
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 
 DAG_ID, RUN_ID = "orders", "manual__2026-01-01T00:00:00+00:00"
 

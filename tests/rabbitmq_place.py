@@ -17,7 +17,8 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     RELEASE,
     Lease,
     Settlement,
@@ -25,13 +26,12 @@ from airflow_broadway.core.custody import (
     Source,
     Verdict,
 )
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.properties import decode
+from airflow_broadway.producers.rabbitmq.broker.names import Queues
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import Mark, republished
-from airflow_broadway.producers.rabbitmq.properties import decode
-from airflow_broadway.producers.rabbitmq.queues import Queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.proxy import Relay
 from tests.rabbitmq_server import RabbitServer

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from airflow_broadway.core.producer import Connection
+from airflow_broadway.core.custody.producer import Connection
 from scripts.local_airflow import free_port
 
 if TYPE_CHECKING:

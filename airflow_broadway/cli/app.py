@@ -180,14 +180,14 @@ def _add_remove(commands: Any) -> None:
 
 
 def _remove(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.staged import remove
+    from airflow_broadway.cli.runs import remove
 
     with logging_at(logging.WARNING):
         return remove(given)
 
 
 def _runs(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.staged import runs
+    from airflow_broadway.cli.runs import runs
 
     with logging_at(logging.WARNING):
         return runs(given)
@@ -199,7 +199,7 @@ def _add_show(commands: Any) -> None:
 
 
 def _show(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.staged import show
+    from airflow_broadway.cli.runs import show
 
     with logging_at(logging.WARNING):
         return show(given)
@@ -212,7 +212,7 @@ def _add_where(commands: Any) -> None:
 
 
 def _where(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.where import where
+    from airflow_broadway.cli.find import where
 
     with logging_at(logging.WARNING):
         return where(given)
@@ -267,7 +267,7 @@ def _positive(text: str) -> int:
 
 
 def _queue(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.queues import queue
+    from airflow_broadway.cli.queue import queue
 
     return queue(given)
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from airflow_broadway.cli.output import CommandError, say, say_json, table
 from airflow_broadway.cli.replay import add_dag_folders, read_reference
-from airflow_broadway.core.broadway import Broadway, make_ref
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.model.pipeline import Broadway, make_ref
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators._common import AirflowConnections
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.checks import (
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.broker.checks import (
     ERROR,
     NOTE,
     Finding,
@@ -21,9 +23,7 @@ from airflow_broadway.producers.rabbitmq.checks import (
     refuse_version,
     roles_of,
 )
-from airflow_broadway.producers.rabbitmq.connection import Address
-from airflow_broadway.producers.rabbitmq.link import Link
-from airflow_broadway.producers.rabbitmq.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 
 __all__ = ["check"]
 

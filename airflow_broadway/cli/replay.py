@@ -14,17 +14,17 @@ from typing import Any
 from airflow.providers.common.compat.sdk import conf
 
 from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_json, table
-from airflow_broadway.cli.shadow import StagedBatch, add_result, choose, make_shadow
-from airflow_broadway.cli.staged import find_run, open_root
-from airflow_broadway.core.broadway import Broadway, make_ref
-from airflow_broadway.core.custody import Entry, SettleReport
+from airflow_broadway.cli.runs import find_run, open_root
+from airflow_broadway.core.custody.protocol import Entry, SettleReport
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, load_line, paths
-from airflow_broadway.core.recording import entry_lines
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, load_line, paths
+from airflow_broadway.core.formats.record_batch import entry_lines
+from airflow_broadway.core.model.pipeline import Broadway, make_ref
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.text import many
-from airflow_broadway.operators._batches import PythonBatches
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.replay_folder import StagedBatch, add_result, choose, make_shadow
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile
 
 __all__ = ["add_dag_folders", "read_reference", "replay"]

@@ -10,10 +10,10 @@ from typing import Any, cast
 from airflow.providers.common.compat.sdk import AirflowException
 
 import airflow_broadway
-from airflow_broadway.core.manifest import BatchPlan, Work, paths
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.formats.manifest import BatchPlan, Work, paths
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["run_on_spark"]
 

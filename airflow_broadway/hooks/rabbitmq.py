@@ -6,9 +6,9 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
+from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.producer import Connection
-from airflow_broadway.producers.rabbitmq.connection import Address, address_of
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
 from airflow_broadway.producers.rabbitmq.producer import DEFAULT_CONNECTION
 
 __all__ = ["RabbitMQHook"]
@@ -74,7 +74,7 @@ class RabbitMQHook(BaseHook):
 
     def test_connection(self) -> tuple[bool, str]:
         """Whether one can log in, and why not."""
-        from airflow_broadway.producers.rabbitmq.link import Link
+        from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
 
         try:
             link = Link.to(self.address)

@@ -14,16 +14,16 @@ from airflow.providers.common.compat.sdk import (
     conf,
 )
 
-from airflow_broadway.core.broadway import Broadway, import_class, is_dag_file, make_ref
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, StagingError
-from airflow_broadway.core.producer import Connection, ProducerEnv
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.model.pipeline import Broadway, import_class, is_dag_file, make_ref
+from airflow_broadway.core.model.run_info import RunInfo
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
 
 
@@ -172,7 +172,7 @@ def open_store(staging: str | None) -> Store:
 
 def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
     """The folder of this run."""
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.run_folder import StagedRun
 
     ti = context["ti"]
     return StagedRun(open_store(staging), pipeline=pipeline, dag_id=ti.dag_id, run_id=ti.run_id)

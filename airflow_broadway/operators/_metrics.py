@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from airflow.providers.common.compat.sdk import Stats
 
-from airflow_broadway.core.custody import QueueDepth, SettleReport
+from airflow_broadway.core.custody.protocol import QueueDepth, SettleReport
 
 __all__ = ["Metric", "Metrics"]
 

@@ -113,8 +113,8 @@ class BroadwayBatcherOperator(BaseOperator):
         context["ti"].xcom_push(key="return_value", value=reference)
 
     def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
-        from airflow_broadway.operators._batches import PythonBatches
-        from airflow_broadway.operators._guard import Guard
+        from airflow_broadway.runs.python_batches import PythonBatches
+        from airflow_broadway.runs.stand_in import Guard
 
         ti = context["ti"]
         batches = PythonBatches(run, pipeline, plan, name=task_name(ti), try_number=ti.try_number)

@@ -12,7 +12,7 @@ from airflow.providers.common.compat.sdk import (
 )
 
 from airflow_broadway.core.errors import BroadwayError, OptionsError
-from airflow_broadway.core.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
+from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.core.text import many
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-    from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.core.intake import Budget
-    from airflow_broadway.operators._process import Process
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.process import Process
+    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BUDGETS", "BroadwayProcessorOperator"]
 
@@ -92,7 +92,7 @@ def budget_of(operator: Any, context: Context) -> Budget:
 
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
-    from airflow_broadway.core.intake import Budget
+    from airflow_broadway.core.stages.receiving import Budget
 
     params = context["params"]
     given = {
@@ -190,9 +190,9 @@ class BroadwayProcessorOperator(PullOperator):
     _process: Process | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.operators._process import Process
-        from airflow_broadway.operators._sweep import give_back
-        from airflow_broadway.staging.rate import StagedRateState
+        from airflow_broadway.runs.process import Process
+        from airflow_broadway.runs.sweep import give_back
+        from airflow_broadway.staging.rate_state import StagedRateState
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.core.account import check_fail_when, lines_of
-from airflow_broadway.core.custody import SettleReport
-from airflow_broadway.core.engine import check_engines
+from airflow_broadway.core.custody.account import check_fail_when, lines_of
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import BroadwayError, StagingError
-from airflow_broadway.core.manifest import Manifest
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     MAX_SHUTDOWN,
@@ -30,10 +30,10 @@ from airflow_broadway.operators.process import PullOperator, budget_of, refuse_b
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.core.custody import Lease
-    from airflow_broadway.core.local import RunReport
-    from airflow_broadway.core.stop import Stop
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.core.custody.protocol import Lease
+    from airflow_broadway.core.local.run import RunReport
+    from airflow_broadway.core.stages.stop import Stop
+    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwayRunOperator"]
 
@@ -69,11 +69,11 @@ class BroadwayRunOperator(PullOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.clock import SystemClock
-        from airflow_broadway.core.local import run_local
-        from airflow_broadway.core.rate_limiter import RateLimiter
-        from airflow_broadway.core.stop import Stop
-        from airflow_broadway.operators._sweep import give_back
-        from airflow_broadway.staging.rate import StagedRateState
+        from airflow_broadway.core.local.run import run_local
+        from airflow_broadway.core.stages.rate_limiter import RateLimiter
+        from airflow_broadway.core.stages.stop import Stop
+        from airflow_broadway.runs.sweep import give_back
+        from airflow_broadway.staging.rate_state import StagedRateState
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer.kind)
@@ -136,7 +136,7 @@ class BroadwayRunOperator(PullOperator):
         self, run: StagedRun, report: RunReport, started: datetime, *, failed: bool
     ) -> None:
         """Keep and tell what the run did, however it ended."""
-        from airflow_broadway.operators._account import keep_report
+        from airflow_broadway.runs.account import keep_report
         from airflow_broadway.staging.settlement import Progress, record_settled
         from airflow_broadway.staging.store import host_name
 

@@ -20,9 +20,10 @@ from airflow.providers.common.compat.sdk import (
 )
 
 import airflow_broadway
-from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
-from airflow_broadway.core.manifest import BatchPlan, PlannedBatch, Work, paths
+from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch, Work, paths
+from airflow_broadway.core.formats.ownership import CURE, Fence, highest_try
+from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
@@ -35,10 +36,9 @@ from airflow_broadway.operators._common import (
     run_info,
     task_name,
 )
-from airflow_broadway.operators._guard import Guard
-from airflow_broadway.operators._outcomes import is_settled, outcomes, tell_settled
-from airflow_broadway.operators._shipping import check_import, ship
-from airflow_broadway.operators._spark_home import (
+from airflow_broadway.runs.outcomes import is_settled, outcomes, tell_settled
+from airflow_broadway.runs.stand_in import Guard
+from airflow_broadway.submit.environment import (
     check_classic,
     check_java,
     check_master,
@@ -47,13 +47,13 @@ from airflow_broadway.operators._spark_home import (
     find_spark,
     s3_settings,
 )
-from airflow_broadway.operators._spark_hook import SubmitHook, python_variables
-from airflow_broadway.spark.fence import CURE, Fence, highest_try
+from airflow_broadway.submit.hook import SubmitHook, python_variables
+from airflow_broadway.submit.package import check_import, ship
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwaySparkSubmitOperator"]
 

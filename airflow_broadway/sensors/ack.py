@@ -18,7 +18,7 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
-from airflow_broadway.core.account import (
+from airflow_broadway.core.custody.account import (
     check_fail_when,
     failures_trouble,
     handled_of,
@@ -26,7 +26,7 @@ from airflow_broadway.core.account import (
     settling_trouble,
 )
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.rules import SECONDS, SECONDS_OR_ZERO
+from airflow_broadway.core.model.rules import SECONDS, SECONDS_OR_ZERO
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
@@ -203,7 +203,7 @@ class BroadwayAckSensor(BaseSensorOperator):
 
         :raises AirflowException: When all is done, and a watched task failed or the sum is off.
         """
-        from airflow_broadway.operators._settling import RunSettler
+        from airflow_broadway.runs.settle import RunSettler
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)

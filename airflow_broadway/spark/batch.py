@@ -24,10 +24,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.callbacks import PROTECTED, log_failure, status_of
-from airflow_broadway.core.entries import MAX_REASON, cut
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.manifest import (
+from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.core.formats.manifest import (
     BatchPlan,
     Files,
     Outcome,
@@ -36,18 +35,19 @@ from airflow_broadway.core.manifest import (
     dump_entry,
     plain_key,
 )
-from airflow_broadway.core.message import BatchInfo, Status, Trigger
-from airflow_broadway.core.recording import Exceptions, Recorder
+from airflow_broadway.core.formats.ownership import Fence
+from airflow_broadway.core.formats.record_batch import Exceptions, Recorder
+from airflow_broadway.core.model.message import BatchInfo, Status, Trigger
+from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
 from airflow_broadway.core.text import many
-from airflow_broadway.spark.fence import Fence
+from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
-from airflow_broadway.spark.outcome import Counts, Judge
 from airflow_broadway.spark.results import Failed, Outcomes, read
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from airflow_broadway.core.broadway import Broadway
+    from airflow_broadway.core.model.pipeline import Broadway
 
 __all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable", "spark_loss"]
 

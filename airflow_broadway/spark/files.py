@@ -1,4 +1,4 @@
-"""A run's folder as the Spark driver reaches it: :class:`core.manifest.Files`, three times.
+"""A run's folder as the Spark driver reaches it: :class:`core.formats.manifest.Files`, three times.
 
 ====================  ==============================================================================
 plain files           ``file://``: the driver sees the folder itself
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.files import check_path, make_folders, new_file
-from airflow_broadway.core.manifest import Files
+from airflow_broadway.core.formats.files import check_path, make_folders, new_file
+from airflow_broadway.core.formats.manifest import Files
 
 __all__ = ["FsspecFiles", "HadoopFiles", "LocalFiles", "local_path", "open_files"]
 

@@ -23,11 +23,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway import __version__
-from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
-from airflow_broadway.core.manifest import Files, Work, digest_of
+from airflow_broadway.core.formats.manifest import Files, Work, digest_of
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
-from airflow_broadway.spark.work import REFUSED, run_work
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -1,6 +1,6 @@
 """Carry converted rows as Arrow columns, in the types that Spark reads back as the schema says.
 
-A converter (:meth:`airflow_broadway.core.schema.Schema.converter`) makes one tuple a message;
+A converter (:meth:`airflow_broadway.core.schema.ddl.Schema.converter`) makes one tuple a message;
 :func:`columns_from_rows` turns the tuples of many into one struct column, and :func:`from_arrow`
 turns a column into Python values again, in the classes that the converter takes.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from airflow_broadway.core.schema import (
+from airflow_broadway.core.schema.ddl import (
     Array,
     Atomic,
     DataType,

@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol
 from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.files import make_folder, new_file, put_new
+from airflow_broadway.core.formats.files import make_folder, new_file, put_new
 from airflow_broadway.staging.errors import SETTING, cannot
 
 __all__ = ["Backend", "Bucket", "Disk", "Sink", "text_lines"]

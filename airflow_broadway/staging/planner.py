@@ -1,9 +1,9 @@
 """The plan of a batcher: which messages of a run make up which batch.
 
 A pure function of what the generations published: the messages are streamed in order through
-:class:`airflow_broadway.core.batcher.BatcherStage`, whose clock is the instant at which each was
-received.  The same input gives the same batches and the same ``batch_id``s, on any machine and at
-any time.
+:class:`airflow_broadway.core.stages.batcher.BatcherStage`, whose clock is the instant at which each
+was received.  The same input gives the same batches and the same ``batch_id``s, on any machine and
+at any time.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from airflow_broadway.core.batcher import BatcherStage, BatchHash, Closed, KeyMerger
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.manifest import BatchPlan, Manifest, PlannedBatch
-from airflow_broadway.core.message import BatchMode, Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.plain import load_key
-from airflow_broadway.core.sums import Summing
+from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, PlannedBatch
+from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrays import compute as pc
-from airflow_broadway.staging.merging import AT, SOURCE, merged, only_bytes
-from airflow_broadway.staging.plans import planned_elsewhere, standing_plan
-from airflow_broadway.staging.reader import messages_of
-from airflow_broadway.staging.run import StagedRun
-from airflow_broadway.staging.slabs import DataFiles
+from airflow_broadway.staging.batch_reader import messages_of
+from airflow_broadway.staging.merge_generations import AT, SOURCE, merged, only_bytes
+from airflow_broadway.staging.plan_choice import planned_elsewhere, standing_plan
+from airflow_broadway.staging.plan_data_files import DataFiles
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.broadway import Broadway
+    from airflow_broadway.core.model.pipeline import Broadway
 
 __all__ = ["MANY_BATCHES", "plan_batches"]
 
@@ -113,7 +113,7 @@ def _valid(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[Man
 
 
 class _Row(NamedTuple):
-    """What batching needs of a message: an :class:`airflow_broadway.core.batcher.Item`."""
+    """What batching needs of a message: an :class:`airflow_broadway.core.stages.batcher.Item`."""
 
     batch_key: str
     batch_mode: BatchMode

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import (
     ACK,
     RELEASE,
     Action,
@@ -25,19 +26,18 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
+from airflow_broadway.core.custody.verdicts import COUNTED, Facts
 from airflow_broadway.core.errors import StagingDamaged
-from airflow_broadway.core.manifest import (
+from airflow_broadway.core.formats.manifest import (
     VERSION,
     BatchPlan,
     EntryLine,
     Manifest,
     paths,
 )
-from airflow_broadway.core.producer import Producer
 from airflow_broadway.core.text import many
-from airflow_broadway.core.verdicts import COUNTED, Facts
-from airflow_broadway.staging.plans import Recorded
-from airflow_broadway.staging.run import GenerationRecord, StagedRun
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import (
     Journal,
     Progress,
@@ -48,7 +48,7 @@ from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.broadway import Broadway
+    from airflow_broadway.core.model.pipeline import Broadway
 
 __all__ = [
     "Journal",

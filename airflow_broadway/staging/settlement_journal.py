@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.manifest import VERSION, check_version, paths
-from airflow_broadway.staging.run import GenerationRecord, StagedRun
+from airflow_broadway.core.formats.manifest import VERSION, check_version, paths
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 
 __all__ = ["Journal", "Progress", "record_settled", "settled_journal"]

@@ -4,7 +4,7 @@ A :class:`Store` is one root: a folder of a disk (``file://``) or of a bucket (`
 else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id
 goes into manifests and plans, so that a task that sees *another* disk under the same path says so
 instead of finding nothing.  A :class:`Folder` is one folder of it, and implements
-:class:`airflow_broadway.core.manifest.Files`.
+:class:`airflow_broadway.core.formats.manifest.Files`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.files import check_path
+from airflow_broadway.core.formats.files import check_path
 from airflow_broadway.staging.backends import Backend, Bucket, Disk, Sink, text_lines
 from airflow_broadway.staging.errors import SETTING, cannot, translated
 
@@ -161,7 +161,7 @@ class Store:
 
 
 class Folder:
-    """One folder below a root; see :class:`airflow_broadway.core.manifest.Files`.
+    """One folder below a root; see :class:`airflow_broadway.core.formats.manifest.Files`.
 
     Every error of the file system leaves here as :class:`StagingError`, except that what is not
     there raises ``FileNotFoundError``.

@@ -13,10 +13,10 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_broadway.core.manifest import VERSION
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.producer import Producer
-from airflow_broadway.core.schema import parse_schema
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.formats.manifest import VERSION
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 from airflow_broadway.staging.backends import Sink
 from airflow_broadway.staging.errors import translated

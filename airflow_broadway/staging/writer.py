@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pyarrow as pa
 
-from airflow_broadway.core.acknowledger import is_settled
-from airflow_broadway.core.custody import Delivery, Entry
-from airflow_broadway.core.manifest import dump_entry
-from airflow_broadway.core.message import BatchMode, Message
-from airflow_broadway.core.rows import Rows, StagedRow
-from airflow_broadway.core.schema import Schema, parse_schema
-from airflow_broadway.core.sums import Summing
+from airflow_broadway.core.custody.acknowledger import is_settled
+from airflow_broadway.core.custody.protocol import Delivery, Entry
+from airflow_broadway.core.formats.manifest import dump_entry
+from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.schema.ddl import Schema, parse_schema
+from airflow_broadway.core.stages.staged_row import Rows, StagedRow
 from airflow_broadway.staging.arrays import array_of
 from airflow_broadway.staging.arrow_schema import columns_from_rows
 from airflow_broadway.staging.backends import Sink
@@ -29,8 +29,8 @@ from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["ProcessWriter", "Written"]
 

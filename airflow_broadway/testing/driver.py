@@ -1,7 +1,7 @@
 """A pipeline driven by hand: push, let time pass, drain; deterministic, in the calling thread.
 
-The stages are those of every run (:class:`airflow_broadway.core.engine.Engine`); only what feeds
-them and the clock are the test's.
+The stages are those of every run (:class:`airflow_broadway.core.local.engine.Engine`); only what
+feeds them and the clock are the test's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.engine import Batch, Engine
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.intake import transformed
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.core.local.engine import Batch, Engine
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.stages.receiving import transformed
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.dummy import RecordingAcknowledger
 

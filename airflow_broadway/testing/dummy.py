@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     Custodian,
     Entry,
     Lease,
@@ -14,9 +15,8 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Source,
 )
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import options
-from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import options
 
 __all__ = ["AckCall", "DummyProducer", "RecordingAcknowledger"]
 

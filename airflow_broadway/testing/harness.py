@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody import ACK, Settlement, Verdict
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import Producer, ProducerEnv
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Settlement, Verdict
+from airflow_broadway.core.model.message import Message
 
 __all__ = ["Harness", "bodies", "ids", "settlement_of"]
 

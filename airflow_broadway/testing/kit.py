@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.engine import Batch
-from airflow_broadway.core.message import AckRef, BatchMode, Message
+from airflow_broadway.core.local.engine import Batch
+from airflow_broadway.core.model.message import AckRef, BatchMode, Message
+from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import AckCall
 

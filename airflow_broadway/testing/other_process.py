@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import pytest
 
-from airflow_broadway.core.custody import ACK, Action, Entry, Lease, Settlement, Verdict
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import ACK, Action, Entry, Lease, Settlement, Verdict
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, ids
 
 __all__ = ["Child", "plain", "third_and_seventh"]

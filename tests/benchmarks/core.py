@@ -12,13 +12,13 @@ from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.acknowledger import RunAcknowledger
-from airflow_broadway.core.batcher import BatcherStage
-from airflow_broadway.core.engine import Engine
-from airflow_broadway.core.message import AckRef
-from airflow_broadway.core.processor import ProcessorStage
-from airflow_broadway.core.schema_json import _encoded, encode_metadata
-from airflow_broadway.core.settler import Tally
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.in_process import Tally
+from airflow_broadway.core.local.engine import Engine
+from airflow_broadway.core.model.message import AckRef
+from airflow_broadway.core.schema.json_text import _encoded, encode_metadata
+from airflow_broadway.core.stages.batcher import BatcherStage
+from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.testing import DummyProducer
 
 MESSAGES = 100_000

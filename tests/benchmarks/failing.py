@@ -16,11 +16,11 @@ from typing import Any
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.operators._process import Process
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.runs.process import Process
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 
 MESSAGES = 50_000

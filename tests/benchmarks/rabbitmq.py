@@ -186,11 +186,11 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
 
 def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> dict[str, Any]:
     """What the stages of one run are given; its queue is full, and its own queues are declared."""
-    from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.core.producer import ProducerEnv
-    from airflow_broadway.core.run import RunInfo
-    from airflow_broadway.producers.rabbitmq.link import Link
-    from airflow_broadway.producers.rabbitmq.topology import Topology
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+    from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 
     host = server.url.rpartition("@")[2].rstrip("/")
     queue = new_queue(server, count)

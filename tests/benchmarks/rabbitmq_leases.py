@@ -20,8 +20,8 @@ from typing import Any
 
 import pika
 
-from airflow_broadway.core.custody import ACK, Settlement
-from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Settlement
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from tests.rabbitmq_server import RabbitServer
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.message import BatchInfo
+from airflow_broadway.core.model.message import BatchInfo
 from airflow_broadway.spark import failed
+from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.frame import BatchFrames, new_session
-from airflow_broadway.spark.work import run_work
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session
@@ -28,7 +28,7 @@ def bench_spark() -> list[dict[str, Any]]:
         staged = Staged(folder / "frames")
         plan = staged.plan("default", _planned())
         frames = BatchFrames(staged.uri, plan)
-        from airflow_broadway.core.manifest import BatchPlan
+        from airflow_broadway.core.formats.manifest import BatchPlan
 
         first = next(BatchPlan.read(staged.files, plan.path)[1])
         session = new_session(spark)

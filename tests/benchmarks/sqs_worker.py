@@ -197,13 +197,13 @@ def ours(
     import boto3  # noqa: F401 - loaded before the clock starts, as all that is loaded lazily
     import pyarrow.parquet
 
-    from airflow_broadway.core.broadway import Broadway
-    from airflow_broadway.core.custody import ACK, Settlement
-    from airflow_broadway.core.intake import Budget
-    from airflow_broadway.core.producer import ProducerEnv
-    from airflow_broadway.core.run import RunInfo
-    from airflow_broadway.operators._process import Process
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.core.custody.protocol import ACK, Settlement
+    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.process import Process
+    from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
 
     options = {

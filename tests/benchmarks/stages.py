@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.run_info import RunInfo
 
 RUN = {"dag_id": "bench", "run_id": "bench"}
 
@@ -58,7 +58,7 @@ def _pipeline(ref: dict[str, Any]) -> Broadway:
 
 
 def _staged(folder: str, pipeline: Broadway) -> Any:
-    from airflow_broadway.staging.run import StagedRun
+    from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
 
     store = Store.open(f"file://{folder}/staging")
@@ -70,8 +70,8 @@ def _process(
 ) -> Any:
     import pyarrow.parquet  # noqa: F401 - what is loaded lazily is loaded before the clock starts
 
-    from airflow_broadway.core.intake import Budget
-    from airflow_broadway.operators._process import Process
+    from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.process import Process
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)
@@ -103,7 +103,7 @@ def _plan(folder: str, ref: dict[str, Any], batcher: str) -> Any:
 
 def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
     from airflow_broadway import __version__
-    from airflow_broadway.core.manifest import Work, paths
+    from airflow_broadway.core.formats.manifest import Work, paths
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)
@@ -134,7 +134,7 @@ def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
 
 
 def _settle(folder: str, ref: dict[str, Any]) -> Any:
-    from airflow_broadway.operators._settling import RunSettler
+    from airflow_broadway.runs.settle import RunSettler
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)

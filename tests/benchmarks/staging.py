@@ -13,13 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.reader import BatchReader
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import (
     batches_of,

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway import BatchInfo, Broadway, Message
-from airflow_broadway.core.manifest import Work, paths
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.formats.manifest import Work, paths
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark import failed
+from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.files import open_files
-from airflow_broadway.spark.work import run_work
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.conformance.feed import CaseProducer
 from tests.conformance.limits import operations, spark_case

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from airflow_broadway import Message
-from airflow_broadway.core.custody import Action, Lease, Source
-from airflow_broadway.core.options import options
-from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import Action, Lease, Source
+from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing import ManualClock
 from tests.conformance.limits import CONFIGURABLE, MARGIN, MESSAGES, STEP

@@ -15,9 +15,9 @@ from typing import Any
 from unittest import mock
 
 from airflow_broadway import Broadway, Message
-from airflow_broadway.core import rate_limiter
-from airflow_broadway.core.acknowledger import is_settled
-from airflow_broadway.core.custody import Action, Delivery
+from airflow_broadway.core.custody.acknowledger import is_settled
+from airflow_broadway.core.custody.protocol import Action, Delivery
+from airflow_broadway.core.stages import rate_limiter
 from airflow_broadway.operators import _common
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator

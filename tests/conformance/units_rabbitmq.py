@@ -19,14 +19,15 @@ from unittest.mock import patch
 import pika
 import pytest
 
-from airflow_broadway.core.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody import Action, Delivery, SettleReport, Verdict
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.in_process import Tally
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import Action, Delivery, SettleReport, Verdict
 from airflow_broadway.core.errors import OptionsError, ProducerUnavailable
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.settler import Tally
-from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
-from airflow_broadway.producers.rabbitmq.backoff import Backoff, bounds
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff, bounds
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.testing.contract import settlement_of
 from tests.conformance.observed import Case
 from tests.rabbitmq_fixtures import wanted_server

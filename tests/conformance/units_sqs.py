@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.in_process import Settler
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.settler import Settler
+from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.producers.sqs.receiving import asked
+from airflow_broadway.producers.sqs.reading import asked
 from tests.conformance.observed import Case
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 

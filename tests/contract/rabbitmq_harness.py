@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pika
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.testing.contract import Harness
 

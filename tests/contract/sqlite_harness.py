@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing.contract import Harness
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
 from tests.sqs_server import KEY, REGION, Connections, SqsServer

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody import ACK, Lease
-from airflow_broadway.core.intake import Budget, Intake
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.rate_limiter import RateLimiter
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Lease
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.stages.receiving import Budget, Intake
 from airflow_broadway.testing.harness import settlement_of
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.contract.test_sqs import harness_of

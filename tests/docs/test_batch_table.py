@@ -10,7 +10,7 @@ from uuid import UUID
 
 from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.core.errors import ConversionError
-from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.testing import DummyProducer, test_message
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"

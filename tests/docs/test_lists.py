@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import airflow_broadway
-from airflow_broadway.core.callbacks import CODES
+from airflow_broadway.core.stages.callbacks import CODES
 
 ROOT = Path(__file__).parents[2]
 STAGES = [Path(airflow_broadway.__file__).parent / room for room in ("core", "spark")]

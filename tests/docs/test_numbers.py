@@ -6,15 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.cli import queues
-from airflow_broadway.cli import staged as cli_staged
-from airflow_broadway.core import intake, manifest, recording
-from airflow_broadway.operators import _common, _shipping
-from airflow_broadway.producers.rabbitmq import bundle, ids, management, topology
-from airflow_broadway.producers.rabbitmq import intake as rabbit_intake
+from airflow_broadway.cli import queue as queues
+from airflow_broadway.cli import runs as cli_staged
+from airflow_broadway.core.formats import manifest
+from airflow_broadway.core.formats import record_batch as recording
+from airflow_broadway.core.stages import receiving as intake
+from airflow_broadway.operators import _common
+from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.producers.rabbitmq.broker import management, topology
+from airflow_broadway.producers.rabbitmq.receive import consumer as rabbit_intake
+from airflow_broadway.producers.rabbitmq.receive import ids
 from airflow_broadway.sensors import ack
-from airflow_broadway.spark import outcome
-from airflow_broadway.staging import names, planner, plans, retention, slabs, store
+from airflow_broadway.spark import entries as outcome
+from airflow_broadway.staging import names, planner, retention, store
+from airflow_broadway.staging import plan_choice as plans
+from airflow_broadway.staging import plan_data_files as slabs
+from airflow_broadway.submit import package as _shipping
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1024 * 1024

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pika
 
-from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
 from tests.faults.broker import Dead
 from tests.rabbitmq_server import RabbitServer
 

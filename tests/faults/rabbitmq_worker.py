@@ -17,7 +17,8 @@ from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     ACK,
     RELEASE,
     Action,
@@ -28,8 +29,7 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 
 __all__ = ["Worker", "verdict_on"]

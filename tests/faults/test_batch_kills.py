@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core import recording
+from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.staging.store import Folder, Store
 from tests.s3_server import S3Server, s3_server
 from tests.unit.operators.steps import Run

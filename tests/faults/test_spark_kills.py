@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from airflow_broadway.core.manifest import digest_of
-from airflow_broadway.operators._shipping import Shipment, ship
-from airflow_broadway.operators._spark_home import LIGHT_JVM, find_spark
+from airflow_broadway.core.formats.manifest import digest_of
+from airflow_broadway.submit.environment import LIGHT_JVM, find_spark
+from airflow_broadway.submit.package import Shipment, ship
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.waiting import eventually
 
@@ -30,7 +30,7 @@ BATCHES = 24
 PIPELINE = """
 import json, os, time
 from airflow_broadway import Batcher, Broadway
-from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.spark import failed
 
 

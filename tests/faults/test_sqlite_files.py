@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import ACK, Settlement
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Settlement
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.producer import ProducerEnv
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import Action, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.staging import slabs
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.staging import plan_data_files as slabs
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.store import Store

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import Action, SettleReport
-from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome
-from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, Outcome
+from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.staging.backends import TEMPORARY
+from airflow_broadway.staging.batch_reader import BatchReader
+from airflow_broadway.staging.plan_choice import outcomes_of, plans_of
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.plans import outcomes_of, plans_of
-from airflow_broadway.staging.reader import BatchReader
-from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from tests.unit.staging.kit import FakeCustodian, batches_of, open_run, pipeline_of, record_outcome
 

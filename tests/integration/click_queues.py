@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pika
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.faults.brokers_rabbitmq import counted, queue_names
 from tests.rabbitmq_fixtures import wanted_server

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq import topology
+from airflow_broadway.producers.rabbitmq.broker import topology
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
 

@@ -478,7 +478,7 @@ def test_a_process_task_that_fails_gives_back_and_its_retry_receives_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(8))
-    _fail_once(monkeypatch, "airflow_broadway.staging.run.StagedRun.publish")
+    _fail_once(monkeypatch, "airflow_broadway.staging.run_folder.StagedRun.publish")
 
     ran = world.run(dag_of(Puppets, default_args={"retries": 1, "retry_delay": timedelta(0)}))
 
@@ -493,7 +493,7 @@ def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(25))
-    from airflow_broadway.operators._batches import PythonBatches
+    from airflow_broadway.runs.python_batches import PythonBatches
 
     record = PythonBatches._record
     left = [2]
@@ -520,7 +520,9 @@ def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(8))
-    monkeypatch.setattr("airflow_broadway.operators._batches.PythonBatches._record", _raise_no_room)
+    monkeypatch.setattr(
+        "airflow_broadway.runs.python_batches.PythonBatches._record", _raise_no_room
+    )
 
     ran = world.run(dag_of(Puppets))
 
@@ -535,9 +537,11 @@ def test_hold_failed_keeps_the_lease_and_then_gives_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(8))
-    monkeypatch.setattr("airflow_broadway.operators._batches.PythonBatches._record", _raise_no_room)
+    monkeypatch.setattr(
+        "airflow_broadway.runs.python_batches.PythonBatches._record", _raise_no_room
+    )
     held: list[int] = []
-    from airflow_broadway.operators._settling import RunSettler
+    from airflow_broadway.runs.settle import RunSettler
 
     hold = RunSettler.hold
 

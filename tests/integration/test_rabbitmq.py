@@ -9,7 +9,7 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     ACK,
     Action,
     QueueDepth,
@@ -18,9 +18,9 @@ from airflow_broadway.core.custody import (
 )
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import Qos
+from airflow_broadway.producers.rabbitmq.amqp.properties import decode
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.producers.rabbitmq.marks import MARK
-from airflow_broadway.producers.rabbitmq.properties import decode
 from airflow_broadway.testing.contract import entry_of
 from tests.rabbitmq_place import Place, permitted
 

@@ -9,12 +9,18 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Action, Settlement, SettleReport, Verdict
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link, raw_properties
+from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
-from airflow_broadway.producers.rabbitmq.properties import encode
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
 

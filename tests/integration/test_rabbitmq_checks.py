@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody import RELEASE, Settlement
+from airflow_broadway.core.custody.protocol import RELEASE, Settlement
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
-from airflow_broadway.producers.rabbitmq.checks import check_queues
-from airflow_broadway.producers.rabbitmq.connection import Address
-from airflow_broadway.producers.rabbitmq.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.queues import lease_arguments
-from airflow_broadway.producers.rabbitmq.sweep import counting
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
+from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
+from airflow_broadway.producers.rabbitmq.broker.names import lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.sweep import counting
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted

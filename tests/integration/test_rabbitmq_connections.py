@@ -12,8 +12,9 @@ from urllib.parse import quote
 import pika
 import pytest
 
-from airflow_broadway.core.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.in_process import Tally
+from airflow_broadway.core.custody.protocol import (
     RELEASE,
     Action,
     Settlement,
@@ -22,10 +23,10 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.settler import Tally
-from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer, topology
-from airflow_broadway.producers.rabbitmq.getter import Getter
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.get import Getter
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.producers.rabbitmq.metadata import NAMES
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, manage, marked

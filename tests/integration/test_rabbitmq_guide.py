@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     LEAVE,
     RELEASE,
     Action,
@@ -19,8 +19,9 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.rabbitmq import bundle, topology
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place, manage

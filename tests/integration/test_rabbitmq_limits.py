@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import SettleReport
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.rabbitmq import Qos, intake
+from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq import Qos
+from airflow_broadway.producers.rabbitmq.receive import consumer as intake
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody import Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Place

@@ -13,9 +13,9 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody import Action, SettleReport, Verdict
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.notes import Notes
+from airflow_broadway.core.custody.protocol import Action, SettleReport, Verdict
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kit.state_files import Notes
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, marked
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_moved_away_and_dams_nothing(
 
 
 def test_headers_that_pika_cannot_read_are_moved_away_too(place: Place) -> None:
-    from airflow_broadway.producers.rabbitmq.link import Link, raw_properties
+    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link, raw_properties
 
     put_into_returns(place)
     table = b"\x02\xff\xfet\x01"

@@ -15,7 +15,8 @@ from unittest.mock import ANY
 import pika
 import pytest
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import (
     ACK,
     RELEASE,
     Action,
@@ -25,15 +26,16 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.settler import entry_of
-from airflow_broadway.producers.rabbitmq import bundle, settling, topology
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, join_fields
+from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.link import Link
 from airflow_broadway.producers.rabbitmq.marks import MARK
-from airflow_broadway.producers.rabbitmq.outbox import Outbox
-from airflow_broadway.producers.rabbitmq.properties import join_entries, join_fields
-from airflow_broadway.producers.rabbitmq.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.settle import settlement as settling
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_place import Breaker, Place
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq import topology
+from airflow_broadway.producers.rabbitmq.broker import topology
 from tests.rabbitmq_place import Place, manage
 
 pytestmark = pytest.mark.broker

@@ -12,15 +12,16 @@ import pika
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody import RELEASE, Lease, Settlement, SettleReport, Source
+from airflow_broadway.core.custody.protocol import RELEASE, Lease, Settlement, SettleReport, Source
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
-from airflow_broadway.core.intake import Budget, Intake
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import RateLimiting
-from airflow_broadway.core.rate_limiter import RateLimiter
-from airflow_broadway.producers.rabbitmq import Qos, ending
-from airflow_broadway.producers.rabbitmq import source as source_module
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.stages.receiving import Budget, Intake
+from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.receive import ending
+from airflow_broadway.producers.rabbitmq.receive import source as source_module
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place
 from tests.waiting import eventually
@@ -366,7 +367,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
 def test_an_unexpected_error_closes_the_connection_and_is_told(
     place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from airflow_broadway.producers.rabbitmq import intake
+    from airflow_broadway.producers.rabbitmq.receive import consumer as intake
 
     def broken(properties: bytes) -> None:
         raise error

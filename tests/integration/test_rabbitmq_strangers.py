@@ -14,12 +14,18 @@ from pathlib import Path
 import pika
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Action, Settlement, SettleReport, Verdict
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.broker.names import Queues, lease_arguments
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.queues import Queues, lease_arguments
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Place, marked, permitted
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq import RabbitMQProducer, topology
-from airflow_broadway.producers.rabbitmq.checks import check_queues
-from airflow_broadway.producers.rabbitmq.connection import Blocked
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
+from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server
 from tests.rabbitmq_place import Place, manage

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowSkipException
 
-from airflow_broadway.operators._settling import RunSettler
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.runs.settle import RunSettler
 from airflow_broadway.staging.retention import sweep_retention
-from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.store import Store
 from tests.cli_runs import DAG_ID, RUN_ID, Ran, Shop, make_shop, ran
 
@@ -162,7 +162,7 @@ def test_a_replay_in_an_object_store_copies_what_it_cannot_link(
 ) -> None:
     # Given a settled run in a store without folders and links
     shop.root = f"memory://broadway-{shop.module}"
-    for module in ("airflow_broadway.cli.staged", "tests.cli_runs"):
+    for module in ("airflow_broadway.cli.runs", "tests.cli_runs"):
         monkeypatch.setattr(f"{module}.open_store", lambda uri: Store.open(shop.root))
     run = shop.settled_run()
     calls = shop.calls()

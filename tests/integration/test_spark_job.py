@@ -18,13 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.custody import Action
+from airflow_broadway.core.custody.protocol import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.manifest import Outcome, paths
-from airflow_broadway.core.message import BatchInfo, Message, Trigger
-from airflow_broadway.spark import batch, failed, job, outcome
-from airflow_broadway.spark.fence import Fenced
-from airflow_broadway.spark.work import run_work
+from airflow_broadway.core.formats.manifest import Outcome, paths
+from airflow_broadway.core.formats.ownership import Fenced
+from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
+from airflow_broadway.spark import batch, failed, job
+from airflow_broadway.spark import entries as outcome
+from airflow_broadway.spark.application import run_work
 from tests.unit.spark.pipelines import Counting, Mending, Without
 from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
 from tests.unit.spark.session import spark_session
@@ -253,7 +254,7 @@ def test_a_batch_opens_no_file_and_no_row_group_of_another(
 def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged) -> None:
     from dataclasses import replace
 
-    from airflow_broadway.core.manifest import BatchPlan
+    from airflow_broadway.core.formats.manifest import BatchPlan
 
     seen: list[Any] = []
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
-from airflow_broadway.core.manifest import BatchPlan
+from airflow_broadway.core.formats.manifest import BatchPlan
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA
@@ -25,7 +25,7 @@ MILLIONS = 2_000_000
 
 PIPELINE = """
 from airflow_broadway import Batcher, Broadway
-from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.spark import failed
 
 

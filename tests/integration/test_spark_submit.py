@@ -18,7 +18,7 @@ pytestmark = pytest.mark.spark
 
 PIPELINE = """
 from airflow_broadway import Batcher, Broadway
-from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.spark import failed
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message
-from airflow_broadway.core.custody import RELEASE, Settlement
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import RELEASE, Settlement
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.operators._process import Process
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.runs.process import Process
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.sqs_fixtures import wanted_sqs

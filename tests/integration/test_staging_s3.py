@@ -10,15 +10,15 @@ from typing import Any
 import fsspec
 import pytest
 
-from airflow_broadway.core.custody import ACK, Entry, SettleReport
+from airflow_broadway.core.custody.protocol import ACK, Entry, SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.producers.notes import Notes
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.producers.kit.state_files import Notes
 from airflow_broadway.producers.sqs.failures import Failures
+from airflow_broadway.staging.batch_reader import read_batch
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.reader import read_batch
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention
-from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.testing import ManualClock

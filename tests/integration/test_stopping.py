@@ -21,7 +21,6 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowFailExc
 from airflow.sdk.exceptions import AirflowTaskTimeout
 from airflow.sdk.execution_time.timeout import timeout
 
-from airflow_broadway.operators import _process  # noqa: F401 - so that no test's time is its import's
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator

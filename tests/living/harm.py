@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from airflow_broadway.producers.notes import Notes
-from airflow_broadway.producers.rabbitmq import topology
+from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.staging.backends import Disk
 
 __all__ = ["harmed"]

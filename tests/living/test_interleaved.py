@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.local import run_local
-from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import producer_env
-from airflow_broadway.operators._process import Process
-from airflow_broadway.operators._settling import RunSettler
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.settle import RunSettler
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.clock import ManualClock
 from tests.living.brokers_sqlite import LivingSqlite

@@ -21,16 +21,16 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.local import run_local
-from airflow_broadway.core.producer import Connection
-from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import producer_env
-from airflow_broadway.operators._process import Process
-from airflow_broadway.operators._settling import RunSettler
-from airflow_broadway.operators._sweep import give_back
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.runs.sweep import give_back
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.living.harm import harmed
 from tests.living.pipelines import PIPELINES, broken_transformer

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     Action,
     Custodian,
     Delivery,
@@ -20,9 +21,8 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Source,
 )
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.options import options
-from airflow_broadway.core.producer import Producer, ProducerEnv
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.options import options
 
 COUNTED = {
     Action.ACK: "acked",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.core.custody import Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Action, Entry, Settlement, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran
@@ -242,7 +242,7 @@ def test_the_guide_shows_each_command() -> None:
 
 
 def test_the_queue_commands_start_without_airflow() -> None:
-    script = "import sys, airflow_broadway.cli, airflow_broadway.cli.queues\n"
+    script = "import sys, airflow_broadway.cli, airflow_broadway.cli.queue\n"
     script += "assert not {'airflow', 'pyspark', 'pyarrow', 'fsspec'} & set(sys.modules)"
 
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

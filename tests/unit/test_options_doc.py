@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.producer import Producer
+from airflow_broadway.core.custody.producer import Producer
 from scripts.options_doc import PAGE, PRODUCERS, page
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.operators._shipping import Shipment, check_import, ship
+from airflow_broadway.submit.package import Shipment, check_import, ship
 
 PIPELINE = """
 from airflow_broadway import Batcher, Broadway, failed
@@ -44,7 +44,7 @@ NEWER = {
 
 
 #: What no Python loads without Spark.
-NEEDS_SPARK = {f"airflow_broadway/spark/{name}.py" for name in ("batch", "frame", "outcome")}
+NEEDS_SPARK = {f"airflow_broadway/spark/{name}.py" for name in ("batch", "entries", "frame")}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_every_module_of_it_loads_on_a_real_3_10(shipment: Shipment, python310: 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "airflow_broadway.producers.rabbitmq.source" in names
+    assert "airflow_broadway.producers.rabbitmq.receive.source" in names
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Held(NamedTuple):
     """One message in a bundle.
 
     :param crashes: How many processes died while they held it.
-    :param route: As in :class:`~airflow_broadway.producers.rabbitmq.wire.Delivered`.
+    :param route: As in :class:`~airflow_broadway.producers.rabbitmq.amqp.wire.Delivered`.
     """
 
     message_id: str

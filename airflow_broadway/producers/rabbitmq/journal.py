@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.notes import Notes, digest
+from airflow_broadway.producers.kit.state_files import Notes, digest
 
 __all__ = ["Due", "Journal", "Turns", "digest"]
 

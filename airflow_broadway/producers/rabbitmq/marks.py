@@ -17,9 +17,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from airflow_broadway.core.entries import MAX_REASON, cut
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.properties import (
+from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.producers.rabbitmq.amqp.properties import (
     decode_entry,
     encode_entry,
     entries_of,

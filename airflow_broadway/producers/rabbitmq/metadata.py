@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, plain
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL, split_route
-from airflow_broadway.producers.rabbitmq.properties import FIELDS, decode, plain
 
 __all__ = ["NAMES", "Describer"]
 

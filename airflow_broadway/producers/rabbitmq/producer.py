@@ -6,17 +6,18 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     Action,
     Custodian,
     QueueDepth,
     Source,
     Verdict,
 )
+from airflow_broadway.core.custody.verdicts import Facts
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.options import Options, option, options, override
-from airflow_broadway.core.producer import Producer, ProducerEnv
-from airflow_broadway.core.rules import (
+from airflow_broadway.core.model.options import Options, option, options, override
+from airflow_broadway.core.model.rules import (
     AUTO,
     CONN_ID,
     FUNCTION,
@@ -27,9 +28,8 @@ from airflow_broadway.core.rules import (
     at_least,
     one_of,
 )
-from airflow_broadway.core.verdicts import Facts
-from airflow_broadway.producers.rabbitmq.backoff import TYPES, Backoff, bounds
-from airflow_broadway.producers.rabbitmq.connection import Address, address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.amqp.backoff import TYPES, Backoff, bounds
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of, address_of_uri
 from airflow_broadway.producers.rabbitmq.metadata import NAMES
 
 __all__ = ["DEFAULT_CONNECTION", "Qos", "RabbitMQProducer"]
@@ -311,7 +311,7 @@ class RabbitMQProducer(Producer):
         return Backoff(self.backoff_type, *bounds(self.backoff_min, self.backoff_max))
 
     def source(self, env: ProducerEnv) -> Source:
-        from airflow_broadway.producers.rabbitmq.source import RabbitSource
+        from airflow_broadway.producers.rabbitmq.receive.source import RabbitSource
 
         own = self.merged(env.index)
         if "on_failure" in getattr(own, "_auto", ()):
@@ -323,13 +323,13 @@ class RabbitMQProducer(Producer):
         return RabbitSource(own, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
-        from airflow_broadway.producers.rabbitmq.custodian import RabbitCustodian
-        from airflow_broadway.producers.rabbitmq.sharding import ShardedCustodian
+        from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
+        from airflow_broadway.producers.rabbitmq.settle.sharding import ShardedCustodian
 
         return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth:
-        from airflow_broadway.producers.rabbitmq.custodian import depth
+        from airflow_broadway.producers.rabbitmq.settle.custodian import depth
 
         return depth(self.shards(), env)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.files import new_file
+from airflow_broadway.core.formats.files import new_file
 
 __all__ = ["SCHEMA_VERSION", "Database", "transaction"]
 

@@ -13,7 +13,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     Custodian,
     Entry,
     Lease,
@@ -23,10 +24,9 @@ from airflow_broadway.core.custody import (
     Source,
 )
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import option, options
-from airflow_broadway.core.producer import Connection, Producer, ProducerEnv
-from airflow_broadway.core.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
 from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
 
 __all__ = ["DEFAULT_CONNECTION", "SqliteProducer", "path_of"]

@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     RELEASE,
     Entry,
     QueueDepth,
@@ -26,8 +26,10 @@ from airflow_broadway.core.custody import (
     SettleReport,
 )
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.sqlite import dead, looking, settling
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.sqlite import dead_letters as dead
+from airflow_broadway.producers.sqlite import inspect as looking
+from airflow_broadway.producers.sqlite import settling
 from airflow_broadway.producers.sqlite.database import Database, transaction
 from airflow_broadway.producers.sqlite.receive import Portion, receive
 from airflow_broadway.producers.sqlite.records import (
@@ -37,7 +39,7 @@ from airflow_broadway.producers.sqlite.records import (
     from_micros,
     to_micros,
 )
-from airflow_broadway.producers.sqlite.sending import MAX_BODY, Sendable, parts
+from airflow_broadway.producers.sqlite.send import MAX_BODY, Sendable, parts
 
 if TYPE_CHECKING:
     from typing import Self

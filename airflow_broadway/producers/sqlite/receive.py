@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.custody import Delivery
+from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.message import NO_ACK, AckRef, Message
-from airflow_broadway.producers.sqlite import dead, settling
+from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
+from airflow_broadway.producers.sqlite import dead_letters as dead
+from airflow_broadway.producers.sqlite import settling
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody import Lease, SettleReport
+from airflow_broadway.core.custody.protocol import Lease, SettleReport
 
 __all__ = ["DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     RELEASE,
     Action,
     Entry,
@@ -21,9 +21,9 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
-from airflow_broadway.core.entries import MAX_REASON, cut
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.guard import Guard
+from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.producers.kit.guard import Guard
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow
 

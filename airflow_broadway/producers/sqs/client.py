@@ -14,9 +14,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
-from airflow_broadway.core.producer import Connection, ProducerEnv
-from airflow_broadway.producers.addresses import warn_of_plain_http
+from airflow_broadway.producers.kit.addresses import warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import translated
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from airflow_broadway.core.custody import Action, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Action, Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.notes import day_of
-from airflow_broadway.producers.sqs.book import COUNTED, Book, Shelf, report_of
-from airflow_broadway.producers.sqs.bulk import Bulk
+from airflow_broadway.producers.kit.state_files import day_of
+from airflow_broadway.producers.sqs.batch_requests import Bulk
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
-from airflow_broadway.producers.sqs.settling import Plan, Settling, plan
+from airflow_broadway.producers.sqs.receipts import COUNTED, Book, Shelf, report_of
+from airflow_broadway.producers.sqs.settlement import Plan, Settling, plan
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.producer import ProducerEnv
+    from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
 __all__ = ["SqsCustodian"]

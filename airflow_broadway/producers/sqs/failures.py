@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Final
 
-from airflow_broadway.producers.notes import Notes, day_of
+from airflow_broadway.producers.kit.state_files import Notes, day_of
 
 __all__ = ["Failures"]
 

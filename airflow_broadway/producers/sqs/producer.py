@@ -10,12 +10,12 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from airflow_broadway.core.custody import Action, Custodian, QueueDepth, Source
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import Action, Custodian, QueueDepth, Source
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import option, options
-from airflow_broadway.core.producer import Producer, ProducerEnv
-from airflow_broadway.core.rules import (
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import (
     AUTO,
     CONN_ID,
     SECONDS,
@@ -26,7 +26,7 @@ from airflow_broadway.core.rules import (
 )
 from airflow_broadway.producers.sqs.client import DEFAULT_CONNECTION, region_of
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
-from airflow_broadway.producers.sqs.receiving import SYSTEM_ATTRIBUTES
+from airflow_broadway.producers.sqs.reading import SYSTEM_ATTRIBUTES
 
 __all__ = ["SqsProducer", "partition_of"]
 
@@ -297,7 +297,7 @@ class SqsProducer(Producer):
         return SqsCustodian(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        from airflow_broadway.producers.sqs.looking import depth
+        from airflow_broadway.producers.sqs.inspect import depth
 
         return depth(self, env)
 

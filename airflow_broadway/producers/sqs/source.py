@@ -8,30 +8,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.notes import day_of
-from airflow_broadway.producers.sqs.asking import Receives
-from airflow_broadway.producers.sqs.book import KEPT_REPORTS, Shelf
-from airflow_broadway.producers.sqs.bulk import Bulk
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kit.state_files import day_of
+from airflow_broadway.producers.sqs.batch_requests import Bulk
 from airflow_broadway.producers.sqs.client import open_queue
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
-from airflow_broadway.producers.sqs.looking import check, look_at_empty
+from airflow_broadway.producers.sqs.inspect import check, look_at_empty
 from airflow_broadway.producers.sqs.polling import Answer, Polls
-from airflow_broadway.producers.sqs.receiving import (
+from airflow_broadway.producers.sqs.reading import (
     Reader,
     group_of,
     receives_of,
 )
+from airflow_broadway.producers.sqs.receipts import KEPT_REPORTS, Shelf
+from airflow_broadway.producers.sqs.receives import Receives
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.producer import ProducerEnv
+    from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
 __all__ = ["SqsSource"]

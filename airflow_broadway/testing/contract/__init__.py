@@ -13,7 +13,7 @@ pytest must be installed.  For readable failures, the suite's own ``conftest.py`
 
 from __future__ import annotations
 
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.testing.contract.killing import Killing
 from airflow_broadway.testing.contract.lapsing import Lapsing
 from airflow_broadway.testing.contract.receiving import Receiving

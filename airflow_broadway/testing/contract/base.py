@@ -10,8 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from airflow_broadway.core.custody import Custodian, Lease, Settlement, SettleReport, Source
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.custody.protocol import (
+    Custodian,
+    Lease,
+    Settlement,
+    SettleReport,
+    Source,
+)
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, settlement_of
 
 __all__ = ["ContractBase"]

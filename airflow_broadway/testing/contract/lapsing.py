@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Action, Settlement, SettleReport, Verdict
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Action,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.settler import entry_of
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import (
     ACK,
     LEAVE,
     RELEASE,
@@ -16,7 +17,6 @@ from airflow_broadway.core.custody import (
     SettleReport,
     Verdict,
 )
-from airflow_broadway.core.settler import entry_of
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Lease, Settlement, SettleReport
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.custody.protocol import RELEASE, Lease, Settlement, SettleReport
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, settlement_of
 

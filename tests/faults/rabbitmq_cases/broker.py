@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from airflow_broadway.core.custody import Action, Lease, SettleReport, Verdict
+from airflow_broadway.core.custody.protocol import Action, Lease, SettleReport, Verdict
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.model.message import Message
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case

@@ -15,7 +15,8 @@ from typing import Any
 
 import pika
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import (
     ACK,
     Action,
     Lease,
@@ -24,11 +25,10 @@ from airflow_broadway.core.custody import (
     Source,
     Verdict,
 )
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import counted, dead_letters, queue_names
 from tests.faults.found import Found

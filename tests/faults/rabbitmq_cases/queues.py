@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import RELEASE, Action, Settlement, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
-from airflow_broadway.core.message import Message
-from airflow_broadway.producers.rabbitmq import topology
-from airflow_broadway.producers.rabbitmq.queues import Queues, lease_arguments
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker.names import Queues, lease_arguments
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case

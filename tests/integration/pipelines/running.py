@@ -16,7 +16,7 @@ from airflow.serialization.definitions.dag import SerializedDAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.utils.session import create_session
 
-from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.producers.sqlite import SqliteQueue
 
 _BUNDLE = "tests"

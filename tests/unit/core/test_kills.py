@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from airflow.sdk.exceptions import AirflowTaskTimeout
 
-from airflow_broadway.core import schema_convert, schema_values, worker
-from airflow_broadway.core.message import Status
+from airflow_broadway.core.model.message import Status
+from airflow_broadway.core.schema import records as schema_convert
+from airflow_broadway.core.schema import values as schema_values
+from airflow_broadway.core.stages import subprocess_processor as worker
 
 
 def _killed(kind: type[BaseException]) -> Any:

@@ -17,7 +17,7 @@ from airflow_broadway import Broadway
 from airflow_broadway.cli.output import complain
 from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.masking import redacted, shown
-from airflow_broadway.core.options import Options, build, override
+from airflow_broadway.core.model.options import Options, build, override
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer

@@ -21,16 +21,16 @@ from unittest import mock
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.producer import Connections, ProducerEnv
-from airflow_broadway.operators._batches import PythonBatches
+from airflow_broadway.core.custody.producer import Connections, ProducerEnv
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.operators._process import Process
-from airflow_broadway.operators._settling import RunSettler
-from airflow_broadway.operators._sweep import give_back
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.runs.sweep import give_back
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.operators._batches import PythonBatches
-from airflow_broadway.operators._process import Process
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators.process import (
     BUDGET_DEFAULTS,
     BroadwayProcessorOperator,
     budget_of,
 )
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.task_group import make_params
 from tests.unit.operators.steps import Run, Sums
 

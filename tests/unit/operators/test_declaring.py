@@ -11,10 +11,10 @@ import pytest
 from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
-from airflow_broadway.core.broadway import Broadway
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.message import BatchInfo, Message
-from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.model.message import BatchInfo, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator

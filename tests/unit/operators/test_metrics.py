@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import QueueDepth
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.operators._metrics import Metric, Metrics
 from tests.unit.operators.steps import Run
 

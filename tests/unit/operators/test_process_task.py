@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.unit.operators.steps import PlainSums, Sums
@@ -56,9 +56,7 @@ class Task:
 def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: SettleReport, why: str
 ) -> None:
-    monkeypatch.setattr(
-        "airflow_broadway.operators._process.settle_generation", lambda *_, **__: settled
-    )
+    monkeypatch.setattr("airflow_broadway.runs.process.settle_generation", lambda *_, **__: settled)
     task = Task(tmp_path, PlainSums)
 
     if not why:

@@ -11,13 +11,13 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.options import RateLimiting
+from airflow_broadway.core.model.options import RateLimiting
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from airflow_broadway.staging.run import SETTLED
+from airflow_broadway.staging.run_folder import SETTLED
 
 
 class Echo(Broadway):
@@ -173,7 +173,8 @@ def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
     # Given a run that loses count of a message
     send(tmp_path, 3)
     monkeypatch.setattr(
-        "airflow_broadway.core.settler.Settler.finish", lambda self: SettleReport(acked=2)
+        "airflow_broadway.core.custody.in_process.Settler.finish",
+        lambda self: SettleReport(acked=2),
     )
 
     with pytest.raises(AirflowFailException, match="The sum does not balance"):

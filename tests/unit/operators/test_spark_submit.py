@@ -23,21 +23,21 @@ from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
 import airflow_broadway
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import (
     BroadwayError,
     ConnectionMissing,
     OptionsError,
     PipelineError,
 )
-from airflow_broadway.core.manifest import BatchPlan, Outcome, Work, paths
-from airflow_broadway.core.producer import Connection
+from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, paths
 from airflow_broadway.operators import spark_submit
 from airflow_broadway.operators._common import open_run
-from airflow_broadway.operators._spark_home import LIGHT_JVM, SparkMissing, s3_settings
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.spark.files import LocalFiles
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
 
@@ -497,7 +497,7 @@ def test_a_connection_of_another_kind_is_refused(
 
 
 def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("airflow_broadway.operators._spark_home._bundled", lambda: None)
+    monkeypatch.setattr("airflow_broadway.submit.environment._bundled", lambda: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
         SparkMissing, match=r"neither on PATH nor in SPARK_HOME.*pip install pyspark"

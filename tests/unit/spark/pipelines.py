@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.message import BatchInfo, Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.producer import Producer
-from airflow_broadway.core.run import RunInfo
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.model.message import BatchInfo, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.run_info import RunInfo
 
 
 class Counting(Broadway):

@@ -1,4 +1,4 @@
-"""Writes a run's files by hand, in the formats that ``core.manifest`` gives, for tests of Spark."""
+"""Writes a run's files by hand, in the formats of ``core.formats``, for tests of Spark."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from airflow_broadway.core.custody import Entry, Lease
-from airflow_broadway.core.manifest import (
+from airflow_broadway.core.custody.protocol import Entry, Lease
+from airflow_broadway.core.formats.manifest import (
     BatchPlan,
     EntryLine,
     Outcome,
@@ -22,12 +22,12 @@ from airflow_broadway.core.manifest import (
     load_line,
     paths,
 )
-from airflow_broadway.core.recording import entry_lines
-from airflow_broadway.core.run import RunInfo
-from airflow_broadway.core.schema import parse_schema
+from airflow_broadway.core.formats.record_batch import entry_lines
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
-from airflow_broadway.staging.slabs import plain_key
+from airflow_broadway.staging.plan_data_files import plain_key
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 GENERATION = "0" * 31 + "1"

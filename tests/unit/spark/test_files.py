@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.manifest import Files
+from airflow_broadway.core.formats.manifest import Files
 from airflow_broadway.spark.files import (
     FsspecFiles,
     HadoopFiles,

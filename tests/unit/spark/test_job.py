@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.manifest import BatchPlan, Work, paths
-from airflow_broadway.core.sums import sealed
+from airflow_broadway.core.formats.manifest import BatchPlan, Work, paths
+from airflow_broadway.core.formats.sums import sealed
 from airflow_broadway.spark import job, launcher
+from airflow_broadway.spark.application import REFUSED
 from airflow_broadway.spark.files import LocalFiles
-from airflow_broadway.spark.work import REFUSED
 from tests.unit.spark.plans import Planned, Staged, rows
 
 

@@ -64,7 +64,7 @@ def test_any_other_return_is_refused(value: Any) -> None:
 
 def test_importing_it_loads_neither_spark_nor_airflow() -> None:
     code = (
-        "import sys, airflow_broadway.spark, airflow_broadway.spark.fence;"
+        "import sys, airflow_broadway.spark, airflow_broadway.core.formats.ownership;"
         "import airflow_broadway.spark.files, airflow_broadway.spark.job;"
         "bad = {'pyspark', 'airflow', 'pyarrow', 'fsspec', 'pandas'} & set(sys.modules);"
         "sys.exit(', '.join(bad) or 0)"

@@ -8,16 +8,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.custody import Delivery, Entry, Lease, Settlement, SettleReport
-from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome, PlannedBatch, paths
-from airflow_broadway.core.manifest import dump_entry as dump
-from airflow_broadway.core.message import AckRef, Message
-from airflow_broadway.core.options import Batcher, options
-from airflow_broadway.core.producer import Producer
-from airflow_broadway.core.rows import Rows
-from airflow_broadway.core.sums import Summing
-from airflow_broadway.staging.run import GenerationRecord, StagedRun
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, Outcome, PlannedBatch, paths
+from airflow_broadway.core.formats.manifest import dump_entry as dump
+from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.options import Batcher, options
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.message import BatchInfo, Message, Trigger
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.plain import load_key
-from airflow_broadway.core.processor import ProcessorStage
-from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.stages.processor import ProcessorStage
+from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.reader import BatchReader
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import DummyProducer, PipelineDriver
 from tests.unit.staging.kit import batches_of, manifest_of, message, open_generation, open_run

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.schema import (
+from airflow_broadway.core.schema.ddl import (
     Array,
     Atomic,
     ConversionError,

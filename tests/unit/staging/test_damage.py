@@ -10,15 +10,15 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.custody import Action, Delivery, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Action, Delivery, Entry, Settlement, Verdict
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.manifest import BatchPlan, Manifest, Outcome
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.sums import Summing, check_seal, checked, sealed
+from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, Outcome
+from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.plans import plans_of
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement import build_settlement
 from tests.unit.staging.kit import (
     Silent,

@@ -9,15 +9,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.manifest import BatchPlan
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.rows import Rows
-from airflow_broadway.staging import slabs, tables
+from airflow_broadway.core.formats.manifest import BatchPlan
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging import plan_data_files as slabs
+from airflow_broadway.staging import tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import (

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.manifest import BatchPlan, PlannedBatch
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.options import Batcher
+from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.staging import plan_data_files as slabs
 from airflow_broadway.staging import planner as planner_module
-from airflow_broadway.staging import slabs
 from airflow_broadway.staging import writer as writer_module
+from airflow_broadway.staging.batch_reader import BatchReader, read_batch
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.reader import BatchReader, read_batch
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement import record_settled
 from airflow_broadway.staging.store import Folder
 from tests.unit.staging.kit import (

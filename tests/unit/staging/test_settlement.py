@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.broadway import Broadway
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     ACK,
     RELEASE,
     Action,
@@ -17,13 +16,14 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.manifest import BatchPlan, paths
-from airflow_broadway.core.message import NO_ACK, Message
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.staging import plans
+from airflow_broadway.core.formats.manifest import BatchPlan, paths
+from airflow_broadway.core.model.message import NO_ACK, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.staging import plan_choice as plans
+from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.plans import plans_of
-from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation, settled_journal
 from tests.unit.staging.kit import (
     FakeCustodian,

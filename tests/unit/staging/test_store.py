@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import SettleReport
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.staging import backends
 from airflow_broadway.staging.errors import cannot
-from airflow_broadway.staging.run import iter_unsettled
+from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement import record_settled
 from airflow_broadway.staging.store import Folder, Store
 from tests.unit.staging.kit import open_generation, open_run

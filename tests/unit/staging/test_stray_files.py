@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import SettleReport
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.producers.notes import Notes
+from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.producers.kit.state_files import Notes
 from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.staging.plan_choice import plans_of, standing_plans
 from airflow_broadway.staging.planner import plan_batches
-from airflow_broadway.staging.plans import plans_of, standing_plans
-from airflow_broadway.staging.rate import StagedRateState
+from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
-from airflow_broadway.staging.run import StagedRun, iter_unsettled
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, record_settled
 from airflow_broadway.testing import ManualClock
 from tests.unit.staging.kit import (

@@ -7,15 +7,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway.core.custody import ACK, Action, Delivery, Entry, Verdict
+from airflow_broadway.core.custody.protocol import ACK, Action, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import ConversionError, PipelineError
-from airflow_broadway.core.manifest import load_line
-from airflow_broadway.core.message import NO_ACK
-from airflow_broadway.core.options import Batcher
-from airflow_broadway.core.processor import ProcessorStage
-from airflow_broadway.core.rows import Rows
+from airflow_broadway.core.formats.manifest import load_line
+from airflow_broadway.core.model.message import NO_ACK
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.stages.processor import ProcessorStage
+from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.staging import writer as writer_module
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import Republishing, message, open_generation, open_run, pipeline_of
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
-from airflow_broadway.producers.rabbitmq.ending import patience
-from airflow_broadway.producers.rabbitmq.transfer import Window
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Window
+from airflow_broadway.producers.rabbitmq.receive.ending import patience
 from airflow_broadway.testing.clock import ManualClock
 
 

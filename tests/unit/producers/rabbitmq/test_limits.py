@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import Lease
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
-from airflow_broadway.core.producer import Connection, ProducerEnv
-from airflow_broadway.producers.rabbitmq import RabbitMQProducer, source
-from airflow_broadway.producers.rabbitmq.connection import Address, address_of
-from airflow_broadway.producers.rabbitmq.queues import LADDER, Queues, rung
-from airflow_broadway.producers.rabbitmq.sealing import Aside, Ready
-from airflow_broadway.producers.rabbitmq.sweep import due_at
-from airflow_broadway.producers.rabbitmq.wire import connection_class
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
+from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues, rung
+from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
+from airflow_broadway.producers.rabbitmq.receive import source
+from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Ready
 from airflow_broadway.testing import ManualClock
 
 

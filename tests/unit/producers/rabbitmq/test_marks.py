@@ -7,6 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from airflow_broadway.producers.rabbitmq.amqp.properties import (
+    decode,
+    encode,
+    entries_of,
+    fields_of,
+    join_entries,
+    join_fields,
+)
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
     MARK,
@@ -20,15 +28,7 @@ from airflow_broadway.producers.rabbitmq.marks import (
     restored,
     split_route,
 )
-from airflow_broadway.producers.rabbitmq.properties import (
-    decode,
-    encode,
-    entries_of,
-    fields_of,
-    join_entries,
-    join_fields,
-)
-from tests.unit.producers.rabbitmq.test_properties import PROPERTIES
+from tests.unit.producers.rabbitmq.amqp.test_properties import PROPERTIES
 
 MARKED = Mark("id-1", "g1", 3, "turn")
 ROUTE = b"\x04shop\x11orders.eu.created"

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import Action, Delivery, Verdict
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.protocol import Action, Delivery, Verdict
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
-from airflow_broadway.core.message import AckRef, Message, Status
-from airflow_broadway.core.producer import Connection, ProducerEnv
+from airflow_broadway.core.model.message import AckRef, Message, Status
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.backoff import Backoff, bounds
-from airflow_broadway.producers.rabbitmq.connection import address_of, address_of_uri
-from airflow_broadway.producers.rabbitmq.queues import Queues, rung
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff, bounds
+from airflow_broadway.producers.rabbitmq.amqp.connection import address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.broker.names import Queues, rung
 
 
 class Connections:

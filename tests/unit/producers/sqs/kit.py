@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody import ACK, Custodian, Entry, Settlement, Verdict
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.message import Message
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.core.settler import entry_of
-from airflow_broadway.operators._process import Process
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Custodian, Entry, Settlement, Verdict
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.custodian import SqsCustodian
 from airflow_broadway.producers.sqs.source import SqsSource
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.runs.process import Process
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, installed

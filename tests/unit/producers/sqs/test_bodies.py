@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.local import run_local
+from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, installed

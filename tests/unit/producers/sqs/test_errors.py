@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import (
     ConnectionMissing,
     OptionsError,
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.core.producer import Connection, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import Queue, boto_client
 from airflow_broadway.producers.sqs.errors import Denied, Expired, InFlightLimit

@@ -11,7 +11,7 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.notes import Notes
+from airflow_broadway.producers.kit.state_files import Notes
 from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs

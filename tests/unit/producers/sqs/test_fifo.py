@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway, Message, Processors
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.local import RunReport
-from airflow_broadway.core.producer import ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.local.run import RunReport
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import FakeSqs, installed

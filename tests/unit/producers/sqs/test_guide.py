@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.protocol import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
-from airflow_broadway.producers.sqs.receiving import request_of
+from airflow_broadway.producers.sqs.reading import request_of
 from tests.fake_sqs import URL
 from tests.unit.producers.sqs.kit import Halves, halves, settlement
 from tests.unit.producers.sqs.test_errors import env

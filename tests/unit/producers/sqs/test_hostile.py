@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody import SettleReport, Verdict
-from airflow_broadway.core.manifest import dump_entry, load_line
-from airflow_broadway.core.settler import entry_of
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import SettleReport, Verdict
+from airflow_broadway.core.formats.manifest import dump_entry, load_line
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import Halves, halves, settlement
-from tests.unit.producers.sqs.test_settling import DEAD
+from tests.unit.producers.sqs.test_settlement import DEAD
 
 TEXT = st.text(max_size=12)
 VALUE: Any = st.one_of(st.none(), st.integers(), TEXT, st.binary(max_size=8), st.just({}))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody import ACK, RELEASE, Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import ACK, RELEASE, Action, Entry, Settlement, Verdict
 from tests.unit.producers.sqs.kit import halves
 
 COUNT = 100_000

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody import (
+from airflow_broadway.core.custody.protocol import (
     RELEASE,
     Action,
     Settlement,
@@ -19,7 +19,7 @@ from airflow_broadway.core.custody import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.message import Message
+from airflow_broadway.core.model.message import Message
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import Halves, halves, settlement
 from tests.unit.producers.verdicts import VERDICTS

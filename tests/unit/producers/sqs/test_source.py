@@ -14,13 +14,13 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
-from airflow_broadway.core.producer import ProducerEnv
-from airflow_broadway.producers import addresses
+from airflow_broadway.producers.kit import addresses
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.errors import Expired
 from airflow_broadway.producers.sqs.producer import partition_of
-from airflow_broadway.producers.sqs.receiving import request_of
+from airflow_broadway.producers.sqs.reading import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.producers.sqs.kit import FIFO, halves, settlement, take

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, RateLimiting
-from airflow_broadway.core.custody import ACK, RELEASE, Entry, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import ACK, RELEASE, Entry, Settlement, SettleReport
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, StagingError
-from airflow_broadway.core.intake import Budget
-from airflow_broadway.core.manifest import Manifest
-from airflow_broadway.operators._process import Process
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer, polling
-from airflow_broadway.producers.sqs.book import Book
-from airflow_broadway.staging.run import StagedRun
+from airflow_broadway.producers.sqs.receipts import Book
+from airflow_broadway.runs.process import Process
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.producers.sqs.kit import FIFO, halves, process_of, settlement

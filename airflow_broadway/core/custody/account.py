@@ -1,0 +1,135 @@
+"""What a run came to: whether people should look at it, and in what words it is told.
+
+Pure functions of counts, for the ack sensor, a process task, :class:`BroadwayRunOperator`,
+:class:`RunReport` and the command line alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.rules import Rule, is_int
+from airflow_broadway.core.text import many, printable
+
+__all__ = [
+    "CLASSES",
+    "FAIL_WHEN",
+    "REASONS",
+    "check_fail_when",
+    "failures_trouble",
+    "handled_of",
+    "lines_of",
+    "settling_trouble",
+]
+
+#: The classes of the account, each message in one, and what people call them.
+CLASSES: Final[Mapping[str, str]] = {
+    "acked": "acked",
+    "requeued": "requeued",
+    "dead_lettered": "dead-lettered",
+    "left": "left to the broker",
+    "released": "given back",
+    "lapsed": "lapsed",
+    "settle_failed": "could not be settled",
+    "still_leased": "still held",
+}
+
+_HANDLED: Final = ("acked", "requeued", "dead_lettered", "left")
+
+#: Reasons that a report names.
+REASONS: Final = 10
+
+#: When failed messages make a run fail.
+FAIL_WHEN: Final = Rule(
+    "'all', 'never', a number of messages, or a share below 1 such as 0.05",
+    lambda v: v in ("all", "never") or (is_int(v) and v > 0) or (type(v) is float and 0 < v < 1),
+)
+
+
+def check_fail_when(path: str, value: Any) -> Any:
+    """Return ``value`` if it may be a ``fail_when``.
+
+    :raises OptionsError: Otherwise.
+    """
+    if not FAIL_WHEN.holds(value):
+        raise OptionsError(path, FAIL_WHEN.text, value)
+    return value
+
+
+def handled_of(totals: Mapping[str, int]) -> int:
+    """How many messages have an outcome: what was given back or had lapsed has none."""
+    return sum(totals.get(name, 0) for name in _HANDLED)
+
+
+def failures_trouble(failed: int, handled: int, fail_when: Any) -> str:
+    """Why a run with so many failed messages fails, as a sentence; empty if it does not.
+
+    :param handled: Messages with an outcome; see :func:`handled_of`.
+    :param fail_when: ``"all"``: if every handled message failed.  ``"never"``.  An integer: from so
+        many failed messages on.  A float: from that share of the handled ones on.
+    """
+    if fail_when == "never" or failed < 1:
+        return ""
+    if fail_when == "all":
+        met = failed >= handled
+    elif is_int(fail_when):
+        met = failed >= fail_when
+    else:
+        met = failed >= fail_when * handled
+    if not met:
+        return ""
+    every = "every message that was handled" if failed >= handled else f"of {_n(handled)} handled"
+    return f"{many(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
+
+
+def settling_trouble(lapsed: int, refused: int, errors: Sequence[str] = ()) -> str:
+    """Why a settlement that left messages out makes its run fail; empty if it left out none."""
+    parts = []
+    if lapsed:
+        parts.append(f"{many(lapsed, 'message')} had lapsed before they were settled")
+    if refused:
+        parts.append(f"{_n(refused)} could not be settled")
+    if not parts:
+        return ""
+    why = f" ({printable('; '.join(errors))})" if errors else ""
+    return " and ".join(parts) + f"{why}: they are delivered again, marked as redelivered"
+
+
+def lines_of(report: Mapping[str, Any]) -> list[str]:
+    """A run's report in sentences: figures first, then reasons, ids last.
+
+    :param report: As the ack sensor keeps it in ``report.json``.
+    """
+    totals = report["totals"]
+    told = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
+    figures = f": {', '.join(told)}" if told else ""
+    lines = [f"{many(totals['received'], 'message')} received{figures}."]
+    if totals.get("failed"):
+        batchers = report.get("batchers", {}).items()
+        where = [f"{_n(each['failed'])} in batches of {name}" for name, each in batchers]
+        where = [text for text in where if not text.startswith("0 ")]
+        before = totals["failed"] - sum(each["failed"] for _, each in batchers)
+        if before > 0:
+            where.insert(0, f"{_n(before)} before any batch")
+        told_where = f": {', '.join(where)}" if batchers else ""
+        lines.append(f"{_n(totals['failed'])} failed{told_where}.")
+    reasons = report.get("reasons", [])
+    width = max((len(_n(each["count"])) for each in reasons), default=0)
+    lines += [
+        f"  {_n(each['count']).rjust(width)}  {each['stage'] or '-':7}  {printable(each['reason'])}"
+        for each in reasons
+    ]
+    if not report["balanced"]:
+        lines.append(
+            f"The sum does not balance: {_n(totals['received'])} received,"
+            f" {_n(totals['accounted'])} accounted for."
+        )
+    lines += [f"Failed task: {name}." for name in report.get("failed_tasks", [])]
+    lines += [f"Error: {printable(error)}" for error in report.get("errors", [])]
+    return lines
+
+
+def _n(number: int) -> str:
+    return f"{number:,}"

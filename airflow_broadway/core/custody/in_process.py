@@ -1,0 +1,262 @@
+"""Settling in the process that works: acks go to the broker in bulk, as they come.
+
+A :class:`Settler` is the sink of a :class:`RunAcknowledger`.  It has one custodian, used from one
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final
+
+from airflow_broadway.core.custody.acknowledger import Judged
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Custodian,
+    Delivery,
+    Entry,
+    Lease,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.custody.verdicts import COUNTED
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.text import many
+
+__all__ = ["Settler", "Tally", "done_of", "entry_of", "settle_at_once", "settled"]
+
+log = logging.getLogger(__name__)
+
+#: Verdicts that are carried out together, and the seconds for which one waits for others.
+_BULK: Final = 1000
+_DELAY: Final = 1.0
+
+
+def entry_of(message: Message, verdict: Verdict) -> Entry:
+    """The entry that settles ``message`` by ``verdict``."""
+    data = message.acknowledger.data
+    delivery = data if isinstance(data, Delivery) else Delivery()
+    made = (
+        message.message_id,
+        delivery.receipt,
+        verdict,
+        message.attempt,
+        delivery.payload,
+        delivery.properties,
+    )
+    return tuple.__new__(Entry, made)  # half the cost of calling the class
+
+
+def settled(report: SettleReport) -> SettleReport:
+    """What ``settle_now`` did, if it did all of it.
+
+    :raises ProducerError: If the broker refuses, or :class:`LeaseLapsed` if the lease has lapsed:
+        the callback that asked is told.
+    """
+    if report.failed:
+        raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
+    if report.lapsed:
+        total = many(report.total, "message")
+        raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {total}")
+    return report
+
+
+def settle_at_once(
+    custodian: Custodian, lease: Lease, entries: Iterable[Entry]
+) -> tuple[SettleReport, list[Entry], list[Entry]]:
+    """Carry out verdicts at once: the report, the entries that are done, and those that are not.
+
+    Of several verdicts on one message the last counts.
+
+    :raises ProducerError: If the broker refuses it all, or the report does not say which are done.
+    """
+    given = {entry.message_id: entry for entry in entries}
+    report = custodian.settle_now(lease, list(given.values()))
+    undone = [entry for key, entry in given.items() if key in report.undone]
+    if len(undone) != report.failed + report.lapsed:
+        raise ProducerError(
+            f"{type(custodian).__name__}.settle_now reports {report.failed + report.lapsed} of"
+            f" {many(len(given), 'message')} as not settled, and names {len(undone)} of them in"
+            " 'undone'"
+        )
+    return report, [entry for key, entry in given.items() if key not in report.undone], undone
+
+
+def done_of(report: SettleReport) -> SettleReport:
+    """What of a report is done: the messages that are not are still to be accounted for."""
+    return replace(report, failed=0, lapsed=0, undone=frozenset())
+
+
+class Tally:
+    """The sink of messages that no broker holds: counts the verdicts."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTED.values(), 0)
+        self.closed = False
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Count the verdicts of one stage result."""
+        if not self.closed:
+            for _, verdict in (*successful, *failed):
+                self.counts[COUNTED[verdict.action]] += 1
+
+    settle_now = record
+
+
+class Settler:
+    """Carries verdicts out, in bulk, and at the end gives the rest back.
+
+    :param custodian: Opens the custodian; called in the thread that uses it.
+    :param lease: Of the source, whatever it is by then.
+    :param threaded: Whether verdicts come from several threads; then the custodian has its own.
+    """
+
+    def __init__(
+        self,
+        custodian: Callable[[], Custodian],
+        lease: Callable[[], Lease],
+        *,
+        threaded: bool,
+    ) -> None:
+        self._open = custodian
+        self._lease = lease
+        self._custodian: Custodian | None = None
+        self._thread = ThreadPoolExecutor(1, "broadway-settler") if threaded else None
+        self._lock = threading.Lock()
+        self._held: dict[str, Message] = {}
+        self._entries: list[Entry] = []
+        #: What the broker refused, or the lease no longer held; tried once more at the end.
+        self._undone: list[Entry] = []
+        #: What was settled at once though others of the same call were not: the callback that asked
+        #: does not know.
+        self._done: set[str] = set()
+        self._since = 0.0
+        self._report = SettleReport()
+        self._received = 0
+        self._closed = False
+        #: Seconds spent in settling.
+        self.seconds = 0.0
+
+    @property
+    def received(self) -> int:
+        """Messages held so far, settled or not."""
+        return self._received
+
+    def hold(self, messages: Sequence[Message]) -> None:
+        """Note messages that were received; each is held until it has a verdict."""
+        with self._lock:
+            self._received += len(messages)
+            for message in messages:
+                self._held[message.message_id] = message
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Take verdicts; they are carried out soon."""
+        with self._lock:
+            if self._closed:
+                return  # the run has ended and given these back
+            if not self._entries:
+                self._since = time.monotonic()
+            self._entries += self._entries_of(successful, failed)
+            full = len(self._entries) >= _BULK
+        if full:
+            self.tick(force=True)
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        """Carry these verdicts out before returning.
+
+        :raises ProducerError: If the broker refuses, or the lease has lapsed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LeaseLapsed("the run has ended and given its messages back")
+            entries = self._not_done([*successful, *failed])
+        report, done, undone = self._in_thread(lambda: self._settle(entries))
+        with self._lock:
+            self._report += done_of(report)
+            for entry in done:
+                self._held.pop(entry.message_id, None)
+            if undone:
+                self._done.update(entry.message_id for entry in done)
+        settled(report)
+
+    def tick(self, *, force: bool = False) -> None:
+        """Carry out what has waited long enough."""
+        with self._lock:
+            if not self._entries or (not force and time.monotonic() - self._since < _DELAY):
+                return
+            entries, self._entries = self._entries, []
+        try:
+            report, _, undone = self._in_thread(lambda: self._settle(entries))
+        except BroadwayError as error:
+            log.warning("could not settle %s yet: %s", many(len(entries), "message"), error)
+            with self._lock:
+                self._entries, self._since = entries + self._entries, time.monotonic()
+            return
+        with self._lock:
+            self._report += done_of(report)
+            self._undone += undone
+
+    def finish(self) -> SettleReport:
+        """Settle what has a verdict, release the rest, end the lease; returns the whole account."""
+        with self._lock:
+            self._closed = True
+            entries, self._entries, self._undone = self._undone + self._entries, [], []
+        named = [*entries, *(entry_of(message, RELEASE) for message in self._held.values())]
+        settlement = Settlement(
+            rest=RELEASE,
+            entries=lambda: iter(entries),
+            everything=lambda: _each(named),
+            expected=self._received,
+        )
+        try:
+            if self._received:
+                self._report += self._in_thread(
+                    lambda: self._opened().settle(self._lease(), settlement)
+                )
+        finally:
+            self._close()
+        return self._report
+
+    def _close(self) -> None:
+        if self._custodian is not None:
+            self._in_thread(self._custodian.close)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _entries_of(self, successful: list[Judged], failed: list[Judged]) -> list[Entry]:
+        entries = self._not_done([*successful, *failed])
+        for entry in entries:
+            self._held.pop(entry.message_id, None)
+        return entries
+
+    def _not_done(self, judged: list[Judged]) -> list[Entry]:
+        entries = [entry_of(*each) for each in judged]
+        if not self._done:
+            return entries
+        return [entry for entry in entries if entry.message_id not in self._done]
+
+    def _opened(self) -> Custodian:
+        if self._custodian is None:
+            self._custodian = self._open()
+        return self._custodian
+
+    def _settle(self, entries: list[Entry]) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        return settle_at_once(self._opened(), self._lease(), entries)
+
+    def _in_thread(self, work: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        try:
+            return work() if self._thread is None else self._thread.submit(work).result()
+        finally:
+            self.seconds += time.monotonic() - started
+
+
+def _each(entries: list[Entry]) -> Iterator[Entry]:
+    return iter(entries)

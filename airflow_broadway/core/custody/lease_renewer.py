@@ -1,0 +1,129 @@
+"""Keep leases alive from a thread while the work goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+
+__all__ = ["Keeper"]
+
+log = logging.getLogger(__name__)
+
+#: A lease is renewed so many times within its length, so that some renewals may fail.
+RENEWALS = 4
+
+
+class Renewer(Protocol):
+    """What a keeper needs of a custodian."""
+
+    def renew(self, lease: Lease) -> Lease | None:
+        """As :meth:`airflow_broadway.core.custody.protocol.Custodian.renew`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Keeper:
+    """Renews leases from :meth:`start` to :meth:`stop`, or within ``with``.
+
+    :param custodian: Opens the custodian; called in the thread that then uses it alone.
+    :param seconds: The length of the shortest lease.
+    :param leases: The leases to renew now: those that hold messages.
+    :param renewed: Called with each renewed lease, in the thread.
+    :param at_once: Renew for the first time at once: nobody may have done so for a while.
+    """
+
+    def __init__(
+        self,
+        custodian: Callable[[], Renewer],
+        seconds: float,
+        leases: Callable[[], Sequence[Lease]],
+        *,
+        renewed: Callable[[Lease], None] = lambda lease: None,
+        at_once: bool = False,
+    ) -> None:
+        self._open = custodian
+        self._interval = seconds / RENEWALS
+        self._leases = leases
+        self._renewed = renewed
+        self._first = 0.0 if at_once else self._interval
+        self._stop = threading.Event()
+        self._lapsed: set[str] = set()
+        self._thread = threading.Thread(target=self._keep, name="broadway-keeper", daemon=True)
+
+    def __enter__(self) -> Keeper:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether a lease has lapsed."""
+        return bool(self._lapsed)
+
+    def check(self) -> None:
+        """Go on only while all leases are held.
+
+        :raises LeaseLapsed: If one lapsed.
+        """
+        if self._lapsed:
+            raise LeaseLapsed(
+                f"this run no longer holds its messages (generations {sorted(self._lapsed)}): their"
+                " lease lapsed before it was renewed; clear `process` to receive them again"
+            )
+
+    def start(self) -> None:
+        """Begin; renews for the first time after a quarter of the lease, unless ``at_once``."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread.  Safe to repeat."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30.0)
+
+    def _keep(self) -> None:
+        custodian: Renewer | None = None
+        wait = self._first
+        while not self._stop.wait(wait):
+            wait = self._interval
+            for lease in self._held():
+                try:
+                    custodian = custodian or self._open()
+                    self._renew(custodian, lease)
+                except Exception as error:
+                    # One lease is not in the way of another, and the next round tries again: a
+                    # lease outlasts several.
+                    _tell(error)
+        if custodian is not None:
+            custodian.close()
+
+    def _held(self) -> list[Lease]:
+        try:
+            return [each for each in self._leases() if each.generation not in self._lapsed]
+        except Exception as error:
+            _tell(error)
+            return []
+
+    def _renew(self, custodian: Renewer, lease: Lease) -> None:
+        held = custodian.renew(lease)
+        if held is None:
+            self._lapsed.add(lease.generation)
+            log.error(
+                "the lease of generation %s has lapsed: its messages may be handled by another run",
+                lease.generation,
+            )
+        else:
+            self._renewed(held)
+
+
+def _tell(error: Exception) -> None:
+    unexpected = None if isinstance(error, BroadwayError) else error
+    log.warning("could not renew leases yet: %s", error, exc_info=unexpected)

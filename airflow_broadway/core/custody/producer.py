@@ -1,0 +1,246 @@
+"""The base of all producers: the options they share, and how each opens its two halves.
+
+A producer is a frozen set of options until :meth:`Producer.source` or :meth:`Producer.custodian`
+opens it; only then is the broker's client imported.  ``docs/producers.md`` shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.protocol import (
+    Action,
+    Custodian,
+    Delivery,
+    QueueDepth,
+    Source,
+    Verdict,
+)
+from airflow_broadway.core.custody.verdicts import Facts, decide
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import (
+    Options,
+    RateLimiting,
+    RetryPolicy,
+    option,
+    options,
+)
+from airflow_broadway.core.model.rules import FUNCTION, POSITIVE, SECONDS, Rule
+
+__all__ = ["Connection", "Connections", "Producer", "ProducerEnv"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """What an Airflow connection says; ``password`` and ``extra`` never reach a ``repr``."""
+
+    conn_id: str
+    conn_type: str = ""
+    host: str = ""
+    port: int | None = None
+    login: str = ""
+    password: str = field(default="", repr=False)
+    schema: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+class Connections(Protocol):
+    """Looks connections up where they are used; Airflow's in a task."""
+
+    def get(self, conn_id: str) -> Connection:
+        """The connection of that id.
+
+        :raises ConnectionMissing: If there is none.
+        """
+        ...
+
+
+class NoConnections:
+    """Knows no connection: the default outside Airflow."""
+
+    def get(self, conn_id: str) -> Connection:
+        raise ConnectionMissing(
+            f"the connection {conn_id!r} is not defined: outside Airflow pass `connections=` with a"
+            " mapping's lookup, or give the producer its address as an option"
+        )
+
+
+def _never() -> bool:
+    return False
+
+
+_NO_DELIVERY = Delivery()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerEnv:
+    """What a producer is opened in.
+
+    :param pipeline: The pipeline's name.
+    :param generation: The execution of a process task; unique for ever.
+    :param owner: For people and sweeps: dag_id, run_id, task_id, map_index, try_number.
+    :param index: Which of ``concurrency`` producers this is, from 0.
+    :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
+        own; ``None`` outside a run.
+    :param stopping: Whether the run was told to stop: a source then waits for nothing that takes
+        long, since Airflow kills its task five seconds later.
+    """
+
+    pipeline: str = "pipeline"
+    generation: str = "local"
+    owner: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+    clock: Clock = field(default_factory=SystemClock)
+    connections: Connections = field(default_factory=NoConnections)
+    staging: str | None = None
+    stopping: Callable[[], bool] = field(default=_never, repr=False, compare=False)
+
+
+@options
+class Producer(Options):
+    """Where messages come from, and the options that all producers share."""
+
+    #: The short name of the broker, in leases, manifests and metrics.
+    kind: ClassVar[str] = ""
+    #: What ``on_success`` and ``on_failure`` may say, and what each means to custody.
+    actions: ClassVar[Mapping[str, Action]] = {
+        "ack": Action.ACK,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "noop": Action.LEAVE,
+    }
+    #: Whether settling may publish messages again, so that staging must keep bodies: of which
+    #: messages, :meth:`publishes` says.
+    keeps_payload: ClassVar[bool] = False
+    #: Whether a lease may be renewed; a fixed bound otherwise.
+    renews: ClassVar[bool] = True
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether messages of one group stay in order, by :meth:`group_of`: one that failed and
+        comes again holds back those behind it, which are then not handled but given back.
+        """
+        return False
+
+    def group_of(self, message: Message) -> str | None:
+        """The group within which the message stays in order; ``None``: it may go alone."""
+        return None
+
+    def publishes(self, action: Action) -> bool:
+        """Whether to carry out this action a message is published again, with its body."""
+        return self.keeps_payload
+
+    def may_publish(self, own: Delivery) -> bool:
+        """Whether settling a message may publish it again, as it is configured by now."""
+        success = self.actions.get(own.on_success or self.on_success)
+        failure = self.actions.get(own.on_failure or self.on_failure)
+        found = {action for action in (success, failure) if action is not None}
+        if Action.RETRY in found and self.retry.dead_letter:
+            found.add(Action.DEAD_LETTER)
+        return any(map(self.publishes, found))
+
+    concurrency: int = option(
+        default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
+    )
+    on_success: str = option(
+        default="ack",
+        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        doc="What is done with a message that succeeded: ``ack``, ``retry``, ``dead_letter`` or"
+        " ``noop``, unless the producer names others.",
+    )
+    on_failure: str = option(
+        default="retry",
+        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        doc="What is done with a message that failed; the same values.",
+    )
+    retry: RetryPolicy = option(
+        default=RetryPolicy(),
+        rule=Rule("a RetryPolicy", lambda v: isinstance(v, RetryPolicy)),
+        doc="How often and when a failed message is retried.",
+        nested=RetryPolicy,
+    )
+    rate_limiting: RateLimiting | None = option(
+        default=None,
+        rule=Rule("a RateLimiting or None", lambda v: v is None or isinstance(v, RateLimiting)),
+        doc="Bounds the messages taken per interval by all producers of a run together.",
+        nested=RateLimiting,
+    )
+    transformer: Callable[[Any], Message] | None = option(
+        default=None,
+        rule=FUNCTION.or_none(),
+        doc="Called with every message as received; returns the message to go on with.",
+    )
+    lease: float = option(
+        default=900.0,
+        rule=SECONDS,
+        doc="Seconds for which messages are held; renewed while the run is at work, where the"
+        " broker can.",
+    )
+
+    def _resolve(self) -> None:
+        for name in ("on_success", "on_failure"):
+            self.check_action(name, getattr(self, name), f"{type(self).__name__}.{name}")
+
+    def check_action(self, name: str, value: object, path: str) -> str:
+        """Return ``value`` if it is one of this producer's actions.
+
+        :raises OptionsError: Naming the valid ones.
+        """
+        if isinstance(value, str) and (value in self.actions or "{{" in value):
+            return value
+        raise OptionsError(path, f"one of {sorted(self.actions)}", value)
+
+    def source(self, env: ProducerEnv) -> Source:
+        """Open the half that receives; connects.
+
+        :raises ProducerError: If the broker refuses or cannot be reached.
+        :raises ConnectionMissing: If the connection is not defined.
+        """
+        raise TypeError(f"{type(self).__name__} has no source")
+
+    def custodian(self, env: ProducerEnv) -> Custodian:
+        """Open the half that settles; connects when first used."""
+        raise TypeError(f"{type(self).__name__} has no custodian")
+
+    def depth(self, env: ProducerEnv) -> QueueDepth | None:
+        """How full the queue is, or ``None`` where the broker does not tell."""
+        return None
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """Called once when a pipeline with this producer has been built, in every process.
+
+        May check the pipeline as a whole (by raising :class:`OptionsError`), and may return options
+        that replace the pipeline's own; they are checked like any others.
+        """
+        return {}
+
+    def verdict(self, message: Message, *, failed: bool, stage: str) -> Verdict:
+        """What is done with a message that succeeded or failed, by its own configuration first:
+        :meth:`judge` of its facts.
+        """
+        data = message.acknowledger.data
+        own = data if isinstance(data, Delivery) else _NO_DELIVERY
+        name = (
+            (own.on_failure or self.on_failure) if failed else (own.on_success or self.on_success)
+        )
+        facts = (
+            name,
+            message.attempt,
+            message.redelivered,
+            message.status.text if failed else "",
+            stage,
+            message.message_id,
+        )
+        return self.judge(tuple.__new__(Facts, facts))  # half the cost of calling the class
+
+    def judge(self, facts: Facts) -> Verdict:
+        """The verdict by plain facts; nothing else decides, at whatever stage and in whatever task.
+
+        A producer that overrides it goes by ``facts`` alone, and acks by whatever ``actions`` maps
+        to an ack.
+        """
+        return decide(self.actions[facts.name], facts, self.retry)

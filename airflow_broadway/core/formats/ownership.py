@@ -1,0 +1,137 @@
+"""Whether this application may still act for its run.
+
+After a SIGKILL of the task a JVM lives on for up to a minute and a retry overlaps it, and so may a
+worker that Airflow has lost; the broker may have taken the messages back meanwhile; people clear
+tasks.  So before each batch, and again before its outcome is recorded, three things are looked at
+in the run's folder: no higher try has its file there, nobody has begun to settle or release the
+batch's generations, and their leases have not lapsed.  All are rare, and a batch stopped here costs
+nothing: its messages come back.
+
+What was read serves for a second.  Before it records, a driver reads anew: its batches are large,
+and its JVM often outlives its task.  A Python batcher does not, for it may have a thousand batches
+of a few milliseconds; whoever has read may sleep before it records in any case.  An outcome that
+comes too late does no harm: its generation is settled by what was there before, and its messages
+come again, marked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats.manifest import Files, paths
+
+__all__ = ["Fence", "Fenced", "highest_try"]
+
+#: What people are told to do when a run no longer holds its messages.
+CURE = "this run no longer holds its messages: clear `process`"
+
+
+class Fenced(LeaseLapsed):
+    """A later try of the task is at work, so this application stops."""
+
+
+def highest_try(files: Files, name: str, folder: str = "work") -> int:
+    """The highest try of a task that has a file in ``folder``; 0 if none has."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)\.json")
+    found = (pattern.fullmatch(file) for file in files.list(folder))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+class Fence:
+    """The right of one application; used from many threads.
+
+    :param name: The task's name in the staging folder; empty: there are no tries to look for.
+    :param folder: Where its tries have their files.
+    :param fresh_for: Seconds for which what was read serves.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        name: str = "",
+        try_number: int = 0,
+        *,
+        folder: str = "work",
+        clock: Clock | None = None,
+        fresh_for: float = 1.0,
+    ) -> None:
+        self._files = files
+        self._name = name
+        self._try_number = try_number
+        self._folder = folder
+        self._clock = clock or SystemClock()
+        self._fresh_for = fresh_for
+        self._lock = threading.Lock()
+        self._fine: dict[str, float] = {}
+        self._leases: dict[str, Lease] = {}
+
+    def check_try(self, *, fresh: bool = False) -> None:
+        """Return if no later try has begun.
+
+        :raises Fenced: Naming the later try.
+        """
+        if not self._name or (not fresh and self._is_fine("try")):
+            return
+        highest = highest_try(self._files, self._name, self._folder)
+        if highest > self._try_number:
+            raise Fenced(
+                f"try {highest} of {self._name!r} has begun, so try {self._try_number}"
+                " stops here and records nothing more"
+            )
+        self._set_fine("try")
+
+    def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
+        """Return if this application may handle, or record, a batch of these generations.
+
+        :param fresh: Read, whatever was read just now.
+        :raises Fenced: If a later try has begun.
+        :raises LeaseLapsed: If a generation is settled, released or lapsed.
+        """
+        self.check_try(fresh=fresh)
+        for generation in generations:
+            if fresh or not self._is_fine(generation):
+                self._check_journal(generation)
+                self._set_fine(generation)
+            self._check_lease(generation)
+
+    def _check_journal(self, generation: str) -> None:
+        names = self._files.list(generation)
+        for path in (paths.settled(generation), paths.intent(generation)):
+            if path.rpartition("/")[2] in names:
+                raise LeaseLapsed(f"generation {generation} was settled or released; {CURE}")
+
+    def _check_lease(self, generation: str) -> None:
+        # A deadline only ever moves later, so one that has not passed needs no second reading.
+        lease = self._leases.get(generation)
+        if lease is None or lease.deadline <= self._clock.now():
+            lease = self._leases[generation] = self._read_lease(generation)
+        if lease.deadline <= self._clock.now():
+            raise LeaseLapsed(
+                f"the lease of generation {generation} lapsed at"
+                f" {lease.deadline.isoformat(timespec='seconds')}; {CURE}"
+            )
+
+    def _read_lease(self, generation: str) -> Lease:
+        try:
+            return Lease.from_json(json.loads(self._files.read(paths.lease(generation))))
+        except FileNotFoundError:
+            pass
+        try:
+            manifest = json.loads(self._files.read(paths.manifest(generation)))
+        except FileNotFoundError:
+            raise LeaseLapsed(f"generation {generation} has no manifest; {CURE}") from None
+        return Lease.from_json(manifest["lease"])
+
+    def _is_fine(self, what: str) -> bool:
+        with self._lock:
+            return self._clock.monotonic() - self._fine.get(what, float("-inf")) < self._fresh_for
+
+    def _set_fine(self, what: str) -> None:
+        with self._lock:
+            self._fine[what] = self._clock.monotonic()

@@ -1,0 +1,88 @@
+"""The report of a run in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from airflow_broadway.core.custody.account import (
+    CLASSES,
+    failures_trouble,
+    handled_of,
+    settling_trouble,
+)
+from airflow_broadway.core.custody.protocol import SettleReport
+
+__all__ = ["RunReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run did.
+
+    :param received: Messages taken from the source, or given.
+    :param failed: Messages that a callback failed, at either stage.
+    :param settled: Each message in one class: the sum is ``received``.
+    :param batches: Batches handled, by batcher and by trigger.
+    :param seconds: Of each stage, in the run's own thread: ``receive``, ``process``, ``batch``,
+        ``handle_batch``, ``settle``; and ``total``.
+    :param ended: Why it stopped taking messages: ``empty``, ``max_messages``, ``max_bytes``,
+        ``max_seconds``, ``rate_limiting``, ``given``, ``error``, ``stopped``, or ``interrupted``
+        by what is no callback's error.
+    :param reasons: Why messages failed, the most frequent reasons first: ``count``, ``stage`` (not
+        known here) and ``reason``.
+    """
+
+    pipeline: str
+    generation: str
+    received: int
+    received_bytes: int
+    failed: int
+    settled: SettleReport
+    batches: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    ended: str = ""
+    reasons: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every message received is accounted for."""
+        return self.settled.total == self.received
+
+    def totals(self) -> dict[str, int]:
+        """The figures, under the names that every report has."""
+        counts = self.settled.to_json()
+        counts["settle_failed"] = counts.pop("failed")
+        totals = {name: counts.get(name, 0) for name in CLASSES}
+        return {
+            "received": self.received,
+            # What was given back is no failure, whatever a callback said of it.
+            "failed": min(self.failed, handled_of(totals)),
+            **totals,
+            "accounted": self.settled.total,
+        }
+
+    def trouble(self, fail_when: Any = "all") -> str:
+        """Why people should look at this run, as sentences; empty if it went well.
+
+        It did not if the sum does not balance, if messages had lapsed or could not be settled, or
+        if so many failed as ``fail_when`` says: see
+        :func:`airflow_broadway.core.custody.account.failures_trouble`.
+        """
+        settled, totals = self.settled, self.totals()
+        found = [
+            "" if self.balanced else f"The sum does not balance: {self.to_json()}",
+            settling_trouble(settled.lapsed, settled.failed, settled.errors),
+            failures_trouble(totals["failed"], handled_of(totals), fail_when),
+        ]
+        return ".  ".join(each for each in found if each)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON value."""
+        return {
+            **asdict(self),
+            "settled": self.settled.to_json(),
+            "balanced": self.balanced,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+        }

@@ -1,0 +1,1 @@
+"""What users write: pipelines, options, messages and the rules of their values."""

@@ -1,0 +1,396 @@
+"""The message and the batch: immutable values that travel through the pipeline.
+
+A :class:`Message` is made by a producer, changed by callbacks through ``put_…`` functions that each
+return a new one, and settled at the end through its :class:`AckRef`.  It runs on the worker and in
+the Spark driver alike, so this module needs Python 3.10 and nothing else.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
+
+from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+
+__all__ = [
+    "NO_ACK",
+    "OK",
+    "AckRef",
+    "Acknowledger",
+    "BatchInfo",
+    "BatchMode",
+    "Message",
+    "NoopAcknowledger",
+    "Status",
+    "Trigger",
+]
+
+DEFAULT: Final = "default"
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_NO_METADATA: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+class BatchMode(str, Enum):
+    """Whether a message waits for its batch to fill, or releases it at once."""
+
+    BULK = "bulk"
+    FLUSH = "flush"
+
+
+class Status(NamedTuple):
+    """How a message stands.
+
+    :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
+        ``SystemExit``.
+    :param reason: What the user gave, the exception, or the code of ``SystemExit``.
+    :param trace: Where an exception was raised, as text, if it cannot tell itself.
+    """
+
+    kind: str
+    reason: Any = None
+    trace: str = ""
+
+    @property
+    def stacktrace(self) -> str:
+        """Where an exception was raised, as text; made when it is asked for, since that costs more
+        than handling a message.
+        """
+        if self.trace or not isinstance(self.reason, BaseException):
+            return self.trace
+        return "".join(traceback.format_exception(self.reason))
+
+    def __reduce__(self) -> tuple[type[Status], tuple[str, Any, str]]:
+        return Status, (self.kind, self.reason, self.stacktrace)
+
+    @property
+    def text(self) -> str:
+        """The reason for people: an exception with its type, an exit with its code.  Never raises,
+        and any broker or file takes it: half a surrogate pair is written as its escape.
+        """
+        kind, reason, _ = self
+        if kind == "exit":
+            reason = SystemExit(0 if reason is None else reason)
+        if reason is None:
+            return ""
+        name = type(reason).__name__
+        try:
+            text = str(reason)
+        except Exception:  # whatever a user's __str__ raises; no kill is one
+            # A verdict needs a text: what has none is a failure all the same.
+            return f"{name}: (its text cannot be had)"
+        if not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+        return f"{name}: {text}" if isinstance(reason, BaseException) else text
+
+
+OK: Final = Status("ok")
+
+
+class Acknowledger(Protocol):
+    """Settles messages; called once per stage result and ``ack_ref``, never per message.
+
+    An acknowledger may also have ``configure(ack_ref, ack_data, options) -> ack_data`` (then its
+    messages may call :meth:`Message.configure_ack`) and ``ack_now(ack_ref, successful, failed)``,
+    which :meth:`Message.ack_immediately` prefers to ``ack``.
+    """
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        """Settle ``successful`` and ``failed``; never both empty."""
+        ...
+
+
+class AckRef(NamedTuple):
+    """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
+
+    :param acknowledger: The object that settles.
+    :param ref: What groups messages; hashable.
+    :param data: The message's own: its receipt, its configured actions.
+    """
+
+    acknowledger: Any
+    ref: Any = None
+    data: Any = None
+
+
+class NoopAcknowledger:
+    """Settles nothing; has no ``configure``."""
+
+    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        return None
+
+
+#: The acknowledger of a message that has been settled already.
+NO_ACK: Final = AckRef(NoopAcknowledger())
+
+
+class _Draft:
+    """A message being built: same layout as :class:`Message`, and still open.
+
+    Building through a draft and then changing its class costs half of what ``object.__setattr__``
+    per field would; a message is built up to five times on its way.
+    """
+
+    __slots__ = (
+        "acknowledger",
+        "attempt",
+        "batch_key",
+        "batch_mode",
+        "batcher",
+        "data",
+        "message_id",
+        "metadata",
+        "position",
+        "received_at",
+        "redelivered",
+        "size",
+        "status",
+    )
+
+    acknowledger: AckRef
+    attempt: int
+    batch_key: Any
+    batch_mode: BatchMode
+    batcher: str
+    data: Any
+    message_id: str
+    metadata: Mapping[str, Any]
+    position: int
+    received_at: datetime
+    redelivered: bool
+    size: int
+    status: Status
+
+
+class Message(_Draft):
+    """One message: its data, its route and its standing.
+
+    :param data: The payload; ``bytes`` as received, or whatever a callback puts there.
+    :param metadata: What the producer knows about it.
+    :param acknowledger: Who settles it.
+    :param message_id: Unique per message: the broker's where that is stable and unique.
+    :param batcher: The batcher it goes to.
+    :param batch_key: Messages of one key share batches.
+    :param batch_mode: Whether it waits for its batch to fill.
+    :param status: ``OK``, or how it failed.
+    :param attempt: 1 at first; one more for every recorded failure of a callback.
+    :param redelivered: Whether it may have been handled before.
+    :param received_at: When this run received it; aware UTC.
+    :param position: Its place in the order of arrival at its producer.
+    :param size: Bytes of the payload as received.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        metadata: Mapping[str, Any] = _NO_METADATA,
+        acknowledger: AckRef = NO_ACK,
+        message_id: str = "",
+        batcher: str = DEFAULT,
+        batch_key: Any = DEFAULT,
+        batch_mode: BatchMode | str = BatchMode.BULK,
+        status: Status = OK,
+        attempt: int = 1,
+        redelivered: bool = False,
+        received_at: datetime = _EPOCH,
+        position: int = 0,
+        size: int = 0,
+    ) -> None:
+        # Open while it is built: plain assignment is three times as fast as object.__setattr__.
+        object.__setattr__(self, "__class__", _Draft)
+        self.data = data
+        self.metadata = metadata
+        self.acknowledger = acknowledger
+        self.message_id = message_id
+        self.batcher = batcher
+        self.batch_key = batch_key
+        self.batch_mode = batch_mode if type(batch_mode) is BatchMode else BatchMode(batch_mode)
+        self.status = status
+        self.attempt = attempt
+        self.redelivered = redelivered
+        self.received_at = received_at
+        self.position = position
+        self.size = size
+        self.__class__ = Message
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"a Message is immutable: {name!r} cannot be set; the put_… functions return a new one"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Message is immutable: {name!r} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not Message:
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _Draft.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        data = repr(self.data)
+        data = data if len(data) <= 80 else data[:77] + "..."
+        return f"Message({data}, message_id={self.message_id!r}, status={self.status.kind!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: getattr(self, name) for name in _Draft.__slots__}
+        values["metadata"] = dict(self.metadata)  # a read-only view would not go across
+        return _restore, tuple(values.values())
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing has failed it."""
+        return self.status.kind == "ok"
+
+    def put_data(self, data: Any) -> Message:
+        """Replace the data.  The status stays: a failed message stays failed."""
+        draft = _copy(self)
+        draft.data = data
+        return _seal(draft)
+
+    def update_data(self, function: Callable[[Any], Any]) -> Message:
+        """Replace the data by ``function(data)``."""
+        return self.put_data(function(self.data))
+
+    def put_batcher(self, batcher: str) -> Message:
+        """Send it to another batcher; the name is checked when ``handle_message`` returns.
+
+        :raises TypeError: If ``batcher`` is not a string.
+        """
+        if not isinstance(batcher, str):
+            raise TypeError(f"expected a batcher's name as a string, got: {batcher!r}")
+        draft = _copy(self)
+        draft.batcher = batcher
+        return _seal(draft)
+
+    def put_batch_key(self, batch_key: Any) -> Message:
+        """Batch it with messages of this key only; any hashable value is a key.
+
+        :raises TypeError: If it is not hashable.
+        """
+        hash(batch_key)
+        draft = _copy(self)
+        draft.batch_key = batch_key
+        return _seal(draft)
+
+    def put_batch_mode(self, batch_mode: BatchMode | str) -> Message:
+        """``"bulk"`` waits for the batch to fill, ``"flush"`` releases what is pending of its key.
+
+        :raises ValueError: If it is neither.
+        """
+        if batch_mode not in ("bulk", "flush"):
+            raise ValueError(f"expected a batch mode of 'bulk' or 'flush', got: {batch_mode!r}")
+        draft = _copy(self)
+        draft.batch_mode = BatchMode(batch_mode)
+        return _seal(draft)
+
+    def failed(self, reason: Any) -> Message:
+        """Fail it; the last reason given wins, and nothing takes it back."""
+        draft = _copy(self)
+        draft.status = Status("failed", reason)
+        return _seal(draft)
+
+    def configure_ack(self, **options: Any) -> Message:
+        """Change how this one message is settled, e.g. ``configure_ack(on_failure="retry")``.
+
+        :raises PipelineError: If its acknowledger takes no configuration, as after
+            :meth:`ack_immediately`.
+        :raises OptionsError: If the acknowledger knows no such option or value.
+        """
+        from airflow_broadway.core.errors import PipelineError
+
+        acknowledger, ref, data = self.acknowledger
+        configure = getattr(acknowledger, "configure", None)
+        if configure is None:
+            raise PipelineError(
+                f"cannot configure the acknowledgement of message {self.message_id!r}: its"
+                f" acknowledger {type(acknowledger).__name__} has no configure function",
+                code="configure_not_supported",
+            )
+        draft = _copy(self)
+        draft.acknowledger = AckRef(acknowledger, ref, configure(ref, data, options))
+        return _seal(draft)
+
+    def ack_immediately(self) -> Message:
+        """Settle it at once by its present status; what comes later settles it no more.
+
+        At most once, from here on: if the run dies, the broker will not deliver it again.
+        """
+        return ack_immediately([self])[0]
+
+    def with_status(self, status: Status) -> Message:
+        """Set the status; for the pipeline itself."""
+        draft = _copy(self)
+        draft.status = status
+        return _seal(draft)
+
+    def with_message_id(self, message_id: str) -> Message:
+        """Set its id; for producers and the pipeline itself."""
+        draft = _copy(self)
+        draft.message_id = message_id
+        return _seal(draft)
+
+    def with_content(self, data: Any, batch_key: Any, metadata: Mapping[str, Any]) -> Message:
+        """Set what a batch gets of it; for the pipeline itself."""
+        draft = _copy(self)
+        draft.data = data
+        draft.batch_key = batch_key
+        draft.metadata = metadata
+        return _seal(draft)
+
+    def with_acknowledger(self, acknowledger: AckRef) -> Message:
+        """Set who settles it; for producers and the pipeline itself."""
+        draft = _copy(self)
+        draft.acknowledger = acknowledger
+        return _seal(draft)
+
+
+def _copy(message: Message) -> _Draft:
+    draft = _Draft()
+    draft.data = message.data
+    draft.metadata = message.metadata
+    draft.acknowledger = message.acknowledger
+    draft.message_id = message.message_id
+    draft.batcher = message.batcher
+    draft.batch_key = message.batch_key
+    draft.batch_mode = message.batch_mode
+    draft.status = message.status
+    draft.attempt = message.attempt
+    draft.redelivered = message.redelivered
+    draft.received_at = message.received_at
+    draft.position = message.position
+    draft.size = message.size
+    return draft
+
+
+def _seal(draft: _Draft) -> Message:
+    draft.__class__ = Message
+    return draft  # type: ignore[return-value]
+
+
+def _restore(*values: Any) -> Message:
+    draft = _Draft()
+    for name, value in zip(_Draft.__slots__, values, strict=True):
+        setattr(draft, name, value)
+    return _seal(draft)
+
+
+def ack_immediately(messages: Iterable[Message]) -> list[Message]:
+    """Settle messages at once by their present status, grouped as at the end of a stage.
+
+    :raises ValueError: If there is none.
+    """
+    from airflow_broadway.core.custody.acknowledger import ack_messages_now
+
+    given = list(messages)
+    if not given:
+        raise ValueError("ack_immediately expects at least one message, got none")
+    ack_messages_now(given)
+    return [message.with_acknowledger(NO_ACK) for message in given]

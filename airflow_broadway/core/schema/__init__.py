@@ -1,0 +1,1 @@
+"""What the data of a batcher looks like, and its strict conversion."""

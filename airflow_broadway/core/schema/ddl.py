@@ -1,0 +1,381 @@
+"""Schemas: what the data of a batcher looks like, written as Spark DDL.
+
+``Batcher(schema="origin string not null, dep_delay double")`` is read while a Dag is parsed, where
+neither Spark nor a session exists, hence our own parser::
+
+    schema  = column ("," column)*
+    column  = name [":"] type ["NOT NULL"] ["COMMENT" text]
+    type    = simple | DECIMAL ["(" precision ["," scale] ")"]
+            | ARRAY "<" type ">" | MAP "<" type "," type ">" | STRUCT "<" column ("," column)* ">"
+
+Keywords are read in any case; a name that is not a plain word of ASCII letters, digits and ``_``
+stands in backquotes, with a backquote inside it doubled.  ``timestamp`` is always an instant,
+whatever ``spark.sql.timestampType`` says.  Comments are kept and change nothing.
+
+:meth:`Schema.converter` makes the function that checks and converts one message's data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from airflow_broadway.core.errors import ConversionError, SchemaError
+from airflow_broadway.core.schema.columns import reader_of
+from airflow_broadway.core.schema.json_text import encode_json, encode_metadata
+from airflow_broadway.core.schema.records import Converter
+from airflow_broadway.core.schema.types import (
+    Array,
+    Atomic,
+    DataType,
+    Decimal,
+    Field,
+    Map,
+    Struct,
+    check_fields,
+    check_name,
+)
+from airflow_broadway.core.schema.values import MisfitError
+
+__all__ = [
+    "MAX_DEPTH",
+    "Array",
+    "Atomic",
+    "ConversionError",
+    "Converter",
+    "DataType",
+    "Decimal",
+    "Field",
+    "Map",
+    "MisfitError",
+    "Schema",
+    "SchemaError",
+    "Struct",
+    "encode_json",
+    "encode_metadata",
+    "parse_schema",
+]
+
+#: How many arrays, maps and structs may stand inside each other.
+MAX_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The columns of a batch's data, in order.
+
+    :raises SchemaError: If there is no column, or two have one name whatever its case.
+    """
+
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self.fields)
+
+    @property
+    def ddl(self) -> str:
+        """The schema as Spark DDL; parsing it gives an equal schema."""
+        return ", ".join(field.render(" ") for field in self.fields)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(field.name for field in self.fields)
+
+    @property
+    def struct(self) -> Struct:
+        """The schema as the type of one column that holds it all."""
+        return Struct(self.fields)
+
+    def converter(self) -> Converter:
+        """Compile the function that turns one message's data into a tuple of column values.
+
+        Each call makes a new one, for one thread: it counts the keys that it drops.
+        """
+        return Converter(self.fields)
+
+    def reader(self) -> Callable[[tuple[Any, ...]], dict[str, Any]]:
+        """Compile the function that turns a tuple of column values into a message's data again."""
+        return reader_of(self.fields)
+
+
+def parse_schema(ddl: str) -> Schema:
+    """Read a schema from Spark DDL, e.g. ``"origin string not null, dep_delay double"``.
+
+    :raises SchemaError: Naming the character where the text goes wrong, what stands there and
+        what is expected.  No other error leaves here, whatever the text.
+    """
+    if not isinstance(ddl, str):
+        raise SchemaError(f"a schema is DDL text, not {type(ddl).__name__}")
+    return _Parser(ddl).schema()
+
+
+# --------------------------------------------------------------------------------------------------
+# Words
+# --------------------------------------------------------------------------------------------------
+
+_SIMPLE = {
+    **{kind.value: kind for kind in Atomic},
+    "byte": Atomic.TINYINT,
+    "short": Atomic.SMALLINT,
+    "integer": Atomic.INT,
+    "long": Atomic.BIGINT,
+    "real": Atomic.FLOAT,
+    "timestamp_ltz": Atomic.TIMESTAMP,
+}
+_DECIMAL = ("decimal", "dec", "numeric")
+_TYPE_NAMES = (*_SIMPLE, *_DECIMAL, "array", "map", "struct")
+
+#: Types of Spark, or of other systems, that are not read here, and what to write instead.
+_INSTEAD = {
+    "bool": "boolean",
+    "bytea": "binary",
+    "bytes": "binary",
+    "blob": "binary",
+    "char": "string",
+    "datetime": "timestamp",
+    "dict": "map",
+    "float32": "float",
+    "float64": "double",
+    "int8": "tinyint",
+    "int16": "smallint",
+    "int32": "int",
+    "int64": "bigint",
+    "json": "string",
+    "list": "array",
+    "number": "decimal",
+    "object": "struct",
+    "record": "struct",
+    "str": "string",
+    "text": "string",
+    "timestamptz": "timestamp",
+    "uuid": "string",
+    "varchar": "string",
+    "variant": "string",
+}
+
+_TOKEN = re.compile(
+    r"""
+      (?P<word> [A-Za-z_][A-Za-z0-9_]*)
+    | (?P<number> [0-9]+)
+    | (?P<quoted> `(?:[^`]|``)*`)
+    | (?P<text> '(?:[^'\\]|\\.|'')*' | "(?:[^"\\]|\\.|"")*")
+    | (?P<mark> [<>(),:])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_SPACE = re.compile(r"\s*")
+_ESCAPE = re.compile(r"\\(.)|''|\"\"", re.DOTALL)
+_ESCAPES_SHOWN = r"\n \r \t \\ \' and \""
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+
+
+class _Token(NamedTuple):
+    kind: str  # a group of _TOKEN, or "end"
+    text: str
+    at: int
+
+    @property
+    def shown(self) -> str:
+        if self.kind == "end":
+            return "the end"
+        return repr(self.text if len(self.text) <= 40 else self.text[:40] + "…")
+
+    def says(self, *words: str) -> bool:
+        return self.kind == "word" and self.text.lower() in words
+
+
+# --------------------------------------------------------------------------------------------------
+# Grammar
+# --------------------------------------------------------------------------------------------------
+
+
+class _Parser:
+    """One reading of one text, one token ahead; a method for each rule of the grammar."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = self._scan()
+        self._token = next(self._tokens)
+
+    def schema(self) -> Schema:
+        if self._token.kind == "end":
+            self._fail("columns such as 'name string, age int'")
+        fields = self._columns(0)
+        if self._token.kind != "end":
+            self._fail("',', NOT NULL, COMMENT or the end")
+        return Schema(fields)
+
+    def _columns(self, depth: int) -> tuple[Field, ...]:
+        seen: dict[str, str] = {}
+        fields = [self._column(depth, seen)]
+        while self._skip(","):
+            fields.append(self._column(depth, seen))
+        return tuple(fields)
+
+    def _column(self, depth: int, seen: dict[str, str]) -> Field:
+        start = self._token
+        name = self._name()
+        if start.says("struct") and self._token.text == "<":
+            self._fail("a type after the name; list the columns alone, without struct<…>")
+        self._skip(":")
+        kind = self._type(depth)
+        nullable = not self._skip_word("not")
+        if not nullable and not self._skip_word("null"):
+            self._fail("NULL after NOT")
+        comment = self._comment() if self._skip_word("comment") else None
+        try:
+            field = Field(name, kind, nullable, comment)
+            check_name(name, seen)
+        except SchemaError as error:
+            raise self._error(start.at, str(error)) from None
+        return field
+
+    def _name(self) -> str:
+        token = self._token
+        if token.kind == "word":
+            name = token.text
+        elif token.kind == "quoted":
+            name = token.text[1:-1].replace("``", "`")
+        else:
+            self._fail("a column's name: a plain word, or anything else in backquotes")
+        self._advance()
+        return name
+
+    def _type(self, depth: int) -> DataType:
+        start = self._token
+        word = start.text.lower()
+        if start.kind != "word":
+            self._fail("a type")
+        if word not in _TYPE_NAMES:
+            self._fail("a type", hint=_nearest_type(word))
+        self._advance()
+        if word in _SIMPLE:
+            return _SIMPLE[word]
+        if depth >= MAX_DEPTH and word not in _DECIMAL:
+            raise self._error(start.at, f"more than {MAX_DEPTH} types stand inside each other")
+        try:
+            if word in _DECIMAL:
+                return self._decimal()
+            return self._nested(word, depth + 1)
+        except _LocatedError:
+            raise
+        except SchemaError as error:
+            raise self._error(start.at, str(error)) from None
+
+    def _decimal(self) -> Decimal:
+        if not self._skip("("):
+            return Decimal()
+        precision, scale = self._number(), 0
+        if self._skip(","):
+            scale = self._number()
+        self._expect(")")
+        return Decimal(precision, scale)
+
+    def _nested(self, word: str, depth: int) -> DataType:
+        self._expect("<")
+        made: DataType
+        if word == "array":
+            made = Array(self._type(depth))
+        elif word == "map":
+            key = self._type(depth)
+            self._expect(",")
+            made = Map(key, self._type(depth))
+        else:
+            made = Struct(self._columns(depth))
+        if self._token.text != ">":
+            self._fail("',', NOT NULL, COMMENT or '>'" if word == "struct" else "'>'")
+        self._advance()
+        return made
+
+    def _number(self) -> int:
+        token = self._token
+        # More digits are out of every range here, and thousands would be too many for int().
+        if token.kind != "number" or len(token.text) > 9:
+            self._fail("a small whole number")
+        self._advance()
+        return int(token.text)
+
+    def _comment(self) -> str:
+        token = self._token
+        if token.kind != "text":
+            self._fail("the comment, in quotes")
+        self._advance()
+        quote = token.text[0]
+
+        def plain(match: re.Match[str]) -> str:
+            escaped = match[1]
+            if escaped is None:
+                # A doubled quote stands for one, unless it is the other kind: then for itself.
+                return quote if match[0][0] == quote else match[0]
+            if escaped not in _ESCAPED:
+                at = token.at + 1 + match.start()
+                raise self._error(at, f"expected one of {_ESCAPES_SHOWN}, found {match[0]!r}")
+            return _ESCAPED[escaped]
+
+        return _ESCAPE.sub(plain, token.text[1:-1])
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _scan(self) -> Iterator[_Token]:
+        text, at = self._text, 0
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too
+            if at == len(text):
+                yield _Token("end", "", at)
+                return
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise self._error(at, _strange(text[at]))
+            yield _Token(str(match.lastgroup), match[0], at)
+            at = match.end()
+
+    def _advance(self) -> None:
+        self._token = next(self._tokens)
+
+    def _skip(self, mark: str) -> bool:
+        if found := self._token.text == mark:
+            self._advance()
+        return found
+
+    def _skip_word(self, word: str) -> bool:
+        if found := self._token.says(word):
+            self._advance()
+        return found
+
+    def _expect(self, mark: str) -> None:
+        if not self._skip(mark):
+            self._fail(repr(mark))
+
+    def _fail(self, expected: str, *, hint: str = "") -> NoReturn:
+        raise self._error(self._token.at, f"expected {expected}, found {self._token.shown}{hint}")
+
+    def _error(self, at: int, what: str) -> _LocatedError:
+        before, after = self._text[max(0, at - 20) : at], self._text[at : at + 20]
+        near = f" (near {before + after!r})" if before or after else ""
+        return _LocatedError(f"schema, character {at + 1}: {what}{near}")
+
+
+class _LocatedError(SchemaError):
+    """An error that already names its place, on its way out through the grammar."""
+
+
+def _nearest_type(word: str) -> str:
+    near = _INSTEAD.get(word)
+    for match in () if near else difflib.get_close_matches(word[:40], _TYPE_NAMES, n=1):
+        near = match
+    if near is None:
+        return f"; the types are {', '.join(sorted(_TYPE_NAMES))}"
+    return f"; did you mean {near!r}?"
+
+
+def _strange(character: str) -> str:
+    if character in "`'\"":
+        return f"found {character} without the {character} that closes it"
+    return (
+        f"expected a name, a type or ',', found {character!r}; "
+        "a name that is not a plain word stands in backquotes"
+    )

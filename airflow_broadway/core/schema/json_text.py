@@ -1,0 +1,235 @@
+"""Write data and metadata as text: JSON, strictly.
+
+JSON knows neither dates nor exact decimals.  They become JSON strings, which every reader can cast
+without loss: a ``Decimal`` in its own digits, a date, a naive ``datetime`` and an aware one (in
+UTC) as ISO 8601, a ``UUID`` as usual.  Bytes, sets, other objects, keys that are not text, NaN and
+infinities are refused with their place: :func:`json.dumps` would let some of them through as
+something else.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
+from airflow_broadway.core.schema.values import UTC, MisfitError, describe, encodable
+
+__all__ = ["BASE64", "encode_json", "encode_metadata"]
+
+#: Integers below it are shown in any Python, whatever its limit of digits.
+_LARGE = 10**18
+
+#: What stands before metadata bytes that are not UTF-8 text.
+BASE64 = "base64:"
+
+
+def encode_json(value: Any, *, path: str = "data") -> str:
+    """Return ``value`` as compact JSON text.
+
+    :param path: What errors call the value.
+    :raises ConversionError: Naming the place of what JSON cannot carry.
+    """
+    try:
+        # json.dumps would turn the keys 1 and "1" into the same one.
+        if not _has_other_keys(value):
+            text = _dumps(value)
+            if text.isascii() or encodable(text):
+                return text
+    except (TypeError, ValueError, RecursionError):
+        pass
+    try:
+        _explain(value, path)
+    except RecursionError:
+        pass
+    raise MisfitError(path, "data nested less deeply, and never in a circle", describe(value))
+
+
+def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return a message's metadata as Spark gets it: text under each key.
+
+    Text stays itself, and what JSON shows as a string (see above) stands without its quotes; all
+    else is JSON, ``null`` and ``true`` included.  Brokers put things there that no user asked for,
+    so more is taken than in data, at any depth: bytes become the UTF-8 text they hold, or
+    ``base64:`` and their Base64; NaN and infinities become ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``.
+
+    :raises ConversionError: Naming the place of what is still refused: other objects, keys that are
+        not text, text that UTF-8 cannot encode.
+    """
+    encoded: dict[str, str] = {}
+    for key, value in metadata.items():
+        kind = type(value)
+        if type(key) is str and key.isascii():  # what most are, and most brokers send
+            if kind is str:
+                if value.isascii():
+                    encoded[key] = value
+                    continue
+            elif kind is int:
+                if -_LARGE < value < _LARGE:
+                    encoded[key] = repr(value)
+                    continue
+            elif kind is bool:
+                encoded[key] = "true" if value else "false"
+                continue
+            elif value is None:
+                encoded[key] = "null"
+                continue
+            elif kind is list or kind is dict:
+                text = _flat(value)
+                if text is not None:
+                    encoded[key] = text
+                    continue
+        encoded[key] = _encoded(key, value)
+    return encoded
+
+
+def _encoded(key: Any, value: Any) -> str:
+    """One entry of metadata, whatever it is."""
+    if not isinstance(key, str) or not encodable(key):
+        raise MisfitError("metadata", "keys that are text", describe(key))
+    try:
+        plain = value if type(value) is str else _plain(value)
+    except RecursionError:
+        plain = value
+    if isinstance(plain, str) and encodable(plain):
+        return str.__str__(plain)
+    return encode_json(plain, path=f"metadata[{key!r}]")
+
+
+def _flat(value: list[Any] | dict[Any, Any]) -> str | None:
+    """JSON of a list, or a dictionary, of short plain values; ``None`` for any other."""
+    if not value:
+        return "[]" if type(value) is list else "{}"
+    items: Any = value
+    if type(value) is dict:
+        for each in value:
+            if type(each) is not str:
+                return None
+        items = value.values()
+    for each in items:
+        kind = type(each)
+        if kind is int:
+            if not -_LARGE < each < _LARGE:
+                return None
+        elif kind is not str and kind is not bool and each is not None:
+            return None
+    text = "".join(_encode(value, 0))
+    return text if text.isascii() else None
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _as_text(value: Any) -> str | None:
+    """Return what stands in a JSON string for a value that JSON does not know."""
+    if isinstance(value, datetime):
+        if value != value:  # noqa: PLR0124  # pandas' NaT, which claims to be a datetime
+            return None
+        try:
+            return (value if value.utcoffset() is None else value.astimezone(UTC)).isoformat()
+        except OverflowError:
+            return None
+    if isinstance(value, Decimal):
+        return str(value) if value.is_finite() else None
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    return None
+
+
+def _default(value: Any) -> Any:
+    if (text := _as_text(value)) is not None:
+        return text
+    if isinstance(value, Mapping):
+        if _has_other_keys(value := dict(value)):
+            raise TypeError
+        return value
+    raise TypeError
+
+
+_dumps = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_default
+).encode
+
+
+def _encoder() -> Callable[[Any, int], Iterable[str]]:
+    """The encoder's own function, made once: ``JSONEncoder.encode`` makes one for each call."""
+    made: Any = getattr(json.encoder, "c_make_encoder", None)
+    if made is None:  # a Python without its C helpers
+        return lambda value, level: (_dumps(value),)
+    text = json.encoder.encode_basestring
+    encoder: Callable[[Any, int], Iterable[str]] = made(
+        None, _default, text, None, ":", ",", False, False, False
+    )
+    return encoder
+
+
+_encode = _encoder()
+
+
+def _has_other_keys(value: Any) -> bool:
+    """Tell whether a dictionary, at any depth, has a key that is not text."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                return True
+            if isinstance(item, (dict, list, tuple)) and _has_other_keys(item):
+                return True
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, (dict, list, tuple)) and _has_other_keys(item):
+                return True
+    return False
+
+
+def _explain(value: Any, path: str) -> None:
+    """Raise for the first thing in ``value`` that JSON cannot carry; slow, for failures only."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise MisfitError(path, "keys that are text", describe(key))
+            if not encodable(key):
+                raise MisfitError(path, "keys that UTF-8 can encode", describe(key))
+            _explain(item, f"{path}.{key}" if key.isidentifier() else f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _explain(item, f"{path}[{index}]")
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        raise MisfitError(
+            path, "what JSON can carry; decode bytes, or declare a schema", describe(value)
+        )
+    elif isinstance(value, str):
+        if not encodable(value):
+            raise MisfitError(path, "text that UTF-8 can encode", describe(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise MisfitError(path, "a finite number, as JSON has no other", describe(value))
+    elif value is not None:
+        try:
+            _dumps(value)
+        except (TypeError, ValueError):
+            raise MisfitError(path, "what JSON can carry", describe(value)) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return metadata with all that JSON shows as a string made one."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        value = bytes(value)
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return BASE64 + base64.b64encode(value).decode()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    text = _as_text(value)
+    return value if text is None else text

@@ -1,0 +1,199 @@
+"""Turn a message's data into column values, strictly.
+
+A schema is compiled once into nested closures, one for each column; each tries the exact type
+first, because it runs for every value of every message.  Nothing is guessed and nothing is rounded:
+
+==================  ================================================================================
+column              takes
+==================  ================================================================================
+boolean             ``bool``
+tinyint … bigint    ``int`` within range; never a ``bool``, a float or text
+float, double       ``float``; ``int`` within range (the nearest float, as everywhere in Spark);
+                    never a ``Decimal``
+decimal(p,s)        ``Decimal`` and ``int`` that fit without rounding; never a float
+string              ``str`` that UTF-8 can encode; never bytes or a number
+binary              ``bytes``, ``bytearray``, ``memoryview``; never text
+date                ``date``, or text ``2013-01-31``; never a ``datetime``
+timestamp           aware ``datetime``, or text with a zone: ``2013-01-31T12:00:00.5Z``, ``…+02:00``
+timestamp_ntz       naive ``datetime``, or text without a zone
+array               list, tuple or another sequence
+map                 mapping
+struct, the data    mapping, dataclass instance or ``NamedTuple``
+==================  ================================================================================
+
+Text without a zone is no instant, so ``timestamp`` refuses it; digits after the sixth of a
+second's fraction must be zeros.  ``None`` and a missing key are null.  Keys that the schema does
+not name, in exactly its case, are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from airflow_broadway.core.schema.types import Array, DataType, Field, Map, Struct, quote_name
+from airflow_broadway.core.schema.values import (
+    SHOWN,
+    Convert,
+    Refusal,
+    describe,
+    refuse,
+    simple_converter,
+)
+
+__all__ = ["MAX_DROPPED_NAMES", "OTHER_KEYS", "Converter"]
+
+#: Different keys that are counted by name; more of them are counted as :data:`OTHER_KEYS`.
+MAX_DROPPED_NAMES = 1000
+OTHER_KEYS = "(other keys)"
+
+
+class Converter:
+    """The compiled schema: call it with one message's data, get a tuple of column values.
+
+    For one thread; :meth:`Schema.converter` makes another cheaply.
+    """
+
+    __slots__ = ("_convert", "dropped")
+
+    def __init__(self, fields: tuple[Field, ...]) -> None:
+        #: How often each key outside the schema was dropped, by path (``"stops[].code"``); keys of
+        #: refused data may be among them.
+        self.dropped: Counter[str] = Counter()
+        self._convert = _record(fields, False, "", self.dropped)
+
+    def __call__(self, data: Any) -> tuple[Any, ...]:
+        """Convert one message's data.
+
+        :raises ConversionError: As :class:`MisfitError`, naming column, value and rule.
+        """
+        try:
+            row: tuple[Any, ...] = self._convert(data)
+        except Refusal as refusal:
+            raise refusal.located() from None
+        return row
+
+
+def _compile(kind: DataType, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
+    """Return the function that converts one value; ``path`` is for counting dropped keys."""
+    if isinstance(kind, Struct):
+        return _record(kind.fields, nullable, f"{path}.", dropped)
+    if isinstance(kind, Array):
+        return _list(kind, nullable, path, dropped)
+    if isinstance(kind, Map):
+        return _pairs(kind, nullable, path, dropped)
+    return simple_converter(kind, nullable)
+
+
+def _record(
+    fields: tuple[Field, ...], nullable: bool, prefix: str, dropped: Counter[str]
+) -> Convert:
+    names = frozenset(field.name for field in fields)
+    columns = tuple(
+        (
+            field.name,
+            _compile(field.type, field.nullable, f"{prefix}{quote_name(field.name)}", dropped),
+        )
+        for field in fields
+    )
+
+    def convert(value: Any) -> tuple[Any, ...] | None:
+        if type(value) is not dict:
+            if value is None and nullable:
+                return None
+            value = _as_dict(value)
+        get = value.get
+        row: list[Any] = []
+        append = row.append
+        try:
+            for name, column in columns:
+                append(column(get(name)))
+        except Refusal as refusal:
+            refusal.under(quote_name(columns[len(row)][0]))
+            raise
+        if not names.issuperset(value):
+            _count(dropped, prefix, (key for key in value if key not in names))
+        return tuple(row)
+
+    return convert
+
+
+def _as_dict(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if not isinstance(value, tuple) or not hasattr(value, "_fields"):
+        refuse("a mapping, a dataclass or a NamedTuple", value)
+    return dict(zip(value._fields, value))  # noqa: B905  # as long as each other by nature
+
+
+def _count(dropped: Counter[str], prefix: str, keys: Iterable[Any]) -> None:
+    for key in keys:
+        name = key if isinstance(key, str) else describe(key)
+        name = prefix + name[:SHOWN].encode(errors="backslashreplace").decode()
+        # Keys come from outside: without a bound, hostile ones would fill the memory.
+        if name not in dropped and len(dropped) >= MAX_DROPPED_NAMES:
+            name = OTHER_KEYS
+        dropped[name] += 1
+
+
+def _list(kind: Array, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
+    element = _compile(kind.element, True, f"{path}[]", dropped)
+
+    def convert(value: Any) -> list[Any] | None:
+        if type(value) is not list:
+            if value is None and nullable:
+                return None
+            if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(
+                value, Sequence
+            ):
+                refuse("a list, a tuple or another sequence (array)", value)
+        row: list[Any] = []
+        append = row.append
+        try:
+            for item in value:
+                append(element(item))
+        except Refusal as refusal:
+            refusal.under(f"[{len(row)}]")
+            raise
+        return row
+
+    return convert
+
+
+def _pairs(kind: Map, nullable: bool, path: str, dropped: Counter[str]) -> Convert:
+    convert_key = _compile(kind.key, False, path, dropped)
+    convert_value = _compile(kind.value, True, f"{path}[]", dropped)
+
+    def convert(value: Any) -> list[tuple[Any, Any]] | None:
+        if not isinstance(value, Mapping):
+            if value is None and nullable:
+                return None
+            refuse("a mapping (map)", value)
+        row: dict[Any, Any] = {}
+        for given, item in value.items():
+            try:
+                key = convert_key(given)
+            except Refusal as refusal:
+                refuse(f"the map's keys to be {refusal.rule}", given)
+            if key in row or key != key:  # noqa: PLR0124  # NaN alone differs from itself
+                refuse("the map's keys to differ from each other, and none to be NaN", given)
+            try:
+                row[key] = convert_value(item)
+            except Refusal as refusal:
+                refusal.under(f"[{_step(given)}]")
+                raise
+        return list(row.items())
+
+    return convert
+
+
+def _step(key: object) -> str:
+    try:
+        text = repr(key)
+    except Exception:  # whatever a user's __repr__ raises; no kill is one
+        text = "?"
+    return (text[:40] + "…" if len(text) > 40 else text).encode(errors="replace").decode()

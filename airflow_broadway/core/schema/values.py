@@ -1,0 +1,361 @@
+"""Convert one simple value: a number, text, bytes, a date or an instant.
+
+Each function here compiles one type into a closure that tries the exact class first.  What a type
+takes and refuses stands in :mod:`airflow_broadway.core.schema.records`.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import operator
+import re
+from collections.abc import Callable
+from datetime import date, datetime, timezone
+from typing import Any, NoReturn
+
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.schema.types import Atomic, Decimal
+
+__all__ = [
+    "SHOWN",
+    "UTC",
+    "Convert",
+    "MisfitError",
+    "Refusal",
+    "describe",
+    "encodable",
+    "refuse",
+    "simple_converter",
+]
+
+#: Characters of a refused value, or of a dropped key, that are shown.
+SHOWN = 200
+
+#: Under this name, because Python 3.10 has no ``datetime.UTC``.
+UTC = timezone.utc
+
+Convert = Callable[[Any], Any]
+
+_FLOAT_MAX = 3.4028234663852886e38
+
+
+class MisfitError(ConversionError):
+    """One value that its column, or JSON, cannot take.
+
+    :param path: Where it stands: ``"stops[2].code"``.
+    :param rule: What is expected there, as a phrase.
+    :param shown: The value's type and ``repr``, cut at 200 characters; ``"null"`` for ``None``.
+    """
+
+    def __init__(self, path: str, rule: str, shown: str) -> None:
+        super().__init__(path, rule, shown)
+        self.path = path
+        self.rule = rule
+        self.shown = shown
+
+    def __str__(self) -> str:
+        return f"{self.path}: expected {self.rule}, got {self.shown}"
+
+
+class Refusal(Exception):  # never leaves this module
+    """A value refused, on its way out to where its whole path is known."""
+
+    def __init__(self, rule: str, value: object) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.value = value
+        self.path = ""
+
+    def under(self, step: str) -> None:
+        """Note one more step of the path, from the inside out."""
+        joint = "." if self.path and self.path[0] != "[" else ""
+        self.path = f"{step}{joint}{self.path}"
+
+    def located(self) -> MisfitError:
+        """Return the error to raise to the caller, who gave the whole value."""
+        return MisfitError(self.path or "data", self.rule, describe(self.value))
+
+
+def describe(value: object) -> str:
+    """Return ``value`` for an error message: its type and ``repr``, cut at 200 characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, (str, bytes, bytearray)):
+        value, cut = value[:SHOWN], len(value) > SHOWN
+    else:
+        cut = False
+    try:
+        text = repr(value)
+    except Exception:  # an int of too many digits, a class whose __repr__ fails
+        text = "that cannot be shown"
+    if len(text) > SHOWN or cut:
+        text = text[:SHOWN] + "…"
+    return f"{type(value).__name__} {text.encode(errors='backslashreplace').decode()}"
+
+
+def refuse(rule: str, value: object) -> NoReturn:
+    """Refuse ``value``; of a null, say also that one is not allowed."""
+    raise Refusal(f"{rule}; present and not null" if value is None else rule, value)
+
+
+def simple_converter(kind: Atomic | Decimal, nullable: bool) -> Convert:
+    """Return the function that converts one value, or raises :class:`Refusal`."""
+    if isinstance(kind, Decimal):
+        return _decimal(kind, nullable)
+    return _ATOMIC[kind](kind, nullable)
+
+
+def _boolean(_: Atomic, nullable: bool) -> Convert:
+    def convert(value: Any) -> bool | None:
+        if value is True or value is False or (value is None and nullable):
+            return value
+        refuse("a bool (boolean)", value)
+
+    return convert
+
+
+_BITS = {Atomic.TINYINT: 8, Atomic.SMALLINT: 16, Atomic.INT: 32, Atomic.BIGINT: 64}
+
+
+def _integer(kind: Atomic, nullable: bool) -> Convert:
+    high = 2 ** (_BITS[kind] - 1) - 1
+    low = -high - 1
+    rule = f"an int from {low} to {high} ({kind.ddl}), never a bool, a float or text"
+
+    def convert(value: Any) -> int | None:
+        if type(value) is int:
+            if low <= value <= high:
+                return value
+        elif value is None:
+            if nullable:
+                return None
+        elif type(value) is not bool:
+            try:
+                # An IntEnum, or a number of numpy's.
+                return convert(int(operator.index(value)))
+            except TypeError:
+                pass
+        refuse(rule, value)
+
+    return convert
+
+
+def _floating(kind: Atomic, nullable: bool) -> Convert:
+    rule = f"a float or an int in its range ({kind.ddl}), never a bool, a Decimal or text"
+    narrow = kind is Atomic.FLOAT
+
+    def convert(value: Any) -> float | None:
+        if type(value) is float:
+            # What is not finite has no range to leave.
+            if not narrow or -_FLOAT_MAX <= value <= _FLOAT_MAX or not math.isfinite(value):
+                return value
+        elif value is None:
+            if nullable:
+                return None
+        elif type(value) is not bool and isinstance(value, (int, float)):
+            try:
+                return convert(float(value))
+            except OverflowError:
+                pass
+        refuse(rule, value)
+
+    return convert
+
+
+def _decimal(kind: Decimal, nullable: bool) -> Convert:
+    whole = kind.precision - kind.scale
+    limit = 10**whole
+    unit = decimal.Decimal((0, (1,), -kind.scale))
+    # quantize() never rounds here: a digit too many, before or after the point, is a trap.
+    context = decimal.Context(
+        prec=kind.precision, traps=[decimal.Inexact, decimal.InvalidOperation]
+    )
+    rule = (
+        f"a Decimal or int of at most {whole} digits before and {kind.scale} after the point "
+        f"({kind.ddl}), never rounded, never a float or text"
+    )
+
+    def convert(value: Any) -> decimal.Decimal | None:
+        if isinstance(value, decimal.Decimal):
+            if value.is_finite():
+                try:
+                    return value.quantize(unit, context=context)
+                except (decimal.Inexact, decimal.InvalidOperation):
+                    pass
+        elif value is None:
+            if nullable:
+                return None
+        elif isinstance(value, int) and type(value) is not bool and -limit < value < limit:
+            return decimal.Decimal(int(value)).quantize(unit, context=context)
+        refuse(rule, value)
+
+    return convert
+
+
+def _string(_: Atomic, nullable: bool) -> Convert:
+    def convert(value: Any) -> str | None:
+        if type(value) is str:
+            if value.isascii() or encodable(value):
+                return value
+            refuse("text that UTF-8 can encode (string)", value)
+        if value is None and nullable:
+            return None
+        if isinstance(value, str):
+            return convert(str.__str__(value))
+        refuse("a str (string)", value)
+
+    return convert
+
+
+def encodable(text: str) -> bool:
+    """Tell whether UTF-8 can encode ``text``: a lone surrogate it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _binary(_: Atomic, nullable: bool) -> Convert:
+    def convert(value: Any) -> bytes | None:
+        if type(value) is bytes or (value is None and nullable):
+            return value
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return bytes(value)
+        refuse("bytes, a bytearray or a memoryview (binary)", value)
+
+    return convert
+
+
+# --------------------------------------------------------------------------------------------------
+# Dates and times
+# --------------------------------------------------------------------------------------------------
+
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_MOMENT = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[Tt ]([0-9]{2}:[0-9]{2})(?:(:[0-9]{2})(?:[.,]([0-9]+))?)?"
+    r"(?:([Zz])|([+-][0-9]{2})(?::?([0-5][0-9]))?)?"
+)
+_NO_DAY = "a date from 0001-01-01 to 9999-12-31"
+
+
+def _day(_: Atomic, nullable: bool) -> Convert:
+    rule = "a date, or text such as '2013-01-31' (date), never a datetime"
+
+    def convert(value: Any) -> date | None:
+        if type(value) is date:
+            return value
+        if isinstance(value, str):
+            if _DATE.fullmatch(value):
+                try:
+                    return date.fromisoformat(value)
+                except ValueError:
+                    refuse(_NO_DAY, value)
+        elif value is None:
+            if nullable:
+                return None
+        elif isinstance(value, date) and not isinstance(value, datetime):
+            return date(value.year, value.month, value.day)
+        refuse(rule, value)
+
+    return convert
+
+
+def _instant(_: Atomic, nullable: bool) -> Convert:
+    rule = (
+        "an aware datetime, or text such as '2013-01-31T12:00:00Z' (timestamp); "
+        "without a zone it is no instant"
+    )
+
+    def convert(value: Any) -> datetime | None:
+        if type(value) is datetime:
+            moment = value
+        elif value is None and nullable:
+            return None
+        else:
+            moment = _moment(value, rule)
+        if moment.tzinfo is UTC:
+            return moment
+        try:
+            if moment.utcoffset() is None:
+                refuse(rule, value)
+            return moment.astimezone(UTC)
+        except OverflowError:
+            refuse("an instant from year 1 to 9999, in UTC", value)
+
+    return convert
+
+
+def _wall_clock(_: Atomic, nullable: bool) -> Convert:
+    rule = (
+        "a naive datetime, or text such as '2013-01-31T12:00:00' (timestamp_ntz); "
+        "with a zone it is an instant"
+    )
+
+    def convert(value: Any) -> datetime | None:
+        if type(value) is datetime:
+            moment = value
+        elif value is None and nullable:
+            return None
+        else:
+            moment = _moment(value, rule)
+        if moment.tzinfo is not None:
+            refuse(rule, value)
+        return moment
+
+    return convert
+
+
+def _moment(value: Any, rule: str) -> datetime:
+    """Return a plain datetime, aware or naive, from ISO 8601 text or a subclass of datetime."""
+    if isinstance(value, str):
+        match = _MOMENT.fullmatch(value)
+        if match is None:
+            refuse(rule, value)
+        day, time, seconds, fraction, utc, hours, minutes = match.groups()
+        text = f"{day}T{time}{seconds or ':00'}"
+        if fraction:
+            if fraction[6:].strip("0"):
+                refuse("at most six digits of a second's fraction, for none is cut off", value)
+            text += "." + fraction[:6].ljust(6, "0")
+        if utc:
+            text += "+00:00"
+        elif hours:
+            text += f"{hours}:{minutes or '00'}"
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError:
+            refuse("a date and time that the calendar and the clock have", value)
+    # pandas' NaT claims to be a datetime, and its Timestamp counts nanoseconds.
+    if isinstance(value, datetime) and value == value:  # noqa: PLR0124
+        if getattr(value, "nanosecond", 0):
+            refuse("at most microseconds, for nothing is cut off", value)
+        return datetime(
+            value.year,
+            value.month,
+            value.day,
+            value.hour,
+            value.minute,
+            value.second,
+            value.microsecond,
+            value.tzinfo,
+            fold=value.fold,
+        )
+    refuse(rule, value)
+
+
+_ATOMIC: dict[Atomic, Callable[[Atomic, bool], Convert]] = {
+    Atomic.BOOLEAN: _boolean,
+    Atomic.TINYINT: _integer,
+    Atomic.SMALLINT: _integer,
+    Atomic.INT: _integer,
+    Atomic.BIGINT: _integer,
+    Atomic.FLOAT: _floating,
+    Atomic.DOUBLE: _floating,
+    Atomic.STRING: _string,
+    Atomic.BINARY: _binary,
+    Atomic.DATE: _day,
+    Atomic.TIMESTAMP: _instant,
+    Atomic.TIMESTAMP_NTZ: _wall_clock,
+}

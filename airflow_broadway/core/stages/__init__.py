@@ -1,0 +1,1 @@
+"""What a message passes through in one process, stage by stage."""

@@ -1,0 +1,398 @@
+"""The batcher: a pure state machine from items and instants to closed batches.
+
+It knows items only by their ``batch_key``, ``batch_mode`` and ``size``, and batches only as what
+``make(key, partition)`` returned: a list in the local runner, a counter with a running hash where a
+plan of staged rows is made.  The same items at the same instants give the same batches.
+
+Broadway's rules, to the letter: what arrives is cut into chunks of ``max_demand - max_demand //
+2``; a chunk is worked through in runs of one (key, partition); a batch is closed when it is full
+(by count, by bytes or by the custom splitter), at the end of a run that holds a ``flush`` item,
+when its timeout is over, and at the end of input.  ``docs/semantics.md`` has the details.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.message import BatchMode, Trigger
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.schema.plain import dump_key
+
+__all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending", "batch_id"]
+
+_FLUSH: Final = BatchMode.FLUSH
+
+
+class Item(Protocol):
+    """What is batched: a message, or a row that stands for one."""
+
+    @property
+    def batch_key(self) -> Any: ...
+    @property
+    def batch_mode(self) -> Any: ...
+    @property
+    def size(self) -> int: ...
+
+
+class Pending(Protocol):
+    """A batch being filled.  One that has ``extend`` too gets runs of items at once."""
+
+    def append(self, item: Any, /) -> Any:
+        """Take one item."""
+        ...
+
+
+class Closed(NamedTuple):
+    """A batch that is complete.
+
+    :param pending: What ``make`` returned for it, filled.
+    :param size: Items in it; at least 1.
+    :param bytes: Their sizes together; 0 where the batcher has no ``batch_bytes``.
+    """
+
+    pending: Any
+    key: Any
+    partition: int | None
+    trigger: Trigger
+    size: int
+    bytes: int = 0
+
+
+class _Open:
+    """A pending batch and what the batcher knows of it."""
+
+    __slots__ = ("acc", "bytes", "closed", "count", "deadline", "key", "partition", "to")
+
+    def __init__(self, to: Any, key: Any, partition: int | None, acc: Any, deadline: float) -> None:
+        self.to = to
+        self.key = key
+        self.partition = partition
+        self.acc = acc
+        self.deadline = deadline
+        self.count = 0
+        self.bytes = 0
+        self.closed = False
+
+
+class BatcherStage:
+    """The batcher ``name``: takes items, returns the batches that they close.
+
+    :param make: ``make(key, partition)`` starts a batch.
+    :param partition: Item → partition of the batch, as :func:`partitioner` makes it; the batch then
+        is that of (key, partition).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Batcher,
+        *,
+        make: Callable[[Any, int | None], Pending] = lambda key, partition: [],
+        partition: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.name = name
+        #: Items that one step works on; more are cut into steps of so many.
+        self.chunk_size: int = options.max_demand - options.max_demand // 2
+        self._make = make
+        self._partition = partition
+        self._timeout: float | None = options.batch_timeout
+        self._limit: int | None = options.batch_bytes
+        self._size: int = 0
+        self._initial: Any = None
+        self._split: Callable[[Any, Any], Any] | None = None
+        if isinstance(options.batch_size, tuple):
+            self._initial, self._split = options.batch_size
+        else:
+            self._size = options.batch_size
+        # In order of opening: dicts keep it, and a key that is opened anew goes to the end.
+        self._open: dict[Any, _Open] = {}
+        # The same order, for timeouts; batches closed otherwise are dropped when they come up.
+        self._timers: deque[_Open] = deque()
+
+    @property
+    def pending(self) -> int:
+        """Batches that are open."""
+        return len(self._open)
+
+    def add(self, items: Sequence[Item], now: float) -> list[Closed]:
+        """Take ``items`` in order; returns the batches they closed, in order of closing.
+
+        :param now: The instant, in seconds of the clock that :meth:`due` is asked with.
+        :raises PipelineError: If a custom splitter returns neither ``("emit", acc)`` nor
+            ``("cont", acc)``.
+        """
+        closed: list[Closed] = []
+        step = self.chunk_size
+        if len(items) <= step:
+            self._add_chunk(items, now, closed)
+        else:
+            for start in range(0, len(items), step):
+                self._add_chunk(items[start : start + step], now, closed)
+        return closed
+
+    def due(self, now: float) -> list[Closed]:
+        """Close what has been open for ``batch_timeout``, in the order in which that passed."""
+        closed: list[Closed] = []
+        timers = self._timers
+        while timers and (timers[0].closed or timers[0].deadline <= now):
+            batch = timers.popleft()
+            if not batch.closed:
+                self._close(batch, Trigger.TIMEOUT, closed)
+        return closed
+
+    def next_due(self) -> float | None:
+        """The instant at which :meth:`due` will next have a batch.
+
+        ``None`` if none is open, or batches have no timeout.
+        """
+        timers = self._timers
+        while timers and timers[0].closed:
+            timers.popleft()
+        return timers[0].deadline if timers else None
+
+    def flush(self) -> list[Closed]:
+        """Close every open batch, in order of opening: the end of input."""
+        closed: list[Closed] = []
+        for batch in list(self._open.values()):
+            self._close(batch, Trigger.FLUSH, closed)
+        self._timers.clear()
+        return closed
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _add_chunk(self, items: Sequence[Item], now: float, closed: list[Closed]) -> None:
+        start, count = 0, len(items)
+        partition = self._partition
+        simple = self._split is None and self._limit is None
+        while start < count:
+            item = items[start]
+            key = item.batch_key
+            stop = start + 1
+            if partition is None:
+                number = None
+                identity = key
+                while stop < count and items[stop].batch_key == key:
+                    stop += 1
+            else:
+                number = partition(item)
+                identity = (key, number)
+                while (
+                    stop < count
+                    and items[stop].batch_key == key
+                    and partition(items[stop]) == number
+                ):
+                    stop += 1
+            if simple:
+                self._add_run(items[start:stop], identity, key, number, now, closed)
+            else:
+                self._add_each(items[start:stop], identity, key, number, now, closed)
+            start = stop
+
+    def _add_run(
+        self,
+        run: Sequence[Item],
+        identity: Any,
+        key: Any,
+        partition: int | None,
+        now: float,
+        closed: list[Closed],
+    ) -> None:
+        """A run that fills batches by count alone."""
+        while run:
+            batch = self._open.get(identity)
+            if batch is None:
+                batch = self._begin(identity, key, partition, now)
+            room = self._size - batch.count
+            taken = run if len(run) <= room else run[:room]
+            to = batch.to
+            if len(taken) == 1:
+                to.append(taken[0])
+            elif type(to) is list:
+                to.extend(taken)
+            else:
+                append = to.append
+                for item in taken:
+                    append(item)
+            batch.count += len(taken)
+            if len(taken) == room:
+                self._close(batch, Trigger.SIZE, closed)
+            else:
+                for item in taken:
+                    if item.batch_mode == _FLUSH:
+                        self._close(batch, Trigger.FLUSH, closed)
+                        break
+            run = run[room:]
+
+    def _add_each(
+        self,
+        run: Sequence[Item],
+        identity: Any,
+        key: Any,
+        partition: int | None,
+        now: float,
+        closed: list[Closed],
+    ) -> None:
+        """A run that fills batches by bytes or by a custom splitter too."""
+        limit, split = self._limit, self._split
+        batch = self._open.get(identity)
+        flush = False
+        for item in run:
+            size = item.size
+            if batch is not None and limit is not None and batch.bytes + size > limit:
+                self._close(batch, Trigger.BYTES, closed)
+                batch, flush = None, False
+            if batch is None:
+                batch = self._begin(identity, key, partition, now)
+            batch.to.append(item)
+            batch.count += 1
+            batch.bytes += size
+            if item.batch_mode == _FLUSH:
+                flush = True
+            if batch.count == self._size if split is None else self._emits(split, item, batch):
+                trigger = Trigger.SIZE
+            elif limit is not None and batch.bytes >= limit:
+                trigger = Trigger.BYTES  # full: nothing but empty items would fit
+            else:
+                continue
+            self._close(batch, trigger, closed)
+            batch, flush = None, False
+        if flush and batch is not None:
+            self._close(batch, Trigger.FLUSH, closed)
+
+    def _emits(self, split: Callable[[Any, Any], Any], item: Item, batch: _Open) -> bool:
+        answer = split(item, batch.acc)
+        if isinstance(answer, tuple) and len(answer) == 2 and answer[0] in ("emit", "cont"):
+            # What comes with "emit" is not used: as in Broadway's code (and unlike its
+            # documentation) the next batch starts from the initial value.
+            batch.acc = answer[1]
+            return bool(answer[0] == "emit")
+        raise PipelineError(
+            f"the splitter of batcher {self.name!r} must return ('cont', acc) or ('emit', acc),"
+            f" got: {answer!r:.200}"
+        )
+
+    def _begin(self, identity: Any, key: Any, partition: int | None, now: float) -> _Open:
+        timeout = self._timeout
+        to = self._make(key, partition)
+        batch = _Open(to, key, partition, self._initial, 0.0 if timeout is None else now + timeout)
+        self._open[identity] = batch
+        if timeout is not None:
+            self._timers.append(batch)
+        return batch
+
+    def _close(self, batch: _Open, trigger: Trigger, closed: list[Closed]) -> None:
+        key, partition = batch.key, batch.partition
+        del self._open[key if self._partition is None else (key, partition)]
+        batch.closed = True
+        closed.append(Closed(batch.to, key, partition, trigger, batch.count, batch.bytes))
+        batch.to = None  # a timer may hold the batch for a while; its items must not stay
+
+
+def partitioner(options: Batcher) -> Callable[[Any], int] | None:
+    """Message → partition of its batch: ``partition_by`` modulo ``concurrency``.
+
+    :raises PipelineError: When called, if ``partition_by`` gives no integer of at least 0.
+    """
+    return partition_of(options.partition_by, options.concurrency)
+
+
+def partition_of(function: Any, concurrency: int) -> Callable[[Any], int] | None:
+    """``function`` modulo ``concurrency``, checked; ``None`` for no function."""
+    if function is None:
+        return None
+
+    def partition(message: Any) -> int:
+        value = function(message)
+        if type(value) is not int or value < 0:
+            raise PipelineError(
+                f"partition_by must return an integer of at least 0, got: {value!r:.200}"
+            )
+        return value % concurrency
+
+    return partition
+
+
+class KeyMerger:
+    """Packs whole closed batches of many keys into calls of up to ``batch_size`` items.
+
+    Order holds per partition: a batch never overtakes an earlier one.
+    """
+
+    def __init__(self, batch_size: int, batch_bytes: int | None = None) -> None:
+        self._size = batch_size
+        self._bytes = batch_bytes
+        #: Partition → its open call, with its size and bytes.
+        self._calls: dict[int | None, tuple[list[Closed], int, int]] = {}
+
+    def add(self, closed: Iterable[Closed]) -> list[list[Closed]]:
+        """Take closed batches; returns the calls that they filled."""
+        full: list[list[Closed]] = []
+        for batch in closed:
+            call, size, total = self._calls.get(batch.partition, ([], 0, 0))
+            size += batch.size
+            total += batch.bytes
+            if call and (size > self._size or (self._bytes is not None and total > self._bytes)):
+                full.append(call)
+                self._calls.pop(batch.partition)
+                call, size, total = [], batch.size, batch.bytes
+            call.append(batch)
+            if size >= self._size or (self._bytes is not None and total >= self._bytes):
+                full.append(call)
+                self._calls.pop(batch.partition, None)
+            else:
+                self._calls[batch.partition] = (call, size, total)
+        return full
+
+    def flush(self) -> list[list[Closed]]:
+        """The calls that are not full, in order of opening."""
+        rest = [call for call, _, _ in self._calls.values()]
+        self._calls.clear()
+        return rest
+
+
+class BatchHash:
+    """The ``batch_id``, made as messages come: a hash of pipeline, batcher, key and message ids.
+
+    Every part goes in with its length before it, so that no two lists of parts look alike.
+    """
+
+    __slots__ = ("_hash",)
+
+    def __init__(self, pipeline: str, batcher: str, key: Any) -> None:
+        self._hash = hashlib.sha256()
+        for part in (pipeline, batcher, _key_text(key)):
+            self.update(part)
+
+    def update(self, message_id: str) -> BatchHash:
+        """Add one message's id; returns itself."""
+        part = message_id.encode("utf-8", "surrogatepass")
+        self._hash.update(b"%d:%b" % (len(part), part))
+        return self
+
+    def update_all(self, message_ids: Iterable[str]) -> BatchHash:
+        """Add several ids, in order; returns itself."""
+        encoded = [message_id.encode("utf-8", "surrogatepass") for message_id in message_ids]
+        self._hash.update(b"".join([b"%d:%b" % (len(part), part) for part in encoded]))
+        return self
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits."""
+        return self._hash.hexdigest()[:32]
+
+
+def _key_text(key: Any) -> str:
+    """A key as text that is the same in every process."""
+    try:
+        return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):
+        return dump_key(key)
+
+
+def batch_id(pipeline: str, batcher: str, key: Any, message_ids: Iterable[str]) -> str:
+    """The id of a batch: the same whenever the same batch is made again."""
+    return BatchHash(pipeline, batcher, key).update_all(message_ids).hexdigest()

@@ -1,0 +1,234 @@
+"""What both stages need to call a user's callbacks: the context, protection, ``handle_failed``.
+
+A callback that raises fails its messages and nothing else: the error is logged with a ``code`` (an
+extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` is
+such an error too (kind ``exit``); every other ``BaseException`` (``KeyboardInterrupt``, Airflow's
+task time-out) goes through untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.message import Message, Status
+from airflow_broadway.core.stages.failures import FIRST, place_of
+from airflow_broadway.core.text import many
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.acknowledger import Scope
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = [
+    "CODES",
+    "PROTECTED",
+    "Returned",
+    "context_of",
+    "fail_all",
+    "is_of",
+    "run_handle_failed",
+    "status_of",
+]
+
+log = logging.getLogger(__name__)
+
+#: What a callback may raise without ending the run.
+PROTECTED: Final = (Exception, SystemExit)
+
+#: The ``code`` of each error that the stages log.
+CODES: Final = (
+    "acknowledger_error",
+    "callback_error",
+    "callback_exit",
+    "configure_not_supported",
+    "handle_batch_bad_element",
+    "handle_batch_bad_return",
+    "handle_batch_count_mismatch",
+    "handle_batch_undefined",
+    "handle_failed_bad_return",
+    "handle_failed_count_mismatch",
+    "handle_message_bad_return",
+    "prepare_messages_count_mismatch",
+    "producer_crash",
+    "unknown_batcher",
+)
+
+_setup_lock = threading.Lock()
+
+
+def context_of(pipeline: Broadway) -> Any:
+    """The ``context`` of every callback: what ``setup`` returned, once per process."""
+    known = pipeline.__dict__
+    if "_context" not in known:
+        with _setup_lock:
+            if "_context" not in known:
+                known["_context"] = pipeline.setup(pipeline.run)
+    return known["_context"]
+
+
+def status_of(error: BaseException) -> Status:
+    """The status of a message whose callback raised ``error``."""
+    if isinstance(error, SystemExit):
+        return Status("exit", error.code)
+    return Status("error", error)
+
+
+def code_of(error: BaseException) -> str:
+    """The ``code`` under which ``error`` is logged."""
+    if isinstance(error, SystemExit):
+        return "callback_exit"
+    code = error.code if isinstance(error, PipelineError) else ""
+    return code or "callback_error"
+
+
+def log_failure(
+    callback: str, pipeline: Broadway, error: BaseException, messages: int, message_id: str = ""
+) -> None:
+    """Log that a callback failed ``messages`` messages: the first ten of a kind, then each tenfold.
+
+    :param message_id: Of the message, if it is one.
+    """
+    place = place_of(pipeline, callback, error)
+    if place > FIRST:
+        if place % 100 == 0 and str(place).strip("0") == "1":
+            log.error(
+                "%s.%s has failed %d times by %s",
+                type(pipeline).__name__,
+                callback,
+                place,
+                type(error).__name__,
+                extra={"code": code_of(error)},
+            )
+        return
+    log.error(
+        "%s.%s failed %s: %s%s",
+        type(pipeline).__name__,
+        callback,
+        f"message {message_id!r}" if message_id else many(messages, "message"),
+        f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
+        "" if place < FIRST else "; further ones of this kind are counted, not told one by one",
+        exc_info=None if isinstance(error, PipelineError) else error,
+        extra={"code": code_of(error)},
+    )
+
+
+def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
+    """``messages`` as they were before the callback that failed, with its ``status``."""
+    return [scope.restored(message).with_status(status) for message in messages]
+
+
+class Returned(NamedTuple):
+    """What a callback returned of the messages that it was given.
+
+    :param own: Those of them, each once; as failed, if it was returned as both.
+    :param anew: Those that it returned without what settles them, as they were given.
+    :param odd: What else was among them, for people; empty if nothing was.
+    """
+
+    own: list[Message]
+    anew: list[Message]
+    odd: str = ""
+
+    @classmethod
+    def of(cls, given: list[Message], returned: list[Message], scope: Scope) -> Returned:
+        """Sort out what was returned; messages without an id are taken for its own."""
+        if len(given) == len(returned) and all(map(operator.is_, given, returned)):
+            return cls(returned, [])
+        known = {message.message_id: message for message in given}
+        own: dict[Any, Message] = {}
+        anew: dict[str, Message] = {}
+        strangers: list[str] = []
+        doubled = 0
+        for message in returned:
+            name = message.message_id
+            if not name:
+                own[id(message)] = message
+            elif name not in known:
+                strangers.append(name)
+            elif not is_of(message, known[name], scope):
+                anew[name] = known[name]
+            elif name in own:
+                doubled += 1
+                if not message.ok:
+                    own[name] = message
+            else:
+                own[name] = message
+        odd = f", {doubled} of them again" if doubled else ""
+        if strangers:
+            odd += f", {len(strangers)} of them others than it was given, such as {strangers[0]!r}"
+        return cls(
+            list(own.values()), [each for name, each in anew.items() if name not in own], odd
+        )
+
+
+def is_of(message: Message, given: Message, scope: Scope) -> bool:
+    """Whether a message is the one that a callback was given, or made of it."""
+    return message.message_id == given.message_id and (
+        message.acknowledger.acknowledger is given.acknowledger.acknowledger
+        or scope.has_settled(given)
+    )
+
+
+def run_handle_failed(
+    pipeline: Broadway, failed: list[Message], context: Any, scope: Scope
+) -> list[Message]:
+    """Call ``handle_failed``, if the pipeline has one, with a stage's failures.
+
+    Returns those to settle as failed: what it returned, or ``failed`` itself if it broke.
+    """
+    if not failed or not pipeline.defines("handle_failed"):
+        return failed
+    span = None
+    if telemetry.handlers(*_HANDLE_FAILED):
+        about = {"module": type(pipeline), "messages": failed, "context": context}
+        span = telemetry.Span("handle_failed", about)
+    try:
+        returned: Any = pipeline.handle_failed(list(failed), context)
+    except PROTECTED as error:
+        status = status_of(error)
+        log_failure("handle_failed", pipeline, error, len(failed))
+        if span is not None:
+            span.exception(status.kind, status.reason, status.stacktrace)
+        return [scope.restored(message) for message in failed]
+    if not isinstance(returned, list) or not all(type(each) is Message for each in returned):
+        log.error(
+            "%s.handle_failed must return a list of messages, got: %.200r; the failed messages are"
+            " settled as they were",
+            type(pipeline).__name__,
+            returned,
+            extra={"code": "handle_failed_bad_return"},
+        )
+        handled = [scope.restored(message) for message in failed]
+    else:
+        found = Returned.of(failed, returned, scope)
+        handled = [*found.own, *(scope.restored(message) for message in found.anew)]
+        if found.anew:
+            log.error(
+                "%s.handle_failed returned %s without what settles it, the first of them %r:"
+                " settled as before",
+                type(pipeline).__name__,
+                many(len(found.anew), "message"),
+                found.anew[0].message_id,
+                extra={"code": "handle_failed_bad_return"},
+            )
+        if len(handled) != len(failed) or found.odd:
+            log.error(
+                "%s.handle_failed received %s and returned %d%s; one that it did not"
+                " return is not settled, and goes back to its broker when the run ends",
+                type(pipeline).__name__,
+                many(len(failed), "message"),
+                len(returned),
+                found.odd,
+                extra={"code": "handle_failed_count_mismatch"},
+            )
+    if span is not None:
+        span.stop({"module": type(pipeline), "messages": handled, "context": context})
+    return handled
+
+
+_HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")

@@ -1,0 +1,124 @@
+"""What a run tells about its failures: the first of each kind in full, all of them by reason.
+
+A line and a traceback for every message would fill the log, and cost more than the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.text import many
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = ["FIRST", "Reasons", "forget_trace", "place_of", "tell_stuck"]
+
+#: Failures of each kind that are told one by one; a kind is a callback and a type of exception.
+FIRST: Final = 10
+
+#: Reasons that are kept apart, and those of them that the table shows.
+_KEPT: Final = 500
+_SHOWN: Final = 20
+_OTHERS: Final = "(other reasons)"
+
+_DIGITS: Final = b"0123456789"
+_lock = threading.Lock()
+log = logging.getLogger(__name__)
+
+
+def place_of(pipeline: Broadway, callback: str, error: BaseException) -> int:
+    """Which failure of its kind this is in this process, from 1."""
+    key = callback, type(error)
+    with _lock:
+        known = pipeline.__dict__
+        if "_failures" not in known:
+            known["_failures"] = {}
+        seen: dict[Any, int] = known["_failures"]
+        seen[key] = place = seen.get(key, 0) + 1
+        return place
+
+
+def tell_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
+    """Log which messages callbacks were still at when their run ended, the first ten of them."""
+    ids = [message.message_id for chunk in chunks for message in chunk]
+    if ids:
+        log.warning(
+            "%s was still at %s when the run ended; what it has not settled at once goes"
+            " back: %s%s",
+            where,
+            many(len(ids), "message"),
+            ", ".join(map(repr, ids[:FIRST])),
+            ", …" if len(ids) > FIRST else "",
+        )
+
+
+def forget_trace(error: Any) -> None:
+    """Let an exception go of where it was raised, once nobody asks for it any more.
+
+    The frames there lead to the list of failed messages, and so back to the exception: such a ring
+    waits for the garbage collector, whose looks cost more than the messages.
+    """
+    while isinstance(error, BaseException) and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+class Reasons:
+    """Counts failed messages by their reason; such as differ in numbers alone are one."""
+
+    def __init__(self) -> None:
+        # By the reason without its digits.
+        self._counts: Counter[bytes] = Counter()
+        self._shown: dict[bytes, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, failed: Iterable[Message]) -> None:
+        """Count messages; those of one status at a time cost little."""
+        found: dict[bytes, list[Any]] = {}
+        last: Any = None
+        told: list[Any] = []
+        for message in failed:
+            status = message.status
+            if status is not last:
+                last, text = status, status.text
+                line = text[:200].splitlines()[0] if text else "(no reason)"
+                key = line.encode().translate(None, _DIGITS)
+                told = found.get(key) or found.setdefault(key, [line, 0])
+            told[1] += 1
+        with self._lock:
+            for key, (line, count) in found.items():
+                if key not in self._shown:
+                    if len(self._shown) >= _KEPT:
+                        line, key = _OTHERS, _OTHERS.encode()
+                    self._shown.setdefault(key, line)
+                self._counts[key] += count
+
+    def most(self, number: int) -> list[dict[str, Any]]:
+        """The most frequent, as a report has them; such as differ in numbers alone are one."""
+        with self._lock:
+            rows = self._counts.most_common(number)
+        return [{"count": n, "stage": "", "reason": self._shown[key]} for key, n in rows]
+
+    def tell(self, log: Any, where: str) -> None:
+        """Log the table, if anything failed."""
+        with self._lock:
+            rows = self._counts.most_common()
+        if not rows:
+            return
+        lines = [f"{count:>11,}  {self._shown[key]}" for key, count in rows[:_SHOWN]]
+        rest = rows[_SHOWN:]
+        if rest:
+            others = many(len(rest), "more reason")
+            lines.append(f"{sum(count for _, count in rest):>11,}  {others}")
+        log.error(
+            "%s failed in %s, by reason:\n%s",
+            many(sum(count for _, count in rows), "message"),
+            where,
+            "\n".join(lines),
+        )

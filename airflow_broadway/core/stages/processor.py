@@ -1,0 +1,366 @@
+"""The processor: ``prepare_messages`` once per chunk, ``handle_message`` on each, then the acks.
+
+The order for one chunk is Broadway's: prepare, handle each in order, ``handle_failed`` once, settle
+the failures (and without batchers the successes, in the same call); only then do successes go on to
+the batchers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.acknowledger import Scope, ack_messages
+from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.stages.callbacks import (
+    PROTECTED,
+    Returned,
+    context_of,
+    fail_all,
+    is_of,
+    log_failure,
+    run_handle_failed,
+    status_of,
+)
+from airflow_broadway.core.stages.failures import forget_trace
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.text import many
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = ["ChunkResult", "Convert", "ProcessorStage"]
+
+log = logging.getLogger(__name__)
+
+_COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
+_CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
+_MESSAGE: Final = (
+    "processor.message.start",
+    "processor.message.stop",
+    "processor.message.exception",
+)
+
+#: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
+Convert = Callable[["Broadway"], Callable[[Message], Message]]
+
+
+class ChunkResult(NamedTuple):
+    """What became of one chunk.
+
+    :param successful: Those to batch; without batchers, those settled as successful.
+    :param failed: Those settled as failed, as ``handle_failed`` returned them.
+    """
+
+    successful: list[Message]
+    failed: list[Message]
+
+
+class ProcessorStage:
+    """One processor of a pipeline; handles one chunk at a time.
+
+    :param index: Which of ``concurrency`` processors this is, from 0.
+    :param ack: Settles a chunk's result: ``ack(successful, failed)``.
+    :param convert: The last step of judging a message a success: makes of the pipeline what turns
+        each into what goes on; what that raises fails the message.
+    :param stop: When no further message is begun; those not begun are in neither list of a result.
+    :param traces: Whether failures are to tell where they were raised beyond the first of a kind,
+        which are logged: frames are dear.  ``handle_failed`` and telemetry can always ask.
+    """
+
+    def __init__(
+        self,
+        pipeline: Broadway,
+        *,
+        index: int = 0,
+        ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+        convert: Convert | None = None,
+        stop: Stop | None = None,
+        traces: bool = True,
+    ) -> None:
+        self.pipeline = pipeline
+        self.index = index
+        self._ack = ack
+        self._convert = None if convert is None else convert(pipeline)
+        self._run_stop = stop or Stop(SystemClock())
+        self._interrupts = self._run_stop.interrupts
+        self._traces = traces or pipeline.defines("handle_failed")
+        self._key: str = pipeline.processors.name
+        self._known = frozenset(pipeline.batchers)
+        self._prepares = pipeline.defines("prepare_messages")
+        self._keeps_order = pipeline.producer.keeps_order
+        #: Groups of which a message failed that comes again.
+        self._blocked: set[str] = set()
+        self.name = f"{pipeline.name}.Broadway.Processor_{self._key}_{index}"
+
+    def handle(self, chunk: list[Message]) -> ChunkResult:
+        """Run the callbacks on one chunk and settle what is to be settled.
+
+        An exception of a callback never gets out; ``KeyboardInterrupt`` and its like do, and then
+        nothing of the chunk has been settled but what the callbacks settled themselves.
+        """
+        context = context_of(self.pipeline)
+        span = None
+        heard = telemetry.heard()
+        if heard and telemetry.handlers(*_CHUNK):
+            span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
+        # What goes on may be converted; handlers get messages as the callbacks know them.
+        told: list[Message] | None = None if span is None or self._convert is None else []
+        try:
+            with Scope("process") as scope:
+                result = self._handle(chunk, context, scope, told, heard)
+        except BaseException as error:
+            if span is not None:
+                status = status_of(error)
+                span.exception(status.kind, status.reason, status.stacktrace)
+            raise
+        if span is not None:
+            successful = result.successful if told is None else told
+            self._stop(span, successful, result.failed, context)
+        return result
+
+    def _about(self, context: Any) -> dict[str, Any]:
+        return {
+            "topology_name": self.pipeline.name,
+            "name": self.name,
+            "index": self.index,
+            "processor_key": self._key,
+            "context": context,
+            "producer": self.pipeline.producer,
+        }
+
+    def _stop(
+        self,
+        span: telemetry.Span,
+        successful: list[Message],
+        failed: list[Message],
+        context: Any,
+    ) -> None:
+        to_forward, to_ack = (successful, []) if self._known else ([], successful)
+        span.stop(
+            {
+                **self._about(context),
+                "successful_messages_to_ack": to_ack,
+                "successful_messages_to_forward": to_forward,
+                "failed_messages": failed,
+            }
+        )
+
+    def _handle(
+        self,
+        chunk: list[Message],
+        context: Any,
+        scope: Scope,
+        told: list[Message] | None,
+        heard: bool,
+    ) -> ChunkResult:
+        """Handle a chunk.
+
+        :param told: Filled with the successes as ``handle_message`` left them, unconverted.
+        :param heard: Whether any event has a handler.
+        """
+        successful: list[Message] = []
+        failed: list[Message] = []
+        prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
+        each = self._handle_each
+        if told is not None or (heard and telemetry.handlers(*_MESSAGE)):
+            each = partial(self._handle_each_told, told=told)
+        if self._keeps_order:
+            self._in_order(each, prepared, context, successful, failed, scope)
+        else:
+            each(prepared, context, successful, failed, scope)
+        if failed:
+            failed = run_handle_failed(self.pipeline, failed, context, scope)
+        if not self._known:
+            self._ack(successful, failed)
+        elif failed:
+            self._ack([], failed)
+        return ChunkResult(successful, failed)
+
+    def _prepare(
+        self, chunk: list[Message], context: Any, failed: list[Message], scope: Scope
+    ) -> list[Message]:
+        try:
+            prepared: Any = self.pipeline.prepare_messages(list(chunk), context)
+            if not isinstance(prepared, list):
+                raise PipelineError(
+                    f"prepare_messages must return a list of messages, got: {prepared!r:.200}",
+                    code="callback_error",
+                )
+            if len(prepared) != len(chunk):
+                raise PipelineError(
+                    "expected all messages to be returned from prepare_messages: it was given"
+                    f" {len(chunk)} and returned {len(prepared)}",
+                    code="prepare_messages_count_mismatch",
+                )
+            for each in prepared:
+                if type(each) is not Message:
+                    raise PipelineError(
+                        "prepare_messages must return a list of messages, but one element was:"
+                        f" {each!r:.200}",
+                        code="callback_error",
+                    )
+            found = Returned.of(chunk, prepared, scope)
+            if len(found.own) != len(chunk):
+                raise PipelineError(
+                    f"expected the messages of the chunk from prepare_messages, each once: of"
+                    f" {len(chunk)} it returned {len(found.own)}{found.odd}"
+                    + (f", {len(found.anew)} without what settles them" if found.anew else ""),
+                    code="prepare_messages_count_mismatch",
+                )
+        except PROTECTED as error:
+            log_failure("prepare_messages", self.pipeline, error, len(chunk))
+            failed.extend(fail_all(chunk, status_of(error), scope))
+            return []
+        return prepared
+
+    def _in_order(
+        self,
+        each: Callable[..., None],
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+    ) -> None:
+        """Handle all but those behind one of their group that failed and comes again.
+
+        They are in neither list, and so given back without using up an attempt.
+        """
+        producer, held = self.pipeline.producer, 0
+        self._block(failed)  # the whole chunk, where prepare_messages has failed it
+        for message in messages:
+            if self._blocked and producer.group_of(message) in self._blocked:
+                held += 1
+                continue
+            before = len(failed)
+            each([message], context, successful, failed, scope)
+            self._block(failed[before:])
+        if held:
+            log.info(
+                "%s held back: an earlier one of the group failed and comes again.",
+                many(held, "message"),
+            )
+
+    def _block(self, failed: list[Message]) -> None:
+        """Hold back what comes behind those that failed and come again."""
+        producer = self.pipeline.producer
+        for message in failed:
+            group = producer.group_of(message)
+            if group is not None and group not in self._blocked:
+                verdict = producer.verdict(message, failed=True, stage="process")
+                if verdict.action in _COMES_AGAIN:
+                    self._blocked.add(group)
+
+    def _handle_each(
+        self,
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+    ) -> None:
+        # The loop that every message goes through: _check inlined, no telemetry.
+        handle, key, known = self.pipeline.handle_message, self._key, self._known
+        convert, stop, now = self._convert, self._run_stop, self._run_stop.now
+        succeed = successful.append
+        for message in messages:
+            if now() >= stop.look_at and stop.enough():
+                return
+            try:
+                result = handle(key, message, context)
+                if (
+                    type(result) is Message
+                    and result.status.kind == "ok"
+                    and (not known or result.batcher in known)
+                    and result.message_id == message.message_id
+                    and result.acknowledger is message.acknowledger
+                ):
+                    succeed(result if convert is None else convert(result))
+                    continue
+                self._check(result, message, scope)
+                if result.ok and convert is not None:
+                    result = convert(result)
+            except PROTECTED as error:
+                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
+                if not self._traces:
+                    forget_trace(error)
+                failed.append(scope.restored(message).with_status(status_of(error)))
+            except self._interrupts as error:
+                self._interrupted(message, error)
+            else:
+                (successful if result.ok else failed).append(result)
+
+    def _interrupted(self, message: Message, error: BaseException) -> None:
+        """Let what is done stand, and the message at work go back."""
+        log.error(
+            "%s ended handle_message while it was at message %r, which goes back without using up"
+            " an attempt; what was done before it stands",
+            type(error).__name__,
+            message.message_id,
+        )
+        self._run_stop.tell("interrupted", at_once=True)
+
+    def _handle_each_told(
+        self,
+        messages: list[Message],
+        context: Any,
+        successful: list[Message],
+        failed: list[Message],
+        scope: Scope,
+        told: list[Message] | None,
+    ) -> None:
+        about = self._about(context)
+        for message in messages:
+            if self._run_stop.enough():
+                return
+            span = telemetry.Span("processor.message", {**about, "message": message})
+            try:
+                result = self.pipeline.handle_message(self._key, message, context)
+                self._check(result, message, scope)
+                given = result
+                if result.ok and self._convert is not None:
+                    result = self._convert(result)
+            except PROTECTED as error:
+                status = status_of(error)
+                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
+                failed.append(scope.restored(message).with_status(status))
+                span.exception(status.kind, status.reason, status.stacktrace)
+            except BaseException as error:
+                status = status_of(error)
+                span.exception(status.kind, status.reason, status.stacktrace)
+                if not isinstance(error, self._interrupts):
+                    raise
+                self._interrupted(message, error)
+            else:
+                (successful if result.ok else failed).append(result)
+                if result.ok and told is not None:
+                    told.append(given)
+                span.stop({**about, "message": given})
+
+    def _check(self, result: Any, message: Message, scope: Scope) -> None:
+        """Raise unless ``result`` is ``message``, and may go on; one that failed always may."""
+        if type(result) is not Message:
+            raise PipelineError(
+                f"expected a Message from handle_message, got: {result!r:.200}",
+                code="handle_message_bad_return",
+            )
+        if not is_of(result, message, scope):
+            raise PipelineError(
+                f"expected from handle_message the message that it was given"
+                f" ({message.message_id!r}), changed by its put_… functions; got another:"
+                f" {result!r:.200}",
+                code="handle_message_bad_return",
+            )
+        if result.ok and self._known and result.batcher not in self._known:
+            raise PipelineError(
+                f"message was set to unknown batcher {result.batcher!r}. The known batchers are"
+                f" {list(self.pipeline.batchers)}",
+                code="unknown_batcher",
+            )

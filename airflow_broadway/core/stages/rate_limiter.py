@@ -1,0 +1,224 @@
+"""Rate limiting: so many messages per interval, for all producers of a pipeline together.
+
+A fixed window, as in Broadway: the count starts anew at each interval's end, and what was not used
+is not carried over.  The windows stand in a :class:`RateState` that every mapped process task of a
+run shares and that outlives the run, so the next run goes on in the window that the last one left.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any, Protocol
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.model.rules import BOOL, POSITIVE, SECONDS
+
+__all__ = ["MemoryRateState", "RateLimiter", "RateState", "SqliteRateState"]
+
+#: ``{"allowed_messages", "interval", "start", "left"}``, and ``"next"`` for options that wait for
+#: the end of the window; ``start`` in seconds since the epoch.
+State = dict[str, Any]
+
+_RULES = {"allowed_messages": POSITIVE, "interval": SECONDS, "reset": BOOL}
+
+
+class RateState(Protocol):
+    """Keeps one pipeline's windows: shared by its producers, remembered between its runs."""
+
+    def update(self, change: Callable[[State | None], State]) -> State:
+        """Replace the state by ``change(state)``, undisturbed by others; returns the new one.
+
+        ``change`` gets ``None`` the first time, and may be called again if another was faster.
+        """
+        ...
+
+
+class MemoryRateState:
+    """A state for one process."""
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._lock = threading.Lock()
+
+    def update(self, change: Callable[[State | None], State]) -> State:
+        """Replace the state by ``change(state)``."""
+        with self._lock:
+            self._state = change(None if self._state is None else dict(self._state))
+            return dict(self._state)
+
+
+class SqliteRateState:
+    """A state in a SQLite file, for processes of one machine.
+
+    :param path: The file; made when first used.
+    :param name: Which state in it: the pipeline's name.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path = path
+        self._name = name
+
+    def update(self, change: Callable[[State | None], State]) -> State:
+        """Replace the state by ``change(state)``."""
+        with closing(sqlite3.connect(self._path, timeout=30.0, isolation_level=None)) as database:
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS rate (name TEXT PRIMARY KEY, state TEXT NOT NULL)"
+            )
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute(
+                "SELECT state FROM rate WHERE name = ?", (self._name,)
+            ).fetchone()
+            state = change(None if row is None else json.loads(row[0]))
+            database.execute(
+                "INSERT INTO rate VALUES (?, ?)"
+                " ON CONFLICT (name) DO UPDATE SET state = excluded.state",
+                (self._name, json.dumps(state)),
+            )
+            database.execute("COMMIT")
+        return state
+
+
+class RateLimiter:
+    """Grants messages to producers.
+
+    :param options: ``None``: not enabled; everything is granted.
+    :param clock: Its wall clock, since windows are shared between processes.
+    """
+
+    def __init__(
+        self,
+        options: RateLimiting | None,
+        clock: Clock | None = None,
+        state: RateState | None = None,
+    ) -> None:
+        self._options = options
+        self._clock = clock or SystemClock()
+        self._state = state or MemoryRateState()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a limit."""
+        return self._options is not None
+
+    def take(self, wanted: int) -> int:
+        """Grant up to ``wanted`` messages of the present window, and count them as taken."""
+        if self._options is None or wanted <= 0:
+            return max(wanted, 0)
+        granted = 0
+
+        def change(state: State | None) -> State:
+            nonlocal granted
+            current = self._current(state)
+            granted = min(wanted, max(current["left"], 0))
+            current["left"] -= granted
+            return current
+
+        self._state.update(change)
+        return granted
+
+    def refund(self, unused: int) -> None:
+        """Give back what :meth:`take` granted and the source did not have."""
+        if self._options is None or unused <= 0:
+            return
+
+        def change(state: State | None) -> State:
+            current = self._current(state)
+            current["left"] = min(current["left"] + unused, current["allowed_messages"])
+            return current
+
+        self._state.update(change)
+
+    def wait_seconds(self) -> float:
+        """Seconds until something is granted; 0 if it would be now."""
+        if self._options is None:
+            return 0.0
+        state = self._state.update(self._current)
+        if state["left"] > 0:
+            return 0.0
+        return max(0.0, float(state["start"] + state["interval"]) - self._now())
+
+    def reset(self) -> None:
+        """End the present window now."""
+        if self._options is not None:
+            self._state.update(lambda state: self._fresh(self._current(state)))
+
+    def get_rate_limiting(self) -> dict[str, Any]:
+        """``{"allowed_messages", "interval"}`` as they are now.
+
+        :raises PipelineError: If rate limiting is not enabled.
+        """
+        self._check_enabled()
+        state = self._state.update(self._current)
+        return {name: state[name] for name in ("allowed_messages", "interval")}
+
+    def update_rate_limiting(self, **options: Any) -> None:
+        """Change ``allowed_messages`` or ``interval``, from the end of the present window on.
+
+        With ``reset=True`` a new window starts now.
+
+        :raises OptionsError: If an option is unknown or breaks its rule, enabled or not.
+        :raises PipelineError: If rate limiting is not enabled.
+        """
+        for name, value in options.items():
+            if name not in _RULES:
+                raise OptionsError.unknown(f"rate_limiting.{name}", value, _RULES)
+            if not _RULES[name].holds(value):
+                raise OptionsError(f"rate_limiting.{name}", _RULES[name].text, value)
+        self._check_enabled()
+        reset = options.pop("reset", False)
+
+        def change(state: State | None) -> State:
+            current = self._current(state)
+            current["next"] = {**current.get("next", {}), **options}
+            return self._fresh(current) if reset else current
+
+        self._state.update(change)
+
+    def _check_enabled(self) -> None:
+        if self._options is None:
+            raise PipelineError(
+                "rate limiting is not enabled for this pipeline", code="rate_limiting_not_enabled"
+            )
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
+    def _current(self, state: State | None) -> State:
+        """The state of the window that it is now."""
+        now = self._now()
+        declared = self._declared()
+        if state is None or state.get("declared") != declared:
+            # The first run, or the pipeline's own options have changed since the last.
+            return {**declared, "declared": declared, "start": now, "left": self._allowed(declared)}
+        passed = int((now - state["start"]) // state["interval"])
+        if passed < 1:
+            state["start"] = min(state["start"], now)  # a clock set back is not waited for
+            return state
+        end = state["start"] + state["interval"]
+        state = self._fresh(state, start=end)
+        later = int((now - end) // state["interval"])
+        state["start"] = end + later * state["interval"]
+        return state
+
+    def _fresh(self, state: State, start: float | None = None) -> State:
+        """A new window, with the options that waited for it."""
+        state |= state.pop("next", {})
+        state["start"] = self._now() if start is None else start
+        state["left"] = self._allowed(state)
+        return state
+
+    def _declared(self) -> dict[str, Any]:
+        options = self._options
+        if options is None:
+            return {}
+        return {"allowed_messages": options.allowed_messages, "interval": options.interval}
+
+    @staticmethod
+    def _allowed(values: Mapping[str, Any]) -> int:
+        return int(values["allowed_messages"])

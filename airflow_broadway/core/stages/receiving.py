@@ -1,0 +1,340 @@
+"""Taking messages from a source within a budget: receive, secure, transform.
+
+The order is the protocol's: a message is secured before any code of the user's sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.acknowledger import is_settled
+from airflow_broadway.core.custody.protocol import Source
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.text import many
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = ["Budget", "Intake", "demand_of", "transformed"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds that one receive waits at most, so that a stop is noticed.
+_PATIENCE = 1.0
+
+#: The least time worth waiting: what is less is the rounding of floats.
+_TICK = 1e-6
+
+#: Of how many seconds' work is asked for at a time, how much faster than before at most, and how
+#: many messages at most, unless the processors can take more at once.
+_PACE = 0.5
+_GROWTH = 4
+_MOST = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """When a run stops taking messages.
+
+    :param max_messages: After this many; ``None``: no bound.
+    :param max_bytes: Once payloads of this many bytes were received.
+    :param max_seconds: After this long, even if messages remain.
+    :param wait_seconds: How long to wait for the first message.
+    :param idle_seconds: After this long without a message, once there was one.
+    """
+
+    max_messages: int | None = None
+    max_bytes: int | None = None
+    max_seconds: float | None = None
+    wait_seconds: float = 0.0
+    idle_seconds: float = 0.0
+
+
+def demand_of(pipeline: Broadway) -> int:
+    """Messages that the processors of ``pipeline`` can take together."""
+    options = pipeline.processors
+    taken: int = options.concurrency * options.max_demand
+    return taken
+
+
+def transformed(
+    transformer: Callable[[Any], Message] | None, messages: Sequence[Message]
+) -> list[Message]:
+    """``messages`` as the producer's transformer returns them.
+
+    What a message is to its broker (its id, attempt, time and place of receipt) is the delivery's,
+    also where the transformer made one anew.
+
+    :raises PipelineError: If it raises, something is no message, or its id is another.
+    """
+    if transformer is None:
+        for message in messages:
+            if type(message) is not Message:
+                raise PipelineError(
+                    f"a producer must emit messages, got: {message!r:.200}", code="producer_crash"
+                )
+        return list(messages)
+    made: list[Message] = []
+    for message in messages:
+        try:
+            each: Any = transformer(message)
+        except Exception as error:
+            raise PipelineError(
+                f"the transformer raised {type(error).__name__}: {error}", code="producer_crash"
+            ) from error
+        if type(each) is not Message:
+            raise PipelineError(
+                f"the transformer must return a message, got: {each!r:.200}", code="producer_crash"
+            )
+        if is_settled(each) and not is_settled(message):  # made anew, without what settles it
+            each = each.with_acknowledger(message.acknowledger)
+        made.append(_of_delivery(each, message) if type(message) is Message else each)
+    return made
+
+
+def _of_delivery(made: Message, delivery: Message) -> Message:
+    if (
+        made.received_at is delivery.received_at
+        and made.message_id == delivery.message_id
+        and made.attempt == delivery.attempt
+        and made.redelivered == delivery.redelivered
+    ):
+        return made
+    if delivery.message_id and made.message_id not in ("", delivery.message_id):
+        raise PipelineError(
+            f"the transformer must keep the message_id: it made {made.message_id!r} of"
+            f" {delivery.message_id!r}, by which alone the broker knows the message",
+            code="producer_crash",
+        )
+    return Message(
+        made.data,
+        metadata=made.metadata,
+        acknowledger=made.acknowledger,
+        message_id=delivery.message_id or made.message_id,
+        batcher=made.batcher,
+        batch_key=made.batch_key,
+        batch_mode=made.batch_mode,
+        status=made.status,
+        attempt=delivery.attempt,
+        redelivered=delivery.redelivered,
+        received_at=delivery.received_at,
+        position=delivery.position,
+        size=delivery.size,
+    )
+
+
+class Intake:
+    """Iterates over dispatches: what the processors can take, or nothing when nothing came.
+
+    Asks its source for as much as is handled in half a second, so that a broker's round trip is
+    shared by many messages where these are handled fast, and little is taken in vain where they are
+    not.  Hands out ``demand`` messages at a time: what a stop finds not handed out goes back.
+
+    :param demand: Messages that all processors together can take.
+    :param accept: Called with secured messages before they are transformed; returns what goes on.
+    :param patience: After how many seconds at most a dispatch, if empty, is wanted; ``None``: any.
+    :param stop: Why to stop, or ``""``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        budget: Budget,
+        *,
+        clock: Clock,
+        limiter: RateLimiter,
+        demand: int,
+        transformer: Callable[[Any], Message] | None = None,
+        accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
+        patience: Callable[[], float | None] = lambda: None,
+        stop: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._source = source
+        self._budget = budget
+        self._clock = clock
+        self._limiter = limiter
+        self._portion = self._demand = demand
+        self._transformer = transformer
+        self._accept = accept
+        self._patience = patience
+        self._stop = stop
+        self._started = 0.0
+        self._waiting: list[Message] = []  # received, and not yet handed out
+        self._stopped = False
+        self.received = 0
+        self.received_bytes = 0
+        #: Seconds spent in receiving and securing.
+        self.seconds = 0.0
+        #: Whether messages are on their way from the source to where they wait, the transformer's
+        #: work included: what ends that from outside leaves no account.
+        self.receiving = False
+        #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
+        #: ``rate_limiting``, ``error``, or what ``stop`` said.
+        self.ended = ""
+        #: What the transformer raised; its messages went no further.
+        self.error: PipelineError | None = None
+
+    def __iter__(self) -> Iterator[list[Message]]:
+        self._started = self._clock.monotonic()
+        yield from self._dispatches()
+        if self.ended in ("empty", "max_messages", "max_bytes"):
+            self._bring_in()
+            yield from self._hand_out()
+        elif self.ended == "rate_limiting":
+            self._bring_in()
+            yield from self._hand_out(self._limiter.take(len(self._waiting)))
+
+    def stop(self) -> Sequence[Message]:
+        """Have the source take nothing more; what was received and never handed out.
+
+        Called when the run ends, however it does, before its lease is noted.  Safe to repeat.
+        """
+        self._bring_in()
+        return list(self._waiting)
+
+    def _bring_in(self) -> None:
+        """Receive what the source had secured already, and have it take nothing more."""
+        if not self._stopped:
+            self._stopped = True
+            self._taken_in(self._source.stop)
+
+    def _dispatches(self) -> Iterator[list[Message]]:
+        clock, budget, limiter = self._clock, self._budget, self._limiter
+        quiet_since: float | None = None
+        while True:
+            now = clock.monotonic()
+            demand = self._wanted(now)
+            if not demand:
+                return
+            left = [_PATIENCE]
+            if budget.max_seconds is not None:
+                left.append(self._started + budget.max_seconds - now)
+            granted = limiter.take(demand)
+            if not granted:
+                pause = limiter.wait_seconds()
+                if budget.max_seconds is None or now + pause >= self._started + budget.max_seconds:
+                    self.ended = "rate_limiting"
+                    return
+                clock.sleep(self._least([*left, pause]))
+                yield []
+                continue
+            if quiet_since is None:
+                quiet_since = now
+            quiet = budget.idle_seconds if self.received else budget.wait_seconds
+            left.append(quiet_since + quiet - now)
+            messages: Sequence[Message] = ()
+            try:
+                messages = self._receive(granted, self._least(left))
+            finally:
+                limiter.refund(granted - len(messages))
+            if messages:
+                quiet_since = None
+                began = clock.monotonic()
+                yield from self._hand_out()
+                if self.ended:
+                    return
+                self._adapt(len(messages), clock.monotonic() - began)
+            elif clock.monotonic() - quiet_since >= quiet:
+                # A source that was told to stop does not know whether anything is left.
+                self.ended = self._stop() or "empty"
+                return
+            else:
+                yield []
+
+    def _hand_out(self, most: int | None = None) -> Iterator[list[Message]]:
+        """What waits, in portions, until the time is over."""
+        waiting, portion = self._waiting, self._portion
+        left = len(waiting) if most is None else most
+        while left > 0:
+            ended = self._told(self._clock.monotonic())
+            if ended:
+                self.ended = ended
+                return
+            count = min(portion, left)
+            dispatch = waiting[:count]
+            del waiting[:count]
+            left -= count
+            yield dispatch
+
+    def _adapt(self, handled: int, seconds: float) -> None:
+        """Ask next for what is handled in half a second, by what was handled in ``seconds``."""
+        fits = handled * _PACE / seconds if seconds > 0 else _MOST
+        grown = int(min(fits, _GROWTH * self._demand, _MOST))
+        self._demand = max(self._portion, grown)
+
+    def _told(self, now: float) -> str:
+        """Why nothing more is handed out, or ``""``."""
+        seconds = self._budget.max_seconds
+        if seconds is not None and now - self._started >= seconds:
+            return self._stop() or "max_seconds"
+        return self._stop()
+
+    def _wanted(self, now: float) -> int:
+        """Messages to ask for now; 0 when a bound is reached."""
+        budget = self._budget
+        demand = self._demand
+        if budget.max_messages is not None:
+            demand = min(demand, budget.max_messages - self.received)
+        told = self._told(now)
+        if told:
+            self.ended = told
+        elif demand <= 0:
+            self.ended = "max_messages"
+        elif budget.max_bytes is not None and self.received_bytes >= budget.max_bytes:
+            self.ended = "max_bytes"
+        else:
+            return demand
+        return 0
+
+    def _least(self, seconds: list[float]) -> float:
+        patience = self._patience()
+        if patience is not None:
+            seconds.append(patience)
+        least = min(seconds)
+        return max(_TICK, least) if least > 0 else 0.0
+
+    def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
+        source, started = self._source, self._clock.monotonic()
+        messages = self._taken_in(lambda: source.secure(source.receive(demand, timeout=timeout)))
+        passed = self._clock.monotonic() - started
+        if not messages and passed < timeout:  # a source that does not wait
+            self._clock.sleep(timeout - passed)
+            self.seconds += timeout - passed
+        return messages
+
+    def _taken_in(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
+        """What the source gives by ``work``; all of it then waits, or none of it counts."""
+        started = self._clock.monotonic()
+        self.receiving = True
+        messages = work()
+        self.received += len(messages)
+        self.received_bytes += sum([message.size for message in messages])
+        self.seconds += self._clock.monotonic() - started
+        self._take_in(messages)
+        self.receiving = False
+        return messages
+
+    def _take_in(self, messages: Sequence[Message]) -> None:
+        """Transform what was received; it then waits for a processor."""
+        if not messages:
+            return
+        accepted = self._accept(messages)
+        if self.error is not None:
+            return
+        try:
+            self._waiting += transformed(self._transformer, accepted)
+        except PipelineError as error:
+            log.error(
+                "%s; the run ends, and gives back %s",
+                error,
+                many(len(messages), "message"),
+                exc_info=error.__cause__,
+                extra={"code": "producer_crash"},
+            )
+            self.error, self.ended = error, "error"

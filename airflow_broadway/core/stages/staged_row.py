@@ -1,0 +1,272 @@
+"""From a message to what its batcher gets: the part of the work that can fail message by message.
+
+It is the last step of judging a message a success: the data is converted to the batcher's schema,
+or must be what can be staged; key and metadata too; and ``partition_by`` is asked.  It runs where
+``handle_message`` ran, so that an error there fails that message alone, with ``handle_failed`` and
+the usual verdict.
+
+:class:`Rows` makes what a process task stages.  :class:`Handing` makes, where nothing is staged,
+what would be read back of it: a batch holds the same in a run in one process, in the test kit and
+in a task group.  ``docs/semantics.md`` has the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core.formats.manifest import plain_key
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.schema.ddl import encode_json, encode_metadata, parse_schema
+from airflow_broadway.core.schema.plain import (
+    dump,
+    dump_key,
+    dump_metadata,
+    load,
+    load_key,
+    load_metadata,
+    stays,
+)
+from airflow_broadway.core.stages.batcher import partitioner
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = ["Handing", "Item", "Placed", "Rows", "StagedRow", "item_of"]
+
+#: Keys whose text is kept; more, and the cache starts anew.
+_CACHED_KEYS: Final = 10_000
+#: Types of keys whose text is kept: of these, equal ones have one text.
+_CACHED_TYPES: Final = frozenset({str, int, bool, type(None)})
+_NO_METADATA: dict[str, str] = {}
+
+
+class StagedRow(NamedTuple):
+    """What is staged of one message, beside what the message itself says.
+
+    :param data: A tuple of the schema's columns; without a schema ``bytes``, or text.
+    :param key: The batch key as text.
+    :param partition: What ``partition_by`` said, modulo ``concurrency``; ``None`` without it.
+    :param dropped: Keys of the data that the schema does not name, with how often.
+    """
+
+    data: Any
+    key: str
+    partition: int | None
+    metadata: dict[str, str]
+    dropped: dict[str, int] | None = None
+
+
+class Placed(NamedTuple):
+    """What travels as a message's data from a processor to a batcher in one process, where its
+    place is not told by a key that is text alone.
+
+    :param data: The data itself.
+    :param identity: What is the same for keys that are one key; a key that is text is its own.
+    :param partition: As in :class:`StagedRow`.
+    :param dropped: As in :class:`StagedRow`.
+    """
+
+    data: Any
+    identity: Any
+    partition: int | None
+    dropped: dict[str, int] | None
+
+
+class Item(NamedTuple):
+    """A message with its place: an :class:`airflow_broadway.core.stages.batcher.Item`."""
+
+    message: Message
+    batch_key: Any
+    partition: int | None
+
+    @property
+    def batch_mode(self) -> BatchMode:
+        return self.message.batch_mode
+
+    @property
+    def size(self) -> int:
+        return self.message.size
+
+
+def item_of(message: Message) -> Item:
+    """The item of a message whose data is :class:`Placed`, and the message with its own data."""
+    placed: Placed = message.data
+    return Item(message.put_data(placed.data), placed.identity, placed.partition)
+
+
+class Rows:
+    """Converts messages of ``pipeline`` to what is staged; one object for one thread.
+
+    Without batchers nothing is staged, and messages stay what they are.
+    """
+
+    def __init__(self, pipeline: Broadway) -> None:
+        self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
+
+    def __call__(self, message: Message) -> Message:
+        """Return the message with its :class:`StagedRow` for data.
+
+        :raises ConversionError: Naming column, value and rule: the data does not fit the schema, or
+            the data, the key or the metadata is nothing that can be staged.
+        :raises Exception: Whatever ``partition_by`` raises.
+        """
+        if not self._forms:
+            return message
+        return message.put_data(self.row(message))
+
+    def row(self, message: Message) -> StagedRow:
+        """Return what is staged of the message; raises as a call does."""
+        form = self._forms[message.batcher]
+        data = form.dump_data(message.data)
+        text = form.key_text(message.batch_key)
+        _check_id(message)
+        metadata = message.metadata
+        made = (
+            data,
+            text,
+            None if form.partition is None else form.partition(message),
+            form.dump_metadata(metadata) if metadata else _NO_METADATA,
+            form.dropped_now() if form.dropped else None,
+        )
+        return tuple.__new__(StagedRow, made)  # half the cost of calling the class
+
+
+class Handing:
+    """Converts messages of ``pipeline`` to what their batches would hold, had they been staged; one
+    object for one thread.
+
+    Without batchers messages stay what they are.
+    """
+
+    def __init__(self, pipeline: Broadway) -> None:
+        self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
+
+    def __call__(self, message: Message) -> Message:
+        """Return the message as its batch gets it, its data :class:`Placed` if it must be.
+
+        :raises Exception: What :class:`Rows` raises.
+        """
+        form = self._forms.get(message.batcher)
+        if form is None:
+            return message
+        given, key, metadata = message.data, message.batch_key, message.metadata
+        if (
+            form.keeps_bytes
+            and type(given) is bytes
+            and type(key) is str
+            and key.isascii()
+            and not metadata
+            and message.message_id.isascii()
+        ):
+            return message  # most messages of most queues
+        data = form.handed(given)
+        identity = key
+        if type(key) is not str or not key.isascii():
+            text = form.key_text(key)
+            key = form.load_key(text)
+            identity = key if type(key) is str else (text,)
+        _check_id(message)
+        partition = None if form.partition is None else form.partition(message)
+        known = form.handed_metadata(metadata) if metadata else metadata
+        if form.dropped or partition is not None or identity is not key:
+            dropped = form.dropped_now() if form.dropped else None
+            data = Placed(data, identity, partition, dropped)
+        elif data is given and key is message.batch_key and known is metadata:
+            return message
+        return message.with_content(data, key, known)
+
+
+def _check_id(message: Message) -> None:
+    if not message.message_id.isascii():
+        encode_json(message.message_id, path="message_id")
+
+
+class _Form:
+    """What becomes of the messages of one batcher."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.partition: Callable[[Message], int] | None = partitioner(batcher)
+        self._python = batcher.engine == "python"
+        #: Whether bytes with a key that is text go on as they are.
+        self.keeps_bytes = self._python and batcher.schema is None and self.partition is None
+        #: What counts the keys that the schema does not name.
+        self.dropped: Any = None
+        self._schema = batcher.schema is not None
+        self._dump = dump if self._python else encode_json
+        self._load = load if self._python else json.loads
+        self.dump_data: Callable[[Any], Any] = self._plain
+        if batcher.schema is not None:
+            schema = parse_schema(batcher.schema)
+            converter = schema.converter()
+            self.dump_data, self.dropped = converter, converter.dropped
+            self._read = schema.reader()
+        self._keys: dict[Any, str] = {}
+
+    def _plain(self, data: Any) -> bytes | str:
+        """Bytes as they are, anything else as text."""
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            return bytes(data)
+        return self._dump(data)
+
+    def dropped_now(self) -> dict[str, int]:
+        """The keys that were dropped since it was last asked."""
+        counted = dict(self.dropped)
+        self.dropped.clear()
+        return counted
+
+    def key_text(self, key: Any) -> str:
+        kind = type(key)
+        if kind not in _CACHED_TYPES:
+            return self._key_text(key)
+        known = key if kind is str else (kind, key)  # True and 1 are equal, and two keys
+        text = self._keys.get(known)
+        if text is None:
+            if len(self._keys) >= _CACHED_KEYS:
+                self._keys.clear()
+            text = self._keys[known] = self._key_text(key)
+        return text
+
+    def _key_text(self, key: Any) -> str:
+        return dump_key(key) if self._python else encode_json(key, path="batch_key")
+
+    def load_key(self, text: str) -> Any:
+        """A key as a batch has it, of its text."""
+        value = json.loads(text)
+        return load_key(value) if self._python else plain_key(value)
+
+    def dump_metadata(self, metadata: Mapping[str, Any]) -> dict[str, str]:
+        for key, value in metadata.items():
+            if type(value) is not str or type(key) is not str:
+                break
+            if not (value.isascii() and key.isascii()) or value[:1] == "{":
+                break
+        else:
+            return dict(metadata)
+        return dump_metadata(metadata) if self._python else encode_metadata(metadata)
+
+    def handed(self, data: Any) -> Any:
+        """The data as a batch has it, staged or not."""
+        if self._schema:
+            return self._read(self.dump_data(data))
+        if self._python and _stays(data):
+            return data
+        staged = self._plain(data)
+        return self._load(staged) if type(staged) is str else staged
+
+    def handed_metadata(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The metadata as a batch has it, staged or not."""
+        if self._python:
+            if all(type(key) is str for key in metadata) and _stays(metadata):
+                return metadata
+            return load_metadata(dump_metadata(metadata))
+        return self.dump_metadata(metadata)
+
+
+def _stays(value: Any) -> bool:
+    try:
+        return stays(value)
+    except RecursionError:
+        return False

@@ -1,0 +1,1 @@
+"""What two brokers or more need."""

@@ -1,0 +1,246 @@
+"""Small files of a producer's own, below the pipeline's staging folder.
+
+They are read by other processes, so each is whole or absent: durable when :meth:`Notes.write`
+returns.  Without a staging folder there are none, and a producer keeps what it needs in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.files import make_folders, new_file, put_new
+
+__all__ = ["Damaged", "Notes", "day_of", "digest"]
+
+
+class Damaged(StagingError):
+    """A file is there, and is no JSON: it was cut off, or written by a stranger."""
+
+
+def digest(text: str) -> str:
+    """A short hash, fit for names."""
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def day_of(now: datetime, *, before: int = 0) -> str:
+    """The day of an instant, or so many days before it: ``YYYY-MM-DD``, UTC."""
+    return (now.astimezone(timezone.utc) - timedelta(days=before)).date().isoformat()
+
+
+class Notes:
+    """A folder of small JSON files, and of files of bytes beside them.
+
+    :param staging: The pipeline's folder, as a URI.
+    :param folder: Below it; names of safe characters.
+    """
+
+    def __init__(self, staging: str, folder: str) -> None:
+        self._fs, root = _file_system(staging)
+        self._root = f"{root.rstrip('/')}/{folder}"
+        self._local = _is_local(self._fs)
+
+    def read(self, name: str) -> Any:
+        """The JSON value of a file; ``None`` if there is none.
+
+        :raises StagingError: If it cannot be read; :class:`Damaged` if it is no JSON.
+        """
+        path = f"{self._root}/{name}"
+        try:
+            return _parsed(path, self._fs.cat_file(path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StagingError(f"{path} cannot be read: {error}") from None
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """The JSON values of files by name, read side by side where the store can do that.
+
+        A file that is gone is left out; of one that is no JSON the value is a :class:`Damaged`.
+
+        :raises StagingError: If one cannot be read.
+        """
+        paths = {f"{self._root}/{name}": name for name in names}
+        for (path, name), data in zip(
+            paths.items(), self._fs.cat_ranges(list(paths), None, None), strict=True
+        ):
+            if isinstance(data, FileNotFoundError):
+                continue
+            if isinstance(data, OSError):
+                raise StagingError(f"{path} cannot be read: {data}") from None
+            if isinstance(data, BaseException):
+                raise data
+            try:
+                yield name, _parsed(path, data)
+            except Damaged as error:
+                yield name, error
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a whole file, replacing any.
+
+        :raises StagingError: If it cannot be written.
+        """
+        self.put(name, json.dumps(value, separators=(",", ":")).encode())
+
+    def create(self, name: str, value: Any) -> bool:
+        """Write a whole file unless there is one; whether it was written.
+
+        Of several processes that do so at once, one does.
+
+        :raises StagingError: If it cannot be written.
+        """
+        path = f"{self._root}/{name}"
+        data = json.dumps(value, separators=(",", ":")).encode()
+        try:
+            if self._local:
+                return _write_locally(path, data, new=True)
+            return put_new(self._fs, path, data)
+        except OSError as error:
+            raise StagingError(f"{path} cannot be written: {error}") from None
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write a file of bytes, replacing any; its path, for people.
+
+        :raises StagingError: If it cannot be written.
+        """
+        path = f"{self._root}/{name}"
+        try:
+            if self._local:
+                _write_locally(path, data)
+            else:  # an object appears whole or not at all
+                self._fs.pipe_file(path, data)
+        except OSError as error:
+            raise StagingError(f"{path} cannot be written: {error}") from None
+        return path
+
+    def get(self, name: str) -> bytes:
+        """Read a file that :meth:`put` wrote.
+
+        :raises StagingError: If it cannot be read.
+        """
+        path = f"{self._root}/{name}"
+        try:
+            return bytes(self._fs.cat_file(path))
+        except OSError as error:
+            raise StagingError(f"{path} cannot be read: {error}") from None
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, as of now; ``None`` if there is none.
+
+        :raises StagingError: If that cannot be told.
+        """
+        path = f"{self._root}/{name}"
+        try:
+            if not self._local:
+                self._fs.invalidate_cache(path.rpartition("/")[0])
+            return int(self._fs.size(path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StagingError(f"{path} cannot be read: {error}") from None
+
+    def names(self, folder: str = "") -> list[str]:
+        """The names in a folder, sorted, without hidden ones; none if there is no such folder."""
+        where = f"{self._root}/{folder}".rstrip("/")
+        try:
+            if not self._local:
+                self._fs.invalidate_cache(where)
+            paths = self._fs.ls(where, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StagingError(f"{where} cannot be listed: {error}") from None
+        found = {str(path).rstrip("/") for path in paths} - {where}  # a file lists itself
+        names = sorted(path.rpartition("/")[2] for path in found)
+        return [name for name in names if not name.endswith(".tmp") and name[:1] != "."]
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file, as of now."""
+        path = f"{self._root}/{name}"
+        if not self._local:
+            self._fs.invalidate_cache(path.rpartition("/")[0])
+        return bool(self._fs.exists(path))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all in it.  Safe to repeat."""
+        try:
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise StagingError(f"{self._root}/{name} cannot be removed: {error}") from None
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove files, in one go where the store can.  Safe to repeat."""
+        if self._local:
+            for name in names:
+                self.remove(name)
+            return
+        paths = [f"{self._root}/{name}" for name in names]
+        try:
+            with suppress(FileNotFoundError):
+                self._fs.rm(paths)
+        except OSError as error:
+            raise StagingError(f"files of {self._root} cannot be removed: {error}") from None
+
+
+def _parsed(path: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
+
+
+def _write_locally(path: str, data: bytes, *, new: bool = False) -> bool:
+    """Write a file, durably.
+
+    :param new: Only if there is none.
+    :returns: Whether it was written.
+    """
+    folder = os.path.dirname(path)
+    make_folders(folder)
+    draft = f"{path}.{uuid.uuid4().hex}.tmp"
+    with new_file(draft) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(draft)
+    else:
+        os.replace(draft, path)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return True
+
+
+def _is_local(fs: Any) -> bool:
+    protocol = fs.protocol if isinstance(fs.protocol, (list, tuple)) else (fs.protocol,)
+    return "file" in protocol or "local" in protocol
+
+
+def _file_system(uri: str) -> tuple[Any, str]:
+    """The file system of a folder's URI, and its path there."""
+    if "@" in uri.partition("://")[2].partition("/")[0]:  # s3://connection@bucket: Airflow's
+        from airflow.sdk import ObjectStoragePath
+
+        path = ObjectStoragePath(uri)
+        return path.fs, path.path
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(uri)
+    return fs, str(root)

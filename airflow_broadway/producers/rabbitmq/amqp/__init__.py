@@ -1,0 +1,1 @@
+"""Speaking AMQP: a connection and its thread, frames, confirms."""

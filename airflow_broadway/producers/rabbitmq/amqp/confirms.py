@@ -1,0 +1,182 @@
+"""A channel that publishes with confirms, and acknowledges deliveries once they are secured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    LeaseLapsed,
+    ProducerError,
+    ProducerUnavailable,
+)
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place, Window
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, raw_properties
+from airflow_broadway.producers.rabbitmq.amqp.properties import decode
+from airflow_broadway.producers.rabbitmq.marks import mark_of
+
+__all__ = ["Lane", "confirming", "key_of"]
+
+
+def key_of(properties: bytes) -> str | None:
+    """What names a publication of ours: the id of its mark, else its own."""
+    mark = mark_of(properties)
+    if mark is not None:
+        return mark.message_id
+    try:
+        found = decode(properties).get("message_id")
+    except ProducerError:
+        return None
+    return None if found is None else str(found)
+
+
+def confirming(
+    channel: Channel,
+    on_confirm: Callable[[int, bool, bool], None],
+    on_return: Callable[[str | None, int, str], None],
+) -> None:
+    """Switch a channel to confirms.
+
+    :param on_confirm: Called in the link's thread with number, multiple, refused.
+    :param on_return: Called in the link's thread with key, code, text; before the confirm.
+    """
+
+    def answered(frame: Any) -> None:
+        refused = frame.method.NAME == "Basic.Nack"
+        on_confirm(frame.method.delivery_tag, frame.method.multiple, refused)
+
+    def returned(code: int, text: str, properties: bytes) -> None:
+        on_return(key_of(properties), code, text)
+
+    link, number = channel.link, channel.number
+    link.post(lambda: link.raw.returned.__setitem__(number, returned))
+    channel.call("confirm_delivery", ack_nack_callback=answered)
+
+
+class Lane:
+    """One channel's confirm rule at work; all but the constructor is for the link's thread.
+
+    :param multiple: Whether all deliveries up to one are acknowledged together.
+    :param secured: Called with the loads of what may newly be relied on, just before their
+        deliveries are acknowledged.
+    :param failed: Called once, when nothing more may be taken.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        multiple: bool,
+        secured: Callable[[list[Any]], None],
+        failed: Callable[[BroadwayError], None],
+        what: str,
+    ) -> None:
+        self.channel = channel
+        self.window = Window()
+        self.failure: BroadwayError | None = None
+        self._multiple = multiple
+        self._secured = secured
+        self._failed = failed
+        self._what = what
+        self._elsewhere: dict[str, str] = {}
+        channel.on_lost(self.fail)
+        confirming(channel, self._confirmed, self._returned)
+
+    def reserve(self, key: str, *, tag: int | None = None, load: Any = None) -> Place:
+        """A place in the order of the deliveries, for what :meth:`send` is to publish later.
+
+        ``tag`` is acknowledged, and ``load`` handed over, when this and all before may be relied
+        on.
+        """
+        return self.window.reserve(key, tag, load)
+
+    def send(
+        self, place: Place, exchange: str, routing_key: str, properties: bytes, body: bytes
+    ) -> None:
+        """Publish what has a place."""
+        if self.failure is not None:
+            return
+        self.window.send(place)
+        self.channel.raw.basic_publish(
+            exchange, routing_key, body, raw_properties(properties), mandatory=True
+        )
+
+    def publish(
+        self,
+        exchange: str,
+        routing_key: str,
+        properties: bytes,
+        body: bytes,
+        *,
+        key: str,
+        tag: int | None = None,
+        load: Any = None,
+    ) -> None:
+        """Publish at once, to a queue that is no lease queue."""
+        if self.failure is None:
+            self._elsewhere[key] = routing_key or exchange
+            place = self.reserve(key, tag=tag, load=load)
+            self.send(place, exchange, routing_key, properties, body)
+
+    def ack(self, tag: int) -> None:
+        """Acknowledge one delivery that needs no securing."""
+        if self.failure is None and self.channel.raw.is_open:
+            self.channel.raw.basic_ack(tag)
+
+    def give_back(self, tags: Iterable[int]) -> None:
+        """Let the broker deliver these again."""
+        if self.failure is None and self.channel.raw.is_open:
+            for tag in tags:
+                self.channel.raw.basic_nack(tag, requeue=True)
+
+    def done(self, tag: int) -> None:
+        """Acknowledge ``tag`` when all that was published so far may be relied on."""
+        if not self.window.extend(tag):
+            self.ack(tag)
+
+    def end(self) -> None:
+        """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""
+        if self.failure is None:
+            self.failure = ProducerUnavailable("the source has stopped")
+        if self.channel.raw.is_open:
+            self.channel.raw.close()
+
+    def fail(self, error: BroadwayError) -> None:
+        """Take nothing more."""
+        if self.failure is None:
+            self.failure = error
+            self._failed(error)
+
+    def _returned(self, key: str | None, code: int, text: str) -> None:
+        self.window.returned(key, f"{text} ({code})")
+
+    def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
+        self.window.confirmed(number, multiple, refused=refused)
+        if self.failure is None and self.channel.raw.is_open:
+            found = self.window.relied_on()
+            if found:
+                self._secured([load for _, load in found])
+                self._ack([tag for tag, _ in found if tag is not None])
+        if self.window.refused:
+            self.fail(self._refusal(*next(iter(self.window.refused.items()))))
+
+    def _ack(self, tags: list[int]) -> None:
+        raw = self.channel.raw
+        if not self._multiple:
+            for tag in tags:
+                raw.basic_ack(tag)
+        elif tags:
+            raw.basic_ack(tags[-1], multiple=True)
+
+    def _refusal(self, key: str, reason: str) -> BroadwayError:
+        other = self._elsewhere.get(key)
+        if other is not None:
+            return ProducerError(
+                f"{other!r} takes no message that this run would set aside there: {reason}.  Make"
+                " room, or create it; what is not secured stays in its queue"
+            )
+        return LeaseLapsed(
+            f"{self._what} takes no more messages: {reason}.  This run's lease was ended,"
+            " or its queue deleted or filled up; what is not secured stays in its queue"
+        )

@@ -1,0 +1,354 @@
+"""Where a broker is, and how its refusals read.
+
+A password is held here and given to pika; it never reaches a ``repr``, a log or an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+
+__all__ = ["Address", "Blocked", "address_of", "address_of_uri", "translate"]
+
+#: The most bytes of a frame that RabbitMQ agrees to unless told.
+_FRAME_MAX = 131072
+#: What the extra ``tls`` says when it is an object.
+_TLS = ("ca", "cert", "key", "server_name", "verify")
+#: Types of connections that may name a RabbitMQ.
+_TYPES = ("rabbitmq", "amqp", "amqps", "generic", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A broker and how to log in.
+
+    :param others: More hosts of the same cluster, with their ports, for when the first is away.
+    :param heartbeat: Seconds after which a silent peer counts as dead.
+    :param timeout: Seconds that connecting may take.
+    :param blocked_timeout: Seconds for which a broker may block a connection that publishes, before
+        it counts as lost.
+    :param frame_max: Bytes of a frame at most, as far as the broker agrees.
+    :param channel_max: Channels at most, as far as the broker agrees.
+    :param client_properties: What the broker is told of this client, beside the connection's name.
+    :param external: Whether the certificate says who logs in, instead of ``login``.
+    :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
+        ``server_name``.
+    :param management_url: The management API; ``None``: at its usual port of ``host``; empty: there
+        is none.
+    """
+
+    host: str = "localhost"
+    port: int = 5672
+    login: str = "guest"
+    password: str = field(default="guest", repr=False)
+    virtual_host: str = "/"
+    heartbeat: int = 60
+    timeout: float = 30.0
+    blocked_timeout: float = 300.0
+    others: tuple[tuple[str, int], ...] = ()
+    frame_max: int = _FRAME_MAX
+    channel_max: int = 2047
+    client_properties: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    external: bool = False
+    tls: Mapping[str, Any] | None = field(default=None, repr=False)
+    name: str = "airflow-broadway"
+    management_url: str | None = field(default=None, repr=False)
+
+    @property
+    def shown(self) -> str:
+        """It, for people."""
+        return f"{self.host}:{self.port}"
+
+    def hosts(self) -> Iterator[Address]:
+        """It, for each of its hosts."""
+        yield replace(self, others=())
+        for host, port in self.others:
+            yield replace(self, host=host, port=port, others=())
+
+    def parameters(self) -> Any:
+        """It, for pika."""
+        import pika
+        from pika.credentials import ExternalCredentials
+
+        return pika.ConnectionParameters(
+            host=self.host,
+            port=self.port,
+            virtual_host=self.virtual_host,
+            credentials=(
+                ExternalCredentials()
+                if self.external
+                else pika.PlainCredentials(self.login, self.password)
+            ),
+            heartbeat=self.heartbeat,
+            blocked_connection_timeout=self.blocked_timeout,
+            socket_timeout=self.timeout,
+            stack_timeout=self.timeout,
+            connection_attempts=1,
+            ssl_options=self._ssl(),
+            client_properties={"connection_name": self.name, **self.client_properties},
+            frame_max=self.frame_max,
+            channel_max=self.channel_max,
+        )
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """How the broker is to prove who it is; ``None`` without TLS.
+
+        :raises ConnectionMissing: If the files that ``tls`` names cannot be used.
+        """
+        tls = self.tls
+        if tls is None:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=tls.get("ca") or None)
+            if tls.get("cert"):
+                context.load_cert_chain(tls["cert"], tls.get("key") or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConnectionMissing(
+                f"the TLS files for RabbitMQ at {self.shown} cannot be used: {error}"
+            ) from None
+        if tls.get("verify") is False:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def _ssl(self) -> Any:
+        context = self.ssl_context()
+        if context is None:
+            return None
+        import pika
+
+        return pika.SSLOptions(context, (self.tls or {}).get("server_name") or self.host)
+
+
+def address_of(connection: Connection, *, name: str) -> Address:
+    """The broker that an Airflow connection names.
+
+    Its host may name several, ``"a, b:5673"``; its schema is the virtual host; its extras say the
+    rest: see ``docs/rabbitmq.md``.  An extra that is ``null`` or empty counts as not given.
+
+    :raises ConnectionMissing: If it is of another service, or lacks what is needed.
+    """
+    shown = f"the connection {connection.conn_id!r}"
+    if connection.conn_type not in _TYPES:
+        raise ConnectionMissing(
+            f"{shown} is of type {connection.conn_type!r}; RabbitMQ needs one of type 'rabbitmq'"
+        )
+    extra = {key: value for key, value in connection.extra.items() if value not in (None, "")}
+    tls = _tls_of(connection, extra, shown)
+    hosts = _hosts_of(connection.host, int(connection.port or (5672 if tls is None else 5671)))
+    if not hosts:
+        raise ConnectionMissing(f"{shown} names no host")
+    management = extra.get("management_url")
+    if management is False or management == "false":
+        management = ""
+    if management is not None and not isinstance(management, str):
+        raise ConnectionMissing(
+            f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
+        )
+    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
+    if mechanism not in ("plain", "external"):
+        raise ConnectionMissing(f"{shown}: its extra 'auth_mechanism' must be plain or external")
+    external = mechanism == "external"
+    if external and not (tls or {}).get("cert"):
+        raise ConnectionMissing(
+            f"{shown}: its extra 'auth_mechanism' is external, which needs TLS with a certificate:"
+            " the extras 'tls_cert' and 'tls_key'"
+        )
+    properties = extra.get("client_properties", {})
+    if not isinstance(properties, Mapping):
+        raise ConnectionMissing(f"{shown}: its extra 'client_properties' must be an object")
+    return Address(
+        host=hosts[0][0],
+        port=hosts[0][1],
+        others=tuple(hosts[1:]),
+        login=connection.login or ("" if external else "guest"),
+        password=connection.password or ("" if external else "guest"),
+        virtual_host=connection.schema or "/",
+        heartbeat=int(_number(extra, "heartbeat", 60, 0, 65535, shown)),
+        timeout=_number(extra, "timeout", 30.0, 0.01, 1e6, shown),
+        blocked_timeout=_number(extra, "blocked_connection_timeout", 300.0, 0.01, 1e6, shown),
+        frame_max=int(_number(extra, "frame_max", _FRAME_MAX, 4096, _FRAME_MAX, shown)),
+        channel_max=int(_number(extra, "channel_max", 2047, 16, 65535, shown)),
+        client_properties=dict(properties),
+        external=external,
+        tls=tls,
+        name=name,
+        management_url=management,
+    )
+
+
+def _hosts_of(text: str, port: int) -> list[tuple[str, int]]:
+    """The hosts that a text names, ``"a, b:5673, [::1]:5674"``, with their ports."""
+    found = []
+    for each in (part.strip() for part in text.split(",")):
+        match = re.fullmatch(r"(\[[^\]]*\]|[^:]+):(\d{1,5})", each)
+        host, own = (match[1], int(match[2])) if match else (each, port)
+        if host.strip("[]"):
+            found.append((host.strip("[]"), own))
+    return found
+
+
+def _tls_of(
+    connection: Connection, extra: Mapping[str, Any], shown: str
+) -> Mapping[str, Any] | None:
+    """How TLS is used: by the extra ``tls``, true or an object, and by ``tls_ca`` and the like."""
+    tls = extra.get("tls")
+    single = {name: extra[f"tls_{name}"] for name in _TLS if f"tls_{name}" in extra}
+    if tls is False:
+        return None
+    if tls is True or (tls is None and (single or connection.conn_type == "amqps")):
+        tls = {}
+    if tls is not None and not isinstance(tls, Mapping):
+        raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
+    return None if tls is None else {**tls, **single}
+
+
+def _number(
+    extra: Mapping[str, Any], name: str, default: float, low: float, high: float, shown: str
+) -> float:
+    try:
+        value = float(extra.get(name, default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if not low <= value <= high:
+        raise ConnectionMissing(
+            f"{shown}: its extra {name!r} must be a number from {low:,g} to {high:,g}"
+        )
+    return value
+
+
+def address_of_uri(uri: str, *, name: str) -> Address:
+    """The broker of an ``amqp://`` or ``amqps://`` address.
+
+    :raises ConnectionMissing: If it is none; the address itself is not shown, for its password.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        parts = urlsplit("")
+    user, _, hosts = parts.netloc.rpartition("@")
+    login, _, password = user.partition(":")
+    if (
+        parts.scheme not in ("amqp", "amqps")
+        or not hosts
+        or any(":" in host for host, _ in _hosts_of(unquote(hosts), 0) if host.count(":") == 1)
+    ):
+        raise ConnectionMissing(
+            "the address of RabbitMQ must be amqp://user:password@host:port/virtual-host"
+        )
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    return address_of(
+        Connection(
+            conn_id="of the option 'uri'",
+            conn_type=parts.scheme,
+            host=unquote(hosts),
+            login=unquote(login),
+            password=unquote(password),
+            schema=unquote(parts.path[1:]) if len(parts.path) > 1 else "",
+            extra={
+                extra: query[name]
+                for extra, name in (
+                    ("heartbeat", "heartbeat"),
+                    ("timeout", "connection_timeout"),
+                    ("blocked_connection_timeout", "blocked_connection_timeout"),
+                    ("frame_max", "frame_max"),
+                    ("channel_max", "channel_max"),
+                    ("auth_mechanism", "auth_mechanism"),
+                    ("management_url", "management_url"),
+                )
+                if name in query
+            },
+        ),
+        name=name,
+    )
+
+
+class Blocked(ProducerUnavailable):
+    """The broker took nothing from the connection for too long, being short of memory or disk."""
+
+
+def translate(error: BaseException, address: Address, *, opened: bool = False) -> ProducerError:
+    """Our error for one of pika's, or of the socket's.
+
+    :param opened: Whether the connection had been opened before.
+    """
+    if isinstance(error, ProducerError):
+        return error
+    from pika import exceptions
+
+    causes = _causes(error)
+    where = f"RabbitMQ at {address.shown}"
+    for cause in causes:
+        if (
+            isinstance(
+                cause, (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
+            )
+            or getattr(cause, "reply_code", 0) == 403
+        ):
+            if address.external:
+                return ProducerError(
+                    f"{where} refused the login by certificate: it knows no user of that name, or"
+                    " lacks the plugin rabbitmq_auth_mechanism_ssl"
+                )
+            return ProducerError(
+                f"{where} refused the login of user {address.login!r}: wrong name or password, or"
+                " a user that may come from the broker's own host only"
+            )
+        if isinstance(cause, exceptions.ProbableAccessDeniedError) or (
+            getattr(cause, "reply_code", 0) == 530
+        ):
+            return ProducerError(
+                f"{where} refused user {address.login!r} the virtual host"
+                f" {address.virtual_host!r}: it does not exist, or the user has no permission there"
+            )
+        if isinstance(cause, ssl.SSLError):
+            return ProducerError(f"{where}: TLS failed: {cause}")
+        if isinstance(cause, exceptions.ConnectionBlockedTimeout):
+            return Blocked(
+                f"{where} is short of memory or disk, and has taken nothing from this connection"
+                f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
+            )
+    closed = next((c for c in causes if getattr(c, "reply_code", 0)), None)
+    if closed is not None:
+        code = closed.reply_code  # type: ignore[attr-defined]
+        text = closed.reply_text  # type: ignore[attr-defined]
+        kind = ProducerUnavailable if code in (200, 320, 541) else ProducerError
+        return kind(f"{where} closed the connection: {text} ({code})")
+    cause = next((c for c in causes if isinstance(c, OSError)), causes[-1])
+    text = str(cause) or type(cause).__name__
+    if isinstance(cause, socket.gaierror):
+        text = f"the host's name is not known ({text})"
+    if not opened and (alert := re.search(r"\[SSL: \w*ALERT\w*\][^'\"]*", text)):
+        # The server's objection, to our certificate mostly, comes when we take TLS for settled.
+        return ProducerError(f"{where}: TLS failed: {alert[0].strip()}")
+    if opened:
+        return ProducerUnavailable(f"the connection to {where} is lost: {text}")
+    return ProducerUnavailable(f"{where} cannot be reached: {text}")
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it wraps, the outermost first."""
+    found: list[BaseException] = []
+    todo = [error]
+    while todo and len(found) < 50:
+        each = todo.pop(0)
+        if each in found:
+            continue
+        found.append(each)
+        todo += [item for item in each.args if isinstance(item, BaseException)]
+        for name in ("exceptions", "exception", "__cause__"):
+            value = getattr(each, name, None)
+            if isinstance(value, BaseException):
+                todo.append(value)
+            elif isinstance(value, (list, tuple)):
+                todo += [item for item in value if isinstance(item, BaseException)]
+    return found

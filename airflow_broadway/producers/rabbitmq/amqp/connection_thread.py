@@ -1,0 +1,387 @@
+"""One connection to RabbitMQ, run by a thread of its own.
+
+The thread keeps heartbeats going while callbacks take their time.  pika is not thread-safe: every
+use of it happens in that thread, by :meth:`Link.post`, and the other threads wait for replies.  A
+link is opened once and, once lost, stays lost; who wants to go on opens another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address, translate
+from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
+
+__all__ = [
+    "Channel",
+    "Link",
+    "Reply",
+    "raw_properties",
+]
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the broker may take to answer one request.
+ANSWER = 60.0
+
+
+class Reply:
+    """What one thread waits for and another gives."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def give(self, value: Any = None) -> None:
+        if not self._ready.is_set():
+            self._value = value
+            self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        if not self._ready.is_set():
+            self._error = error
+            self._ready.set()
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a value, or an error."""
+        return self._ready.is_set()
+
+    def wait(self, seconds: float) -> Any:
+        if not self._ready.wait(seconds):
+            raise ProducerUnavailable(f"RabbitMQ did not answer within {seconds:.0f} s")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _quiet() -> None:
+    """Let pika keep to itself, unless somebody has set the level of its logger.
+
+    It reports every step at INFO, a queue that is not there yet as a warning, and a refusal as
+    several errors with stack traces; whatever of it matters comes to us, and is told in one line.
+    """
+    logger = logging.getLogger("pika")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
+
+
+class Link:
+    """A connection and its thread.
+
+    :param on_lost: Called in the thread, with why, when the connection is lost.
+    :raises ConnectionMissing: If the address cannot be used.
+    :raises ProducerUnavailable: If the broker cannot be reached within ``address.timeout``.
+    :raises ProducerError: If it refuses.
+    """
+
+    def __init__(
+        self, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
+    ) -> None:
+        self.address = address
+        self.lost: ProducerError | None = None
+        self._on_lost = on_lost
+        self._waiting: set[Reply] = set()
+        self._opened = Reply()
+        self._closing = False
+        self._blocked = False
+        self._changed_at = -math.inf
+        self._raw: Any = None
+        self._done = threading.Event()
+        self._parameters = address.parameters()
+        _quiet()
+        self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
+        self._thread.start()
+        try:
+            self._opened.wait(address.timeout)
+        except BaseException:
+            self.close(wait=False)
+            raise
+
+    @classmethod
+    def to(
+        cls, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
+    ) -> Link:
+        """One to the first of the address's hosts that answers.
+
+        :raises ProducerUnavailable: If none does.
+        """
+        tried: list[str] = []
+        for each in address.hosts():
+            try:
+                return cls(each, on_lost=on_lost)
+            except ProducerUnavailable as error:
+                tried.append(str(error))
+        raise ProducerUnavailable("; ".join(tried))
+
+    @property
+    def raw(self) -> Any:
+        """Pika's connection; to be used in the thread."""
+        return self._raw
+
+    @property
+    def version(self) -> str:
+        """The broker's, as it says; empty if it does not."""
+        told = (self._raw.server_properties or {}).get("version", "")
+        return told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
+
+    @property
+    def max_properties(self) -> int:
+        """The most bytes of properties that a message may have: they travel in one frame."""
+        return int(self._raw.params.frame_max or 2**31) - 20
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the broker takes nothing from this connection, or did so until just now: then
+        what is awaited may still come.
+        """
+        since = time.monotonic() - self._changed_at
+        return self.lost is None and (self._blocked or since < self.address.timeout)
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Have the thread call ``function`` soon; nothing happens if the link is lost."""
+        if self.lost is None and not self._done.is_set():
+            self._raw.ioloop.add_callback_threadsafe(function)
+
+    def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER) -> Any:
+        """Have the thread call ``function`` with a reply, and wait for what it is given.
+
+        :raises ProducerError: If the broker refuses, or the link is lost.
+        """
+        reply = Reply()
+
+        def run() -> None:
+            try:
+                function(reply)
+            except Exception as error:  # pika's: a channel that is closed
+                reply.fail(translate(error, self.address))
+
+        self._waiting.add(reply)  # first, so that a loss at any moment reaches it
+        try:
+            if self.lost is not None:
+                raise self.lost
+            self.post(run)
+            while True:
+                try:
+                    return reply.wait(seconds)
+                except ProducerUnavailable:
+                    if reply.given or not self.blocked:
+                        raise
+        finally:
+            self._waiting.discard(reply)
+
+    def channel(self) -> Channel:
+        """Open a channel.
+
+        :raises ProducerError: If the link is lost.
+        """
+        made: list[Channel] = []
+
+        def opened(raw: Any, reply: Reply) -> None:
+            made.append(Channel(self, raw))
+            reply.give()
+
+        self.ask(lambda reply: self._raw.channel(on_open_callback=lambda raw: opened(raw, reply)))
+        return made[0]
+
+    def close(self, *, wait: bool = True) -> None:
+        """Close the connection and end the thread.  Safe to repeat."""
+        self._closing = True
+        if self._raw is not None and not self._done.is_set():
+            try:
+                self._raw.ioloop.add_callback_threadsafe(self._close)
+            except Exception:  # the loop has just ended
+                log.debug("The connection had ended already.", exc_info=True)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._raw = connection_class()(
+                self._parameters,
+                on_open_callback=lambda raw: self._on_open(),
+                on_open_error_callback=lambda raw, error: self._end(error),
+                on_close_callback=lambda raw, error: self._end(error),
+            )
+            self._raw.ioloop.start()
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            log.debug("The connection's thread ended.", exc_info=True)
+            self._end(error if self._raw is None else _unexpected(error, self.address))
+            if self._raw is not None:
+                self._raw.sever()  # so that the broker gives what is unacknowledged to others
+        finally:
+            self._done.set()
+            if self._raw is not None:
+                self._raw.ioloop.close()
+
+    def _on_open(self) -> None:
+        self._raw.add_on_connection_blocked_callback(lambda *_: self._block(True))
+        self._raw.add_on_connection_unblocked_callback(lambda *_: self._block(False))
+        if self._closing:
+            self._raw.close()
+        else:
+            self._opened.give()
+
+    def _block(self, blocked: bool) -> None:
+        self._blocked, self._changed_at = blocked, time.monotonic()
+        if blocked:
+            log.warning(
+                "RabbitMQ is short of memory or disk and blocks this connection: waiting for"
+                " %.0f s at most.",
+                self.address.blocked_timeout,
+            )
+        else:
+            log.warning("RabbitMQ unblocked this connection.")
+
+    def _close(self) -> None:
+        if self._raw.is_open:
+            self._raw.close()
+        elif not self._raw.is_closing:
+            self._raw.ioloop.stop()
+
+    def _end(self, error: BaseException) -> None:
+        first = self.lost is None
+        if first:
+            self.lost = (
+                ProducerUnavailable("the connection was closed")
+                if self._closing
+                else translate(error, self.address, opened=self._opened.given)
+            )
+        assert self.lost is not None
+        opened = self._opened.given
+        self._opened.fail(self.lost)
+        for reply in list(self._waiting):
+            reply.fail(self.lost)
+        if first and opened and not self._closing:
+            self._on_lost(self.lost)
+        if self._raw is not None:
+            self._raw.ioloop.stop()
+
+
+def _unexpected(error: Exception, address: Address) -> ProducerError:
+    from pika.exceptions import ChannelWrongStateError, ConnectionWrongStateError
+
+    if isinstance(error, (ChannelWrongStateError, ConnectionWrongStateError)):
+        return translate(error, address, opened=True)  # it was lost just now
+    made = ProducerError(
+        f"the connection to RabbitMQ was ended by an unexpected {type(error).__name__}: {error};"
+        " what it had not secured is in its queue; please report it"
+    )
+    made.__cause__ = error
+    return made
+
+
+class Channel:
+    """A channel, called from any thread but the link's own.
+
+    :param raw: pika's; to be used in the link's thread.
+    """
+
+    def __init__(self, link: Link, raw: Any) -> None:
+        self.link = link
+        self.raw = raw
+        self.lost: ProducerError | None = None
+        self._waiting: set[Reply] = set()
+        self._gone = threading.Event()
+        self._on_lost: list[Callable[[ProducerError], None]] = []
+        raw.add_on_close_callback(self._closed)
+
+    @property
+    def number(self) -> int:
+        """Its number on its connection."""
+        return int(self.raw.channel_number)
+
+    def on_lost(self, function: Callable[[ProducerError], None]) -> None:
+        """Have ``function`` called in the thread when the channel is lost."""
+        self._on_lost.append(function)
+
+    def call(self, name: str, seconds: float = ANSWER, **arguments: Any) -> Any:
+        """Call a method of pika's channel that has a ``callback``, and return what that is given.
+
+        :raises Refused: If the broker closes the channel over it.
+        """
+
+        def run(reply: Reply) -> None:
+            self.await_reply(reply)
+            getattr(self.raw, name)(callback=reply.give, **arguments)
+
+        return self.link.ask(run, seconds)
+
+    def await_reply(self, reply: Reply) -> None:
+        """Let ``reply`` fail with the channel.  For the link's thread.
+
+        :raises ProducerError: If it is lost already.
+        """
+        if self.lost is not None:
+            raise self.lost
+        self._waiting = {each for each in self._waiting if not each.given}
+        self._waiting.add(reply)
+
+    def await_closed(self, seconds: float) -> None:
+        """Wait until it is closed, or ``seconds`` have passed."""
+        self._gone.wait(seconds)
+
+    def shut(self) -> None:
+        """Close it, and wait until the broker has done all that came before."""
+        if self.lost is None and self.link.lost is None:
+            try:
+                self.call("basic_qos", prefetch_count=1)  # answered after all that came before
+            except ProducerError:
+                return
+            self.close()
+
+    def close(self) -> None:
+        """Close it; nothing happens if it is lost."""
+
+        def run() -> None:
+            if self.raw.is_open:
+                self.raw.close()
+
+        self.link.post(run)
+
+    def _closed(self, raw: Any, error: Any) -> None:
+        from pika.exceptions import ChannelClosedByBroker
+
+        if self.link.lost is not None:
+            self.lost = self.link.lost
+        elif isinstance(error, ChannelClosedByBroker):
+            self.lost = Refused(error.reply_code, str(error.reply_text))
+        else:  # with its connection, of which we are told after its channels
+            self.lost = translate(error, self.link.address, opened=True)
+        for reply in list(self._waiting):
+            reply.fail(self.lost)
+        for function in self._on_lost:
+            function(self.lost)
+        self._gone.set()
+
+
+@functools.cache
+def _raw_class() -> type[Any]:
+    from pika import BasicProperties
+
+    class Raw(BasicProperties):  # type: ignore[misc]
+        """Properties that are sent as the bytes they are."""
+
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def encode(self) -> list[bytes]:
+            return [self.data]
+
+    return Raw
+
+
+def raw_properties(data: bytes) -> Any:
+    """Properties for pika that are sent as the bytes they are."""
+    return _raw_class()(data)

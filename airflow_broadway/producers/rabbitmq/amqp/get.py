@@ -1,0 +1,106 @@
+"""Reads messages one at a time, and holds them unacknowledged until told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ANSWER, Channel, Link, Reply
+from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
+
+__all__ = ["Getter"]
+
+#: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
+#: carried out; the others the broker keeps back, and forgets if the channel is closed before they
+#: are due (probed with RabbitMQ 3.10.8).
+_ACKS = 15
+
+
+class Getter:
+    """A channel that gets messages from a queue.
+
+    :param channel: The channel; one of its own, unless given.
+    """
+
+    def __init__(self, link: Link, queue: str, channel: Channel | None = None) -> None:
+        from pika import spec
+
+        self._channel = channel or link.channel()
+        self._link = link
+        self._queue = queue
+        self._reply: Reply | None = None
+        self._kept: list[int] = []
+        raw, number = self._channel.raw, self._channel.number
+
+        def attach() -> None:
+            link.raw.got[number] = self._answer
+            raw.add_callback(
+                lambda frame: self._answer(None), [spec.Basic.GetEmpty], one_shot=False
+            )
+
+        link.post(attach)
+
+    def next(self, seconds: float = ANSWER) -> Delivered | None:
+        """The next message; ``None`` if none is ready.
+
+        :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
+        """
+        raw = self._channel.raw
+
+        def ask(reply: Any) -> None:
+            self._channel.await_reply(reply)
+            self._reply = reply
+            raw.basic_get(self._queue, lambda *_: None)  # what comes is read before pika sees it
+
+        got: Delivered | None = self._link.ask(ask, seconds)
+        return got
+
+    def get(self, seconds: float = ANSWER) -> tuple[int, bytes] | None:
+        """Delivery tag and body of the next message; ``None`` if none is ready.
+
+        :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
+        """
+        got = self.next(seconds)
+        return None if got is None else (got.tag, got.body)
+
+    def keep(self, tag: int) -> None:
+        """Note a message that :meth:`ack` is to acknowledge."""
+        self._kept.append(tag)
+
+    def ack(self) -> None:
+        """Acknowledge what was kept, and no other."""
+        kept, self._kept = self._kept, []
+        for start in range(0, len(kept), _ACKS):
+            if start and not self._caught_up():
+                return
+            self._ack(kept[start : start + _ACKS])
+
+    def _ack(self, tags: list[int]) -> None:
+        raw = self._channel.raw
+
+        def run(reply: Reply) -> None:
+            for tag in tags:
+                raw.basic_ack(tag)
+            reply.give()
+
+        self._link.ask(run)
+
+    def _caught_up(self) -> bool:
+        """Wait until the queue has done what it was told; ``False`` if it is no more."""
+        try:
+            self.next()  # in its turn; what comes goes back when the channel is closed
+        except Refused as error:
+            if error.code != 404:
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the channel, and wait for it: what was acknowledged is."""
+        self._channel.shut()
+
+    def _answer(self, delivered: Delivered | None) -> None:
+        # pika keeps waiting for the message itself unless it is told.
+        self._channel.raw._on_getok_callback = None
+        if self._reply is not None:
+            self._reply.give(delivered)

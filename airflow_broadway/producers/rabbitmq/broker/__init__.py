@@ -1,0 +1,1 @@
+"""What stands at the broker: queues, their names, policies and checks."""

@@ -1,0 +1,353 @@
+"""What a run's queues come to with the policies of their broker: whether messages are safe in them.
+
+What our own queues are declared with is checked by declaring them: the broker refuses other
+arguments.  Policies come on top, by name, and may make any queue lose what it holds.  Only the
+management API tells of them; where it does not answer, that is a warning, and nothing fails.
+
+==============  =============================  =============================================
+queue           an error                       a warning
+==============  =============================  =============================================
+source          a stream                       all else: it is not ours
+lease           expires, message-ttl           max-length, delivery-limit: it refuses, gives back
+returns, dead,  expires, message-ttl,          max-length: they are declared to refuse
+quarantine      delivery-limit
+delay, spares   expires                        max-length, message-ttl, delivery-limit
+==============  =============================  =============================================
+
+A queue of the user's own for dead letters has warnings only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+
+__all__ = [
+    "ERROR",
+    "NOTE",
+    "WARNING",
+    "Finding",
+    "Role",
+    "act_on",
+    "check_queues",
+    "judge",
+    "refuse_version",
+    "roles_of",
+]
+
+log = logging.getLogger(__name__)
+
+#: How grave a finding is.  A note says what could not be checked and hardly matters.
+ERROR, WARNING, NOTE = "error", "warning", "note"
+
+#: The first release whose quorum queues dead-letter without loss, and the first in which no feature
+#: flag is needed for that.
+_NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
+#: Roles of queues from which nothing is to leave by itself.
+_LASTING = ("returns", "quarantine", "dead", "sink")
+#: The first release in which a quorum queue gives up a message after 20 returns, unless told.
+_LIMITED = (4, 0)
+_FLAGS = ("quorum_queue", "stream_queue")
+
+_Found = tuple[str, str, str]
+
+
+class Finding(NamedTuple):
+    """Something that people should know of a queue.
+
+    :param level: ``error``, ``warning`` or ``note``.
+    :param queue: Empty for the broker as a whole.
+    """
+
+    level: str
+    queue: str
+    text: str
+
+    @property
+    def shown(self) -> str:
+        """It, for people."""
+        return f"the queue {self.queue!r}: {self.text}" if self.queue else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A queue, and what it is for.
+
+    :param name: ``source``, ``lease``, ``spares``, ``returns``, ``quarantine``, ``delay``,
+        ``dead``; ``sink`` for dead letters in a queue of the user's own.
+    :param arguments: What it is declared with; ``None`` if others declare it.
+    """
+
+    name: str
+    queue: str
+    arguments: Mapping[str, Any] | None = None
+
+
+def roles_of(producer: RabbitMQProducer, *, lease: str = "") -> list[Role]:
+    """Every queue that a run may use.
+
+    :param lease: The lease queue, if it is known; else one like it.
+    """
+    queues, quorum = Queues(producer.queue), producer.queue_type == "quorum"
+    plain = queues.returns_arguments(quorum=quorum)
+    found = [
+        Role("source", queues.source),
+        Role(
+            "lease",
+            lease or queues.lease("any"),
+            lease_arguments(queues, producer.lease, quorum=quorum),
+        ),
+        Role("spares", queues.spares(producer.lease), plain),
+        Role("returns", queues.returns, plain),
+        Role("quarantine", queues.quarantine, plain),
+    ]
+    found += [
+        Role("delay", queues.delay(step), queues.delay_arguments(step, quorum=quorum))
+        for step in LADDER
+    ]
+    place = producer.dead_letter
+    if place is None:
+        found.append(Role("dead", queues.dead, plain))
+    elif isinstance(place, str):
+        found.append(Role("sink", place))
+    elif not place.get("exchange"):
+        found.append(Role("sink", str(place.get("routing_key", ""))))
+    return found
+
+
+def refuse_version(version: str, producer: RabbitMQProducer, where: str) -> None:
+    """Refuse a broker whose quorum queues lose what lapses.
+
+    :param version: As the broker says; empty if it does not.
+    :raises ProducerError: If it is too old for the custody that is wanted.
+    """
+    known = _numbers(version)
+    if known and known < _NEEDED and producer.queue_type == "quorum":
+        raise ProducerError(
+            f"RabbitMQ at {where} is {version}: its quorum queues lose messages that lapse, which"
+            " 3.10 and later do not; upgrade it, or use custody='staged' with"
+            " queue_type='classic'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return ()
+
+
+def check_queues(
+    producer: RabbitMQProducer,
+    address: Address,
+    *,
+    version: str = "",
+    lease: str = "",
+    there: bool = True,
+) -> list[Finding]:
+    """Look at every queue of a run by the management API.
+
+    :param version: The broker's, as it says itself.
+    :param lease: The lease queue, if it is known.
+    :param there: Whether the source queue is known to be there; else a run is to declare it.
+    """
+    try:
+        management = Management(address)
+        found = list(_look(producer, management, version, lease, there))
+        if producer.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
+            found += _flags(management)
+    except Unseen as error:
+        return [_unseen(str(error))]
+    return found
+
+
+def _unseen(why: str) -> Finding:
+    return Finding(
+        WARNING, "", f"whether policies make this run lose messages could not be checked: {why}"
+    )
+
+
+def _look(
+    producer: RabbitMQProducer, management: Management, version: str, lease: str, there: bool
+) -> Iterator[Finding]:
+    roles = roles_of(producer, lease=lease)
+    policies = matched(
+        [*management.policies(operator=False), *management.policies(operator=True)],
+        [role.queue for role in roles],
+    )
+    for role in roles:
+        kind, arguments = producer.queue_type, role.arguments
+        if arguments is None:
+            known = management.queue(role.queue)
+            if known is None and role.name == "source" and not there:
+                known = dict(producer.declare or {})
+            if known is None:
+                if role.name == "source":
+                    yield _unseen(
+                        f"the management API at {management.shown} knows no queue {role.queue!r},"
+                        " so it is another broker's; set the connection's extra 'management_url'"
+                    )
+                    return
+                yield Finding(WARNING, role.queue, "does not exist: dead letters would come back")
+                continue
+            arguments = known.get("arguments") or {}
+            kind = str(known.get("type") or arguments.get("x-queue-type") or "classic")
+            if not known.get("durable", True):
+                yield Finding(
+                    WARNING, role.queue, "is not durable: it and its messages end with the broker"
+                )
+        settings = effective(role.queue, kind, arguments, policies)
+        yield from judge(role, kind, settings)
+        if (
+            role.name == "source"
+            and kind == "quorum"
+            and _numbers(version) >= _LIMITED
+            and not {"delivery-limit", "dead-letter-exchange"} & settings.keys()
+        ):
+            yield Finding(
+                WARNING,
+                role.queue,
+                "has no delivery-limit and no dead-letter exchange: what was returned to it more"
+                " than 20 times, also by runs that died, is dropped",
+            )
+
+
+def _flags(management: Management) -> Iterator[Finding]:
+    try:
+        flags = management.feature_flags()
+    except Unseen:
+        yield Finding(
+            NOTE, "", f"feature flags {' and '.join(_FLAGS)}: only an administrator may see them"
+        )
+        return
+    for name in _FLAGS:
+        if flags.get(name, "enabled") != "enabled":
+            yield Finding(
+                ERROR,
+                "",
+                f"the feature flag {name} is {flags[name]}: without it a bundle that lapses may be"
+                f" lost; run: rabbitmqctl enable_feature_flag {name}",
+            )
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Finding]:
+    """What the settings of one queue mean for what it holds.
+
+    :param kind: ``classic``, ``quorum`` or ``stream``.
+    :param settings: As :func:`effective` gives them.
+    """
+    found: Iterable[_Found]
+    if role.name == "source":
+        found = _of_source(kind, settings)
+    elif role.name == "sink":
+        found = ((WARNING, by, text) for _, by, text in _of_ours(role, settings))
+    else:
+        found = _of_ours(role, settings)
+    return [
+        Finding(level, role.queue, f"{by}: {text}" if by else text) for level, by, text in found
+    ]
+
+
+def _of_source(kind: str, settings: Mapping[str, Setting]) -> Iterator[_Found]:
+    if kind == "stream":
+        yield ERROR, "", "reading a stream removes nothing from it, so there is nothing to settle"
+        return
+    target = settings.get("dead-letter-exchange")
+    gone = "goes to its dead-letter exchange" if target is not None else "is dropped"
+    for name, text in (
+        ("expires", "the queue is deleted, with what is in it, when nobody used it for so long"),
+        ("message-ttl", f"a message that waits longer for a run {gone}, a retry too"),
+        (
+            "delivery-limit",
+            f"a message returned more often {gone}, also by runs that died",
+        ),
+    ):
+        if name in settings:
+            yield _told(WARNING, name, settings[name], text)
+    yield from _full(
+        settings,
+        drops=(WARNING, f"the oldest message {gone} when the queue is full, a retry too"),
+        refuses=(WARNING, "what a run gives back to the full queue waits in the returns queue"),
+    )
+
+
+def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
+    name, own = role.name, role.arguments or {}
+    if "expires" in settings:
+        text = "the queue is deleted, with what is in it, when nobody used it for so long"
+        yield _told(ERROR, "expires", settings["expires"], text)
+    ttl = settings.get("message-ttl")
+    if ttl is not None and ttl.value != own.get("x-message-ttl"):
+        text, level = "what waits longer in it is lost", ERROR
+        if name == "lease":
+            text = "bundles leave it before the lease ends, and are handled twice"
+        elif name == "delay":
+            text, level = "retries come earlier than they should", WARNING
+        elif name == "spares":
+            text, level = "the next run waits for a lease queue of its own", WARNING
+        yield _told(level, "message-ttl", ttl, text)
+    limit = settings.get("delivery-limit")
+    if limit is not None and limit.value != own.get("x-delivery-limit"):
+        lost = name in _LASTING
+        text = (
+            "what is returned to it more often is lost"
+            if lost
+            else "what is returned to it more often leaves it"
+        )
+        yield _told(ERROR if lost else WARNING, "delivery-limit", limit, text)
+    dropped = ERROR if name in _LASTING else WARNING
+    yield from _full(
+        settings,
+        drops=(dropped, "the oldest in it is lost when it is full"),
+        refuses=(WARNING, "it takes nothing more when it is full, so that runs fail"),
+    )
+
+
+def _full(
+    settings: Mapping[str, Setting], *, drops: tuple[str, str], refuses: tuple[str, str]
+) -> Iterator[_Found]:
+    """What a bound on the queue's length means, by how it overflows."""
+    overflow = settings.get("overflow")
+    refusing = overflow is not None and str(overflow.value).startswith("reject-publish")
+    level, text = refuses if refusing else drops
+    for name in ("max-length", "max-length-bytes"):
+        if name in settings:
+            yield _told(level, name, settings[name], text)
+
+
+def _told(level: str, name: str, setting: Setting, text: str) -> _Found:
+    unit = " ms" if name in ("expires", "message-ttl") else ""
+    return level, f"{setting.by} gives it {name} {setting.value}{unit}", text
+
+
+def act_on(findings: Iterable[Finding]) -> None:
+    """Raise the errors as one; log the rest.
+
+    :raises ProducerError: If there is an error, with how to mend it.
+    """
+    errors = []
+    for each in findings:
+        if each.level == ERROR:
+            errors.append(each.shown)
+        else:
+            log.log(logging.WARNING if each.level == WARNING else logging.INFO, "%s.", each.shown)
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ProducerError(
+            f"RabbitMQ would lose messages of this run: {errors[0]}{more}; let no such policy match"
+            " ^broadway\\., and clear the task; `airflow-broadway rabbitmq check` lists all"
+        )

@@ -1,0 +1,162 @@
+"""The management API of a broker, as far as it is needed: reads, each within a short time.
+
+It is another server than the broker's, on another port, often out of reach or forbidden to the
+user; so whoever asks it must do without an answer too, which :class:`Unseen` says.  No redirect is
+followed and no proxy used: the password goes to the host that the connection names, and no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.producers.kit.addresses import is_loopback, warn_of_plain_http
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.broker.policies import Policy
+
+__all__ = ["Management", "Unseen"]
+
+#: Seconds that one answer may take.
+TIMEOUT = 2.0
+#: Bytes of an answer at most: that of a broker with very many policies.
+_MOST = 16 * 1024 * 1024
+#: The ports of the management plugin without and with TLS.
+_PORT, _TLS_PORT = 15672, 15671
+
+
+class Unseen(Exception):
+    """The management API does not tell; the text says why, in a phrase."""
+
+
+class Management:
+    """What the management API knows of one virtual host.
+
+    Without an address of its own it is asked at its usual port of the broker's host, but the
+    password goes there only by TLS or on this machine: anybody may listen on that port.
+
+    :param timeout: Seconds that one answer may take.
+    :raises Unseen: If the connection says that there is none, or names no address of one.
+    """
+
+    def __init__(self, address: Address, *, timeout: float = TIMEOUT) -> None:
+        given = address.management_url
+        if given == "":
+            raise Unseen("the connection's extra 'management_url' is false")
+        secure = address.tls is not None
+        port = _TLS_PORT if secure else _PORT
+        if given is None and not secure and not is_loopback(address.host):
+            raise Unseen(
+                "without TLS the password is sent to no port but the broker's; set the connection's"
+                f" extra 'management_url' to 'http://{_bracketed(address.host)}:{port}', or false"
+            )
+        url = given or f"{'https' if secure else 'http'}://{_bracketed(address.host)}:{port}"
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError:
+            parts, self._host = urlsplit(""), ""
+        if parts.scheme not in ("http", "https") or not self._host or parts.username:
+            raise Unseen(
+                "the connection's extra 'management_url' must be http(s)://host:port, without a"
+                " password"
+            )
+        if not address.login:
+            raise Unseen(
+                "the connection names no user and password, which the management API needs beside"
+                " the certificate"
+            )
+        self.shown = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
+        self._path = parts.path.rstrip("/")
+        self._secure = parts.scheme == "https"
+        warn_of_plain_http(self.shown, "The user and password of RabbitMQ")
+        self._address = address
+        self._timeout = timeout
+        self._login = base64.b64encode(f"{address.login}:{address.password}".encode()).decode()
+
+    def queue(self, name: str) -> dict[str, Any] | None:
+        """What is known of a queue; ``None`` if there is none of that name.
+
+        Right after a queue was declared, nothing is known yet but how.
+
+        :raises Unseen: If it does not tell.
+        """
+        found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
+        return dict(found) if isinstance(found, dict) else None
+
+    def policies(self, *, operator: bool) -> list[Policy]:
+        """The policies of the virtual host: the users', or the operators'.
+
+        :raises Unseen: If it does not tell.
+        """
+        kind = "operator-policies" if operator else "policies"
+        found = self._get(f"{kind}/{self._virtual_host}")
+        if not isinstance(found, list):
+            raise Unseen(f"the management API at {self.shown} knows no {kind}")
+        return [Policy.of(each, operator=operator) for each in found]
+
+    def feature_flags(self) -> dict[str, str]:
+        """The state of each feature flag; administrators only.
+
+        :raises Unseen: If it does not tell.
+        """
+        found = self._get("feature-flags")
+        flags: Iterable[Any] = found if isinstance(found, list) else ()
+        return {str(each.get("name")): str(each.get("state")) for each in flags}
+
+    @property
+    def _virtual_host(self) -> str:
+        return quote(self._address.virtual_host, safe="")
+
+    def _get(self, path: str) -> Any:
+        """The answer to one request; ``None`` for what is not there.
+
+        :raises Unseen: If there is none that can be used.
+        """
+        connection = self._connection()
+        try:
+            connection.request(
+                "GET",
+                f"{self._path}/api/{path}",
+                headers={"Authorization": f"Basic {self._login}", "Accept": "application/json"},
+            )
+            answer = connection.getresponse()
+            if answer.status == 404:
+                return None
+            if answer.status in (401, 403):
+                raise Unseen(
+                    f"the management API at {self.shown} refuses user {self._address.login!r},"
+                    " who needs the tag 'management'"
+                )
+            if answer.status != 200:
+                raise Unseen(
+                    f"the management API at {self.shown} answers with status {answer.status}"
+                )
+            return json.loads(answer.read(_MOST))
+        except (OSError, http.client.HTTPException) as error:
+            told = str(error) or type(error).__name__
+            raise Unseen(f"the management API at {self.shown} cannot be reached: {told}") from None
+        except ValueError:
+            raise Unseen(f"what answers at {self.shown} is no management API") from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self._secure:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        try:
+            context = self._address.ssl_context() or ssl.create_default_context()
+        except ConnectionMissing as error:
+            raise Unseen(str(error)) from None
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=self._timeout, context=context
+        )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

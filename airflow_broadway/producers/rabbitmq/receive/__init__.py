@@ -1,0 +1,1 @@
+"""The half that receives: bundles are secured before messages are handed out."""

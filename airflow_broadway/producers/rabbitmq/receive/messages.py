@@ -1,0 +1,69 @@
+"""Makes messages of what is secured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.producers.rabbitmq.amqp.properties import dump
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.metadata import Describer
+
+__all__ = ["MessageMaker"]
+
+
+class MessageMaker:
+    """Makes the messages of one generation, in the order of their positions.
+
+    :param metadata: The names of what their metadata holds.
+    :param actions: ``on_success`` and ``on_failure`` of every message, where the pipeline's own
+        producer says otherwise.
+    """
+
+    def __init__(
+        self,
+        generation: str,
+        metadata: Sequence[str],
+        clock: Clock,
+        actions: Mapping[str, str],
+    ) -> None:
+        self._generation = generation
+        self._actions = dict(actions)
+        self._describe = Describer(metadata)
+        self._clock = clock
+        self._position = 0
+        self._texts: dict[tuple[bytes, bytes, bool], str] = {}
+
+    def __call__(self, held: Iterable[Held]) -> list[Message]:
+        """The messages of ``held``."""
+        now = self._clock.now()
+        generation, texts, describe = self._generation, self._texts, self._describe
+        actions = self._actions
+        made = []
+        for place, each in enumerate(held, self._position):
+            key = (each.route, each.properties, each.redelivered)
+            text = texts.get(key)
+            if text is None:
+                if len(texts) > 10_000:
+                    texts.clear()
+                text = texts[key] = dump(*key)
+            body = each.body
+            made.append(
+                Message(
+                    body,
+                    metadata=describe(each),
+                    acknowledger=AckRef(
+                        None, generation, Delivery(payload=body, properties=text, **actions)
+                    ),
+                    message_id=each.message_id,
+                    attempt=each.attempt,
+                    redelivered=each.redelivered,
+                    received_at=now,
+                    position=place,
+                    size=len(body),
+                )
+            )
+        self._position += len(made)
+        return made

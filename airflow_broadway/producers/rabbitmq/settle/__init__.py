@@ -1,0 +1,1 @@
+"""The half that settles, from any process."""

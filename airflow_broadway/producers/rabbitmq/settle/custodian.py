@@ -1,0 +1,337 @@
+"""The half that settles, from any process: knows the lease alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from airflow_broadway.core.custody.protocol import (
+    Action,
+    Entry,
+    Lease,
+    QueueDepth,
+    Settlement,
+    SettleReport,
+)
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
+from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER
+from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.receive.source import is_open_here
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
+from airflow_broadway.producers.rabbitmq.settle.reading import report_of, untold
+from airflow_broadway.producers.rabbitmq.settle.settlement import Settling
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+
+__all__ = ["RabbitCustodian", "depth"]
+
+log = logging.getLogger(__name__)
+
+#: The part of a lease, and the seconds at most, before its end in which bundles are read and
+#: compared.
+_MARGIN, _MARGIN_SECONDS = 0.05, 60.0
+#: Seconds to wait for bundles that another process held until just now.
+_PATIENCE = 3.0
+#: How often a settlement is begun whose connection held for a while, and then broke on the way.
+_TRIES = 3
+
+_Done = TypeVar("_Done")
+
+
+class RabbitCustodian:
+    """Settles the generations of one queue."""
+
+    def __init__(self, producer: RabbitMQProducer, env: ProducerEnv) -> None:
+        self._producer = producer
+        self._env = env
+        self._clock = env.clock
+        self._journal = Journal(env.staging, producer.queue)
+        self._opened: Link | None = None
+        self._shape: Topology | None = None
+        self._turns: dict[str, Turn] = {}
+        self._unreachable = False
+
+    def renew(self, lease: Lease) -> Lease | None:
+        return lease if self._clock.now() < self._checked(lease).deadline else None
+
+    def holds(self, lease: Lease) -> bool:
+        lease = self._checked(lease)
+        return self._patiently(lambda: self._holds(lease))
+
+    def _holds(self, lease: Lease) -> bool:
+        if self._clock.now() >= lease.deadline:
+            return False
+        if self._journal.settled(lease.generation) is not None:
+            return False
+        if not self._was_declared(lease):
+            return True
+        return self._topology.depth(self._link, self._queue(lease)) is not None
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        lease = self._checked(lease)
+        report = self._patiently(lambda: self._settle_once(lease, settlement))
+        return report + SettleReport(errors=set_aside(lease))
+
+    def _settle_once(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        noted = self._journal.settled(lease.generation)
+        if noted is not None:
+            if noted["bundles"] is None:  # killed before the queue was deleted
+                self._topology.delete(self._link, self._queue(lease))
+            return SettleReport.from_json(noted["report"])
+        report = self._settle(lease, settlement)
+        if self._journal.settled(lease.generation) is None:
+            self._journal.note_settled(lease.generation, report.to_json(), ())
+        return report
+
+    def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        expected = settlement.expected
+        depth = None
+        if self._was_declared(lease):
+            depth = self._topology.depth(self._link, self._queue(lease))
+        settling = self._settling(lease)
+        held = self._held(lease)
+        if depth is None:
+            noted = self._journal.settled(lease.generation)
+            if noted is not None:  # another has settled it just now, and deleted the queue
+                return SettleReport.from_json(noted["report"])
+            early = untold(self._journal.now(lease.generation), settlement)
+            if expected is None:
+                return self._without_manifest(lease) + early
+            if not expected:
+                return early
+            if not held:
+                return SettleReport(lapsed=max(0, expected - early.total)) + early
+            return settling.without_bundles(settlement)
+        if held and settling.known(settlement, self._patient(lease, depth)):
+            report = settling.by_staging(settlement)
+            if report is not None:
+                return report
+            held = False
+        crashed = expected is None and not is_open_here(lease.generation)
+        return settling.by_bundles(settlement, held=held, crashed=crashed)
+
+    def _without_manifest(self, lease: Lease) -> SettleReport:
+        """The report of a generation that published no manifest, and has no lease queue."""
+        declared = lease.state.get("declared") or self._journal.opened(lease.generation)
+        if not declared or self._clock.now() >= lease.deadline:
+            return SettleReport()
+        # Not by us: who deletes it has noted that it is settled, or waits until it has lapsed.
+        handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
+        error = (
+            f"the lease queue {self._queue(lease)!r} was deleted before this run had published what"
+            f" it received: {max(0, handed) or 'all'} messages that it held are lost; lease queues"
+            " are deleted by this package alone"
+        )
+        log.error("%s", error, extra={"code": "lease_queue_deleted"})
+        return SettleReport(lapsed=max(0, handed), errors=(error,))
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        lease = self._checked(lease)
+        given = list(entries)
+        try:
+            return self._patiently(lambda: self._settle_now(lease, given))
+        except BaseException:
+            self._turns.pop(lease.generation, None)  # who tries again may publish twice
+            raise
+
+    def _settle_now(self, lease: Lease, given: list[Entry]) -> SettleReport:
+        if not given:
+            return SettleReport()
+        if not self._holds(lease):
+            return SettleReport(
+                lapsed=len(given), undone=frozenset(entry.message_id for entry in given)
+            )
+        done = self._journal.now(lease.generation)
+        outbox = Outbox(
+            self._link,
+            self._topology,
+            lease,
+            self._clock,
+            lambda: self._turn_of(lease.generation),
+            self._journal.limit(),
+            gives_back=False,
+        )
+        actions: Counter[Action] = Counter()
+        news: dict[str, str] = {}
+        for entry in given:
+            key, action = entry.message_id, entry.verdict.action
+            if key in done:
+                actions[Action(done[key])] += 1
+                continue
+            if action is not Action.ACK:
+                if not staged(entry):
+                    outbox.guard.refuse(key, "its payload was not kept")
+                    continue
+                outbox.carry_out(held_of(entry), entry.verdict)
+            news[key] = action.value
+            actions[action] += 1
+        for key in outbox.finish():  # it stays with the others
+            actions[Action(news.pop(key))] -= 1
+        if news:
+            self._journal.note_now(lease.generation, news)
+        guard = outbox.guard
+        report = report_of(+actions, failed=len(guard.refused), errors=guard.errors())
+        return replace(report, undone=frozenset(guard.refused))
+
+    def _turn_of(self, generation: str) -> Turn:
+        """The turn in which this custodian settles messages at once."""
+        if generation not in self._turns:
+            self._turns[generation] = self._journal.note_turn(generation, whole=False)
+        return self._turns[generation]
+
+    def _patiently(self, work: Callable[[], _Done]) -> _Done:
+        """Do it, and again if the connection breaks on the way: what was done is noted.
+
+        :raises ProducerUnavailable: If the broker cannot be reached for ``reconnect_timeout``, or
+            breaks each connection for so long, or again and again those that hold for longer.
+        """
+        attempts, left = self._attempts(), _TRIES
+        while True:
+            began = self._clock.monotonic()
+            try:
+                return work()
+            except ProducerUnavailable as error:
+                self.close()
+                self._shape = None  # it knows what queues were declared by a connection
+                self._turns.clear()
+                if self._clock.monotonic() - began > self._producer.reconnect_timeout:
+                    attempts.worked()
+                    left -= 1
+                if self._unreachable or not left or isinstance(error, Blocked):
+                    raise
+                attempts.again(error)
+                log.warning("%s: settling goes on with another connection.", error)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _attempts(self) -> Attempts:
+        producer = self._producer
+        return Attempts(producer.backoff(), producer.reconnect_timeout, self._clock)
+
+    # -- what is known -------------------------------------------------------------------------
+
+    def _queue(self, lease: Lease) -> str:
+        queues = self._topology.queues
+        return queues.own_lease(
+            self._journal.opened(lease.generation)
+            or lease.state.get("lease_queue")
+            or queues.lease(lease.generation)
+        )
+
+    def _held(self, lease: Lease) -> bool:
+        margin = min(_MARGIN * lease.seconds, _MARGIN_SECONDS)
+        return (lease.deadline - self._clock.now()).total_seconds() > margin
+
+    def _was_declared(self, lease: Lease) -> bool:
+        # The lease as it was before the first receive cannot tell; the journal can.
+        return (
+            bool(lease.state.get("declared") or self._journal.opened(lease.generation))
+            or not self._journal.durable
+        )
+
+    def _patient(self, lease: Lease, depth: int) -> int:
+        """The depth, once bundles are back that a process held which has just died."""
+        end = time.monotonic() + _PATIENCE
+        wanted = int(lease.state.get("bundles", 0))
+        while depth < wanted and time.monotonic() < end:
+            time.sleep(0.1)
+            depth = self._topology.depth(self._link, self._queue(lease)) or 0
+        return depth
+
+    def _checked(self, lease: Lease) -> Lease:
+        here = self._producer.queue
+        if lease.kind != self._producer.kind or lease.state.get("queue", here) != here:
+            raise ProducerError(
+                f"the lease of generation {lease.generation!r} is of {lease.kind} queue"
+                f" {lease.state.get('queue')!r}, and this producer's is {self._producer.kind} queue"
+                f" {here!r}: give both halves of the run the same options"
+            )
+        return lease
+
+    def _settling(self, lease: Lease) -> Settling:
+        return Settling(
+            self._link,
+            self._topology,
+            self._journal,
+            lease,
+            self._queue(lease),
+            self._clock,
+            lambda: self._journal.note_turn(lease.generation, whole=True),
+        )
+
+    @property
+    def _topology(self) -> Topology:
+        if self._shape is None:
+            self._shape = Topology(self._producer, self._journal)
+        return self._shape
+
+    @property
+    def _link(self) -> Link:
+        if self._opened is not None and self._opened.lost is not None:
+            self.close()
+        if self._opened is None:
+            address = self._producer.address(self._env)
+            self._unreachable = True
+            self._opened = keep_trying(lambda: Link.to(address), self._attempts())
+            self._unreachable = False
+        return self._opened
+
+
+def set_aside(lease: Lease) -> tuple[str, ...]:
+    """What people should know of messages that the source took and no callback saw."""
+    words = {"oversized": "too large", "crashed": "killed their process again and again"}
+    return tuple(
+        f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
+        for kind, count in sorted(lease.state.get("set_aside", {}).items())
+    )
+
+
+def depth(producers: Iterable[RabbitMQProducer], env: ProducerEnv) -> QueueDepth:
+    """How full the queues are together.
+
+    A returned bundle, of 500 messages at most, counts as one: how many it has only it says, and
+    whoever reads it keeps it from a run meanwhile.
+    """
+    found = [_depth(producer, env) for producer in producers]
+    return QueueDepth(
+        ready=sum(each.ready for each in found),
+        delayed=sum(each.delayed for each in found),
+        leased=0,
+        dead=sum(each.dead for each in found),
+        oldest_age=None,
+    )
+
+
+def _depth(producer: RabbitMQProducer, env: ProducerEnv) -> QueueDepth:
+    topology = Topology(producer)
+    link = Link.to(producer.address(env))
+    try:
+        queues = topology.queues
+
+        def count(name: str) -> int:
+            return topology.depth(link, name) or 0
+
+        place: Any = producer.dead_letter
+        dead = place if isinstance(place, str) else queues.dead
+        return QueueDepth(
+            ready=count(queues.source) + count(queues.returns),
+            delayed=sum(count(queues.delay(step)) for step in LADDER),
+            leased=0,
+            dead=count(dead),
+            oldest_age=None,
+        )
+    finally:
+        link.close()

@@ -1,0 +1,128 @@
+"""What one settlement read of a lease queue, and how two that read it at once report together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from airflow_broadway.core.custody.protocol import Action, Settlement, SettleReport
+from airflow_broadway.core.errors import ProducerError, StagingError
+from airflow_broadway.producers.rabbitmq import bundle as bundles
+from airflow_broadway.producers.rabbitmq.bundle import Header, Held
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.returned_bundles import load_staged
+
+__all__ = ["Read", "report_of", "together", "untold"]
+
+_COUNTS = {
+    Action.ACK: "acked",
+    Action.RETRY: "requeued",
+    Action.DEAD_LETTER: "dead_lettered",
+    Action.LEAVE: "left",
+    Action.RELEASE: "released",
+}
+
+
+def report_of(
+    actions: Counter[Action],
+    *,
+    lapsed: int = 0,
+    failed: int = 0,
+    errors: tuple[str, ...] = (),
+) -> SettleReport:
+    """The report of so many verdicts carried out."""
+    counts: dict[str, Any] = {_COUNTS[action]: count for action, count in actions.items()}
+    return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=errors)
+
+
+def untold(now: Mapping[str, str], settlement: Settlement) -> SettleReport:
+    """What was settled at once beyond what the settlement knows of.
+
+    :param now: The messages that were settled at once: message id → action.
+    """
+    known = settlement.settled_now
+    if known is None:
+        return SettleReport()
+    counted = Counter(Action(action) for action in now.values())
+    return report_of(
+        +Counter(
+            {action: count - getattr(known, _COUNTS[action]) for action, count in counted.items()}
+        )
+    )
+
+
+class Read:
+    """What was read of a lease queue, and what became of it.
+
+    :param named: The messages that have a verdict of their own.
+    """
+
+    def __init__(self, named: Mapping[str, Action]) -> None:
+        self.named = named
+        #: Bundle → its messages.
+        self.bundles: dict[str, list[str]] = {}
+        self.became: dict[str, Action] = {}
+        self.failed: set[str] = set()
+        self.errors: list[str] = []
+        self._prints: dict[str, int] = {}
+        self._more: Counter[Action] = Counter()
+
+    def unpack(self, body: bytes, journal: Journal) -> tuple[Header | None, list[Held]]:
+        """A bundle's header and messages; no header if it cannot be read, and is left."""
+        try:
+            header, messages = bundles.unpack(body)
+            if header.staged is not None:
+                messages = load_staged(header, journal)
+        except (ProducerError, StagingError) as error:
+            self.errors.append(str(error))
+            return None, []
+        self.bundles.setdefault(header.bundle, [])
+        return header, messages
+
+    def repeats(self, message: Held) -> bool:
+        """Whether the very same message was read before."""
+        return self._prints.get(message.message_id) == _print(message)
+
+    def note(self, bundle: str, message: Held, action: Action) -> None:
+        """Note what is done with a message."""
+        key = message.message_id
+        if key in self.became:  # of a generation without a manifest: all of it is given back
+            self._more[action] += 1
+            return
+        self.became[key] = action
+        self._prints[key] = _print(message)
+        self.bundles[bundle].append(key)
+
+    def fail(self, message_id: str) -> None:
+        """Note that what was to be done with a message was not."""
+        if self.became.pop(message_id, None) is not None:
+            self.failed.add(message_id)
+
+    @property
+    def actions(self) -> Counter[Action]:
+        """How many messages were done with in which way."""
+        return Counter(self.became.values()) + self._more
+
+
+def _print(message: Held) -> int:
+    return hash((message.attempt, message.route, message.properties, message.body))
+
+
+def together(other: Mapping[str, Any], read: Read) -> tuple[SettleReport, list[str] | None]:
+    """What another settlement noted while this one was at work, and what this one did beside it."""
+    report = SettleReport.from_json(other["report"])
+    if other["bundles"] is None:
+        return report, None
+    theirs, done = set(other["bundles"]), other.get("messages") or {}
+    mine: Counter[Action] = Counter()
+    failed = 0
+    for name, ids in read.bundles.items():
+        if name not in theirs:
+            own = [key for key in ids if key not in done]
+            mine.update(read.became[key] for key in own if key in read.became)
+            failed += sum(key in read.failed for key in own)
+    added = report_of(mine, failed=failed, errors=tuple(read.errors))
+    report = replace(report + added, lapsed=max(0, report.lapsed - added.total))
+    return report, sorted({*theirs, *read.bundles})

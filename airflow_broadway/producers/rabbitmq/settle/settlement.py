@@ -1,0 +1,331 @@
+"""Carries out the verdicts of one lease.
+
+While the lease is held, everything is known and every bundle is there, bundles are never read:
+failures are published again from staging, the journal notes that all is done, and deleting the
+lease queue acknowledges every bundle at once.  In all other cases the bundles are read and compared
+by message id; none is acknowledged before all that follows from it is confirmed and noted, and the
+queue is deleted only if every bundle of the manifest was read.  What is in nobody's sight, because
+another settles too, somebody emptied the queue, or clocks disagree, stays as it is.
+
+A kill between any two steps loses nothing: before the note, the bundles are still there, and
+settling begins anew (what was published again may then exist twice, marked); after it, the bundles
+have nothing left to handle, wherever they turn up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Action,
+    Entry,
+    Lease,
+    Settlement,
+    SettleReport,
+)
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.get import Getter
+from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
+from airflow_broadway.producers.rabbitmq.settle.reading import Read, report_of, together, untold
+
+__all__ = ["Settling"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds to wait for bundles that another process held until just now.
+_PATIENCE = 3.0
+
+
+class Settling:
+    """One settlement of a whole lease at work.
+
+    :param queue: The lease queue.
+    :param turn: See :class:`Outbox`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        topology: Topology,
+        journal: Journal,
+        lease: Lease,
+        queue: str,
+        clock: Clock,
+        turn: Callable[[], Turn],
+    ) -> None:
+        self._link = link
+        self._topology = topology
+        self._journal = journal
+        self._lease = lease
+        self._clock = clock
+        self._queue = queue
+        self._now = journal.now(lease.generation)
+        self._turn = turn
+        self._outbox = self._new_outbox()
+        #: Bundles that the lease counts; ``None`` if there may be others.
+        self._counted = None if lease.state.get("extra", 1) else lease.state.get("bundles")
+
+    def _new_outbox(self) -> Outbox:
+        limit = self._journal.limit()
+        return Outbox(self._link, self._topology, self._lease, self._clock, self._turn, limit)
+
+    # -- with everything known -----------------------------------------------------------------
+
+    def known(self, settlement: Settlement, depth: int) -> bool:
+        """Whether the bundles need not be read: all are there, and staging has what it takes."""
+        expected, messages = settlement.expected, self._lease.state.get("messages", -1)
+        return (
+            settlement.rest.action is Action.ACK
+            and expected is not None
+            and expected in (messages, messages - len(self._now))
+            and depth == self._counted
+            and all(
+                entry.verdict.action is Action.ACK or staged(entry)
+                for entry in settlement.entries()
+            )
+        )
+
+    def by_staging(self, settlement: Settlement) -> SettleReport | None:
+        """Settle without reading bundles; ``None`` if the lease came too near to its end."""
+        actions = self._publish_entries(settlement.entries())
+        failed = self._finish(actions)
+        actions[Action.ACK] = (
+            self._lease.state["messages"]
+            - len(self._now)
+            - failed
+            - sum(count for action, count in actions.items() if action is not Action.ACK)
+        )
+        if self._clock.now() >= self._lease.deadline:
+            self._outbox = self._new_outbox()  # what it publishes is a repetition from now on
+            return None
+        report = report_of(actions, failed=failed, errors=self._outbox.guard.errors())
+        report += untold(self._now, settlement)
+        return self._ended(report, None, {}, depth=self._counted or 0)
+
+    def without_bundles(self, settlement: Settlement) -> SettleReport:
+        """Settle although somebody deleted the lease queue: staging still has every message."""
+        actions = self._publish_entries(settlement.entries())
+        rest = settlement.rest
+        lost = sum(1 for entry in settlement.entries() if not self._can(entry))
+        if rest.action is not Action.ACK:
+            named = {entry.message_id for entry in settlement.entries()}
+            everything = settlement.everything() if settlement.everything else iter(())
+            others = [e._replace(verdict=rest) for e in everything if e.message_id not in named]
+            lost += sum(1 for entry in others if not self._can(entry))
+            actions += self._publish_entries(iter(others))
+        failed = self._finish(actions)
+        if rest.action is Action.ACK:
+            actions[Action.ACK] = (
+                self._others(settlement)
+                - failed
+                - lost
+                - sum(count for action, count in actions.items() if action is not Action.ACK)
+            )
+        note = f"the lease queue {self._queue!r} was deleted: settled from staging"
+        errors = (*self._outbox.guard.errors(), note)
+        report = report_of(actions, lapsed=lost, failed=failed, errors=errors)
+        report += untold(self._now, settlement)
+        self._journal.note_settled(self._lease.generation, report.to_json(), None)
+        return report
+
+    def _others(self, settlement: Settlement) -> int:
+        """How many messages of the manifest were not settled at once."""
+        expected = settlement.expected or 0
+        if settlement.settled_now is not None:
+            return max(0, expected - untold(self._now, settlement).total)
+        # Whether the manifest counts those is told by the lease alone.
+        counts_all = expected == self._lease.state.get("messages")
+        return expected - len(self._now) if counts_all else expected
+
+    def _publish_entries(self, entries: Iterator[Entry]) -> Counter[Action]:
+        actions: Counter[Action] = Counter()
+        for entry in entries:
+            if entry.message_id in self._now or not self._can(entry):
+                continue
+            actions[entry.verdict.action] += 1
+            if entry.verdict.action is not Action.ACK:
+                self._outbox.carry_out(held_of(entry), entry.verdict)
+        return actions
+
+    @staticmethod
+    def _can(entry: Entry) -> bool:
+        """Whether a verdict can be carried out without the message's bundle."""
+        return entry.verdict.action is Action.ACK or staged(entry)
+
+    def _finish(self, actions: Counter[Action]) -> int:
+        """Wait for all confirms; how many messages failed, which count for no action then."""
+        failed = self._outbox.finish()
+        actions.subtract(failed.values())
+        return len(failed)
+
+    # -- by bundles ----------------------------------------------------------------------------
+
+    def by_bundles(self, settlement: Settlement, *, held: bool, crashed: bool) -> SettleReport:
+        """Settle what the lease queue still has.
+
+        :param held: Whether the lease has not come to its end: then nothing can be under way from
+            the lease queue, and with a manifest nothing to it.
+        """
+        published = settlement.expected is not None
+        if not published:
+            self._topology.fence(self._link, self._queue)
+        self._topology.ensure_returns(self._link)
+        getter = Getter(self._link, self._queue)
+        read = Read({entry.message_id: entry.verdict.action for entry in settlement.entries()})
+        verdicts = {entry.message_id: entry.verdict for entry in settlement.entries()}
+        known = self._named(settlement)
+        for tag, body in self._bundles(getter, held):
+            header, messages = read.unpack(body, self._journal)
+            if header is None:
+                continue
+            getter.keep(tag)
+            released = []
+            for message in messages:
+                key = message.message_id
+                if key in self._now or (published and read.repeats(message)):
+                    continue
+                verdict = verdicts.get(key, settlement.rest)
+                unnamed = known is not None and key not in known and key not in verdicts
+                if published and (unnamed or key in read.became):
+                    verdict = RELEASE  # received, and in no manifest
+                else:
+                    read.note(header.bundle, message, verdict.action)
+                if verdict.action is Action.RELEASE:
+                    released.append(
+                        message._replace(crashes=message.crashes + 1) if crashed else message
+                    )
+                elif verdict.action is not Action.ACK:
+                    self._outbox.carry_out(message, verdict)
+            if released:
+                self._outbox.give_back(header, released)
+        other = self._journal.settled(self._lease.generation)  # by another, meanwhile
+        unseen = self._unseen(settlement, read) if published and held and other is None else {}
+        for key in self._outbox.finish():
+            if unseen.pop(key, None) is None:
+                read.fail(key)
+        if other is None:
+            report = self._told(settlement, read, unseen, held=held)
+            bundles_done: Collection[str] | None = list(read.bundles)
+        else:
+            report, bundles_done = together(other, read)
+            unseen = dict(other.get("messages") or {})
+        self._ended(report, bundles_done, unseen)
+        getter.ack()
+        getter.close()
+        if published and held and not read.errors and self._is_all(bundles_done):
+            report = self._ended(report, bundles_done, unseen, depth=0)
+        return report
+
+    def _is_all(self, bundles_done: Collection[str] | None) -> bool:
+        return bundles_done is None or len(bundles_done) == self._counted
+
+    def _named(self, settlement: Settlement) -> set[str] | None:
+        """The ids that the manifest names, where the queue may hold others; else ``None``."""
+        if settlement.rest.action is Action.RELEASE or settlement.everything is None:
+            return None
+        return {entry.message_id for entry in settlement.everything()}
+
+    def _bundles(self, getter: Getter, held: bool) -> Iterator[tuple[int, bytes]]:
+        """Every bundle of the lease queue, one at a time, unacknowledged.
+
+        Waits a little for those that a process held that has just died.
+        """
+        wanted = int(self._lease.state.get("bundles", 0)) if held else 0
+        count, end = 0, time.monotonic() + _PATIENCE
+        while True:
+            got = getter.get()
+            if got is not None:
+                count += 1
+                yield got
+            elif count >= wanted or time.monotonic() > end:
+                return
+            else:
+                time.sleep(0.1)
+
+    def _unseen(self, settlement: Settlement, read: Read) -> dict[str, Action]:
+        """Carry out from staging what was decided on messages whose bundles are not there.
+
+        The journal notes them one by one: should their bundles come back, they are done with.
+        """
+        done: dict[str, Action] = {}
+        if len(read.became) >= self._others(settlement):
+            return done
+
+        def carry_out(entry: Entry) -> None:
+            action, key = entry.verdict.action, entry.message_id
+            if action is Action.RELEASE or not self._can(entry):
+                return  # it comes back with its bundle
+            if key in self._now or key in read.became or key in done:
+                return
+            done[key] = action
+            if action is not Action.ACK:
+                self._outbox.carry_out(held_of(entry), entry.verdict, again=True)
+
+        for entry in settlement.entries():
+            carry_out(entry)
+        if settlement.everything is not None and settlement.rest.action is not Action.RELEASE:
+            for entry in settlement.everything():
+                if entry.message_id not in read.named:
+                    carry_out(entry._replace(verdict=settlement.rest))
+        return done
+
+    def _told(
+        self, settlement: Settlement, read: Read, unseen: Mapping[str, Action], *, held: bool
+    ) -> SettleReport:
+        """The report of what was read, and of what was not there."""
+        actions = read.actions + Counter(unseen.values())
+        failed = len(self._outbox.guard.refused)
+        lapsed = 0
+        if settlement.expected is not None:
+            lapsed = max(0, self._others(settlement) - sum(actions.values()) - failed)
+        errors = [*read.errors, *self._outbox.guard.errors()]
+        counted = self._lease.state.get("bundles", 0)
+        if held and settlement.expected is not None and (lapsed or unseen):
+            errors.append(
+                f"{max(0, counted - len(read.bundles))} of {counted} bundles were not in the lease"
+                f" queue {self._queue!r}: another process has them in hand, they have lapsed, or"
+                f" somebody emptied it; {len(unseen)} of their messages were settled from staging,"
+                f" and {lapsed} come back if their bundles do"
+            )
+        report = report_of(
+            actions, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors))
+        )
+        return report + untold(self._now, settlement)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _ended(
+        self,
+        report: SettleReport,
+        bundles_done: Collection[str] | None,
+        messages: Mapping[str, Action],
+        *,
+        depth: int | None = None,
+    ) -> SettleReport:
+        """Note what was done, and delete the lease queue.
+
+        :param depth: How many bundles the queue is to hold now; ``None``: it is not to be deleted.
+        """
+        note = self._journal.note_settled
+        generation = self._lease.generation
+        named = {key: Action(action).value for key, action in messages.items()}
+        note(generation, report.to_json(), bundles_done, messages=named)
+        if depth is None:
+            return report
+        deleted = self._topology.delete(self._link, self._queue)
+        if deleted != depth:
+            error = (
+                f"the lease queue {self._queue!r} held {deleted} bundles when it was deleted, and"
+                f" {depth} were to be there: another process settled the same, or published to it"
+            )
+            log.error("%s", error, extra={"code": "lease_queue_count"})
+            report += SettleReport(errors=(error,))
+            note(generation, report.to_json(), bundles_done, messages=named)
+        return report

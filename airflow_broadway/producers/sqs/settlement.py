@@ -1,0 +1,344 @@
+"""From verdicts to requests: what one settlement does at SQS.
+
+The order is such that whoever dies in the middle loses nothing: dead letters are sent before their
+originals are deleted, attempts are noted before a message may come again, and what has been carried
+out is noted in waves, so that settling again goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import (
+    RELEASE,
+    Action,
+    Entry,
+    Lease,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kit.guard import Guard
+from airflow_broadway.producers.sqs import dead_letters as dead
+from airflow_broadway.producers.sqs.batch_requests import LAPSED, Bulk, Call, Refusal
+from airflow_broadway.producers.sqs.client import Queue, Told
+from airflow_broadway.producers.sqs.inspect import dead_letter_queue
+from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
+from airflow_broadway.producers.sqs.receipts import Book, Shelf, report_of
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.sqs.producer import SqsProducer
+
+__all__ = ["Plan", "Settling", "plan"]
+
+log = logging.getLogger(__name__)
+
+#: Messages after which a settlement notes how far it has come.
+WAVE: Final = 2000
+_NO_BODY: Final = (
+    "a dead letter cannot be sent: its body was not kept; give the producer on_failure='retry' or"
+    " 'dead_letter' before it receives"
+)
+_NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
+_MISSING: Final = (
+    "the receipts of {} messages are missing in the staging folder: they are not settled, and come"
+    " back when their visibility timeout is over"
+)
+#: What comes again holds back the later messages of its FIFO group.
+_COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
+#: What behind such a message becomes a release.
+_ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
+
+
+class Plan(NamedTuple):
+    """What becomes of the messages of one book.
+
+    :param verdicts: Message id → verdict, in order of arrival.
+    :param entries: Of these, those that were named one by one.
+    :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
+    """
+
+    verdicts: dict[str, Verdict]
+    entries: dict[str, Entry]
+    lapsed: int = 0
+    errors: tuple[str, ...] = ()
+
+
+def plan(book: Book, lease: Lease, settlement: Settlement) -> Plan:
+    """The verdict on each message that the book holds.
+
+    What is in the book is compared with what the source says that it wrote, and with the manifest.
+
+    :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
+    """
+    entries = {entry.message_id: entry for entry in settlement.entries()}
+    held = book.held()
+    lost = {each for each in book.lost if each in book.receipts}
+    at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
+    named = None if settlement.expected is None else settlement.expected + at_once
+    written = max(named or 0, int(lease.state.get("messages") or 0))
+    missing = max(0, written - len(book.receipts))
+    # Each gets the verdict of the rest unless it is named: one object for most of them.
+    verdicts = dict.fromkeys(held, settlement.rest)
+    gone = lost
+    agree = named == len(book.receipts) and not missing
+    if settlement.rest.action is not Action.RELEASE and not agree:
+        # What was received and never staged must not be settled as if it had been handled.
+        if settlement.everything is None:
+            raise ProducerError(
+                f"generation {lease.generation!r} holds {len(book.receipts) - at_once} messages and"
+                f" its manifest names {settlement.expected}: none was settled, and all come back"
+                " when the lease lapses"
+            )
+        known = {entry.message_id for entry in settlement.everything()}
+        verdicts = {each: settlement.rest if each in known else RELEASE for each in held}
+        gone = lost | {each for each in known if each not in book.receipts}
+    for key, entry in entries.items():
+        if key in verdicts:
+            verdicts[key] = entry.verdict
+        elif key not in book.now:
+            gone = gone | {key}
+    errors = (_MISSING.format(missing),) if missing and book.receipts else ()
+    return Plan(verdicts, entries, max(len(gone), missing + len(lost)), errors)
+
+
+class Settling:
+    """Carries verdicts out on what one book holds; used from one thread.
+
+    :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
+        that asks nothing more of SQS, which would still take an old receipt.
+    """
+
+    def __init__(
+        self,
+        producer: SqsProducer,
+        queue: Queue,
+        shelf: Shelf,
+        bulk: Bulk,
+        book: Book,
+        clock: Clock,
+        *,
+        held_until: Callable[[], float],
+    ) -> None:
+        self._producer = producer
+        self._queue = queue
+        self._shelf = shelf
+        self._bulk = bulk
+        self._book = book
+        self._clock = clock
+        self._held_until = held_until
+        self._until = 0.0
+        #: Whether a settlement before this one was killed on its way.
+        self._resumed = book.begun
+        self._errors: list[str] = []
+        #: What it has done so far, of this book.
+        self.done: dict[str, Action] = {}
+        self._entries: dict[str, Entry] = {}
+        self._letters: tuple[Queue, int] | None = None
+        self._lapsed = 0
+        self._failed = 0
+        self._cut = 0
+        self._left = 0
+
+    def carry_out(self, plan: Plan, *, note: bool) -> dict[str, Action]:
+        """Do it; returns what was done, which :attr:`done` names however it ends.
+
+        :param note: Whether to note on the way how far it has come.
+        :raises ProducerUnavailable: If SQS cannot be reached: calling again goes on.
+        """
+        book, self._entries = self._book, plan.entries
+        done = self.done
+        verdicts = self._held_back(plan.verdicts) if book.groups else plan.verdicts
+        keys = list(verdicts)
+        for start in range(0, len(keys), WAVE):
+            if note and start and book.ended():
+                break  # another has settled it meanwhile: what it reports stands
+            fresh: dict[str, Action] = {}
+            by_verdict: dict[Verdict, list[str]] = {}
+            for key in keys[start : start + WAVE]:
+                if key in book.done:
+                    done[key] = book.done[key]
+                else:
+                    by_verdict.setdefault(verdicts[key], []).append(key)
+            for action, each in _by_action(by_verdict).items():
+                try:
+                    refused = self._do(action, each)
+                except ProducerUnavailable:
+                    book.unanswered.update(each)
+                    raise
+                fresh.update({key: action for key in each if key not in refused})
+                for key, refusal in refused.items():
+                    self._refused(action, key, refusal, fresh)
+                done.update(fresh)
+            if note and len(keys) > WAVE:
+                book.note_done(fresh)
+        return done
+
+    def report(self, done: Iterable[Action]) -> SettleReport:
+        """The report of what was done, and of what was refused on the way."""
+        if self._cut:
+            self._tell(
+                f"SQS hides a message for 12 hours from its receipt at most: the delay of"
+                f" {self._cut} messages was cut to the {self._left} s that remained"
+            )
+        return report_of(
+            Counter(done), lapsed=self._lapsed, failed=self._failed, errors=self._errors
+        )
+
+    # -- the actions ---------------------------------------------------------------------------
+
+    def _do(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        if action is Action.LEAVE:
+            return {}
+        if action is Action.ACK:
+            return self._delete(verdicts)
+        if action is Action.DEAD_LETTER:
+            return self._dead_letter(verdicts)
+        if action is Action.RETRY:
+            failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
+            self._shelf.failures.note(failures, self._clock.now())
+        return self._change(verdicts)
+
+    def _delete(self, keys: Iterable[str]) -> dict[str, Refusal]:
+        receipt = self._receipt
+        return self._bulk.send(
+            self._while_held(self._queue.delete),
+            ((key, {"ReceiptHandle": receipt(key)}) for key in keys),
+        )
+
+    def _while_held(self, call: Call) -> Call:
+        """The request, as long as the lease lasts; then every entry of it has lapsed."""
+
+        def checked(entries: Sequence[Any]) -> Told:
+            now = self._clock.now().timestamp()
+            if now >= self._until:
+                self._until = self._held_until()
+            if now < self._until:
+                return call(entries)
+            failed = {"Code": LAPSED, "SenderFault": True, "Message": "the lease has lapsed"}
+            return Told(frozenset(), [{"Id": entry["Id"], **failed} for entry in entries])
+
+        return checked
+
+    def _change(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        book, now = self._book, self._clock.now().timestamp()
+        since = now if book.since is None else book.since
+        left = max(0, math.floor(since + LONGEST_VISIBILITY - now) - 1)
+        cut = 0
+
+        def changes() -> Iterator[tuple[str, dict[str, Any]]]:
+            nonlocal cut
+            for key, verdict in verdicts.items():
+                delay = math.ceil(verdict.delay)
+                if delay > left:
+                    delay, cut = left, cut + 1
+                yield key, {"ReceiptHandle": self._receipt(key), "VisibilityTimeout": delay}
+
+        refused = self._bulk.send(self._while_held(self._queue.change), changes())
+        if cut:
+            self._cut += cut
+            self._left = left
+        return refused
+
+    def _dead_letter(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        try:
+            target, most = self._letters = self._letters or self._place()
+        except ProducerUnavailable:
+            raise
+        except BroadwayError as error:
+            return dict.fromkeys(verdicts, Refusal("", str(error)))
+        guard = Guard()
+        letters: dict[str, dict[str, Any]] = {}
+        refused: dict[str, Refusal] = {}
+        for key in verdicts:
+            entry = self._entries.get(key)
+            if entry is None or entry.payload is None:
+                refused[key] = Refusal("", _NO_BODY)
+                continue
+            with guard.each(key):
+                letters[key] = dead.letter(
+                    entry, self._queue.name, fifo=target.url.endswith(".fifo"), max_bytes=most
+                )
+        for key, reason in guard.refused.items():
+            refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
+        for key, refusal in self._bulk.send_requests(target.send, dead.requests(letters)).items():
+            # Said of the letter, not of the receipt.
+            code = f"SendMessage: {refusal.code}"
+            refused[key] = Refusal(code, refusal.text) if refusal.code else refusal
+        # Where this is refused the dead letter stands, and the original comes again, marked.
+        return refused | self._delete([key for key in verdicts if key not in refused])
+
+    def _place(self) -> tuple[Queue, int]:
+        """Where dead letters go, and how large they may be."""
+        target = dead_letter_queue(self._producer, self._queue)
+        try:
+            told = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+        except BroadwayError:  # may be denied, and is not needed
+            told = None
+        return target, int(told or MAX_BODY)
+
+    def _receipt(self, key: str) -> str:
+        return self._book.receipts.get(key) or self._entries[key].receipt
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
+        if refusal.gone:
+            again = self._resumed or refusal.unclear or key in self._book.unanswered
+            if again and action in (Action.RETRY, Action.RELEASE) and refusal.code != LAPSED:
+                # An earlier settlement, killed since, gave it back: it is in flight no more.
+                done[key] = action
+                return
+            self._lapsed += 1
+            self._tell(
+                f"SQS holds messages no longer for this run ({refusal.code}): they are delivered"
+                " again, marked as redelivered"
+            )
+            return
+        self._failed += 1
+        self._tell(refusal.text if not refusal.code else f"{refusal.code}: {refusal.text}")
+
+    def _tell(self, error: str) -> None:
+        if error not in self._errors:
+            log.warning("%s", error)
+            self._errors.append(error)
+
+    # -- FIFO ----------------------------------------------------------------------------------
+
+    def _held_back(self, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+        """The verdicts with all given back that follow one which comes again, in their group: they
+        are handled again after it, in order.  So are those that failed: they may have, because it
+        had, and their attempt is not used up.
+        """
+        book = self._book
+        made = dict(verdicts)
+        held = 0
+        for key, verdict in verdicts.items():
+            group = book.groups.get(key)
+            if group is None:
+                continue
+            if group in book.blocked and key not in book.done and verdict.action in _ENDS:
+                made[key] = RELEASE
+                held += 1
+            elif verdict.action in _COMES_AGAIN:
+                book.blocked.add(group)
+        if held:
+            log.info(
+                "%d messages were handled after one of their message group that comes again: they"
+                " are given back, to be handled again in order.",
+                held,
+            )
+        return made
+
+
+def _by_action(by_verdict: dict[Verdict, list[str]]) -> dict[Action, dict[str, Verdict]]:
+    made: dict[Action, dict[str, Verdict]] = {}
+    for verdict, keys in by_verdict.items():
+        made.setdefault(verdict.action, {}).update(dict.fromkeys(keys, verdict))
+    return made

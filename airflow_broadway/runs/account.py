@@ -1,0 +1,178 @@
+"""The account of a run: every message of every execution in one class, kept as ``report.json``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from airflow_broadway.core.custody.account import CLASSES, REASONS, handled_of
+from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.manifest import paths
+from airflow_broadway.core.text import many
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.retention import mark_balanced
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
+from airflow_broadway.staging.settlement import settled_journal
+
+__all__ = ["REPORT", "batchers_of", "keep_report", "kept_report", "reasons_of"]
+
+log = logging.getLogger(__name__)
+
+REPORT: Final = "report.json"
+#: Characters of a reason that a report names.
+_REASON: Final = 200
+
+
+def keep_report(
+    run: StagedRun,
+    records: Sequence[GenerationRecord],
+    *,
+    batchers: Mapping[str, Any],
+    reasons: Sequence[Mapping[str, Any]],
+    failed_tasks: Sequence[str],
+    at: datetime,
+) -> dict[str, Any]:
+    """Account for the executions of a run, and keep it in the run's folder.
+
+    :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
+    :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
+    :raises StagingError: If it cannot be written.
+    """
+    generations = [_account(run, record) for record in records]
+    counts = Counter[str]()
+    for each in generations:
+        counts.update({k: v for k, v in each.items() if isinstance(v, int)})
+    names = ("received", *CLASSES, "accounted")
+    totals = {name: counts[name] for name in names}
+    # What was given back is no failure, whatever a callback said of it.
+    failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
+    totals["failed"] = min(failed, handled_of(totals))
+    report = {
+        "pipeline": run.pipeline,
+        "dag_id": run.dag_id,
+        "run_id": run.run_id,
+        "path": f"{run.store.uri}/{run.path}/{REPORT}",
+        "totals": totals,
+        "balanced": all(each["balanced"] for each in generations),
+        "generations": generations,
+        "batchers": dict(batchers),
+        "reasons": list(reasons),
+        "failed_tasks": list(failed_tasks),
+        "errors": sorted({error for each in generations for error in each["errors"]}),
+        "at": at.isoformat(),
+    }
+    run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
+    if report["balanced"]:
+        mark_balanced(run)
+        if not totals["received"]:
+            _forget(run, records)
+    return report
+
+
+def kept_report(run: StagedRun) -> dict[str, Any] | None:
+    """The report that was kept before; ``None`` without one."""
+    try:
+        report: dict[str, Any] = json.loads(run.files.read(REPORT))
+    except (FileNotFoundError, ValueError):
+        return None
+    return report
+
+
+def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
+    """Leave an empty run's report alone: of most queues, most runs are empty."""
+    try:
+        for record in records:
+            run.forget(record.generation)
+        run.files.remove(paths.HEARTBEAT)
+    except StagingError as error:
+        log.warning("Could not remove the files of an empty run: %s", error)
+
+
+def _account(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
+    manifest = run.manifest(record.generation)
+    journal = settled_journal(run, record.generation)
+    report = journal.report + journal.settled_now if journal else SettleReport()
+    received = manifest.received if manifest else report.total
+    still_leased = 0 if journal else received
+    accounted = report.total + still_leased
+    return {
+        "generation": record.generation,
+        "task_id": record.task_id,
+        "map_index": record.map_index,
+        "try_number": record.try_number,
+        "published": manifest is not None,
+        "received": received,
+        "failed": manifest.failed if manifest and report.total > report.released else 0,
+        "acked": report.acked,
+        "requeued": report.requeued,
+        "dead_lettered": report.dead_lettered,
+        "left": report.left,
+        "released": report.released,
+        "lapsed": report.lapsed,
+        "settle_failed": report.failed,
+        "still_leased": still_leased,
+        "accounted": accounted,
+        "balanced": accounted == received and not still_leased,
+        "stopped": manifest.stopped if manifest else "",
+        "started_at": manifest.started_at if manifest else "",
+        "ended_at": manifest.ended_at if manifest else "",
+        "errors": list(report.errors),
+    }
+
+
+def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
+    """Batches by trigger and outcome, for each batcher."""
+    made: dict[str, Any] = {}
+    for name in batchers:
+        counts = Counter[str](messages=0, batches=0, successful=0, failed=0, failed_batches=0)
+        triggers = Counter[str]()
+        seconds = 0.0
+        for plan in recorded.counted(name):
+            counts["messages"] += plan.messages
+            counts["batches"] += plan.batches
+            triggers.update(plan.triggers)
+            for _, outcome in recorded.outcomes(plan):
+                if outcome is not None:
+                    counts["successful"] += outcome.successful
+                    counts["failed"] += outcome.failed
+                    counts["failed_batches"] += bool(outcome.error)
+                    seconds += outcome.seconds
+        made[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
+    return made
+
+
+def reasons_of(
+    recorded: Recorded, records: Sequence[GenerationRecord], batchers: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Why messages failed, the most frequent reasons first."""
+    files: dict[str, Any] = {}
+    for record in records:
+        manifest = recorded.run.manifest(record.generation)
+        if manifest is not None:
+            files |= {path: manifest.sums.get(path) for path in manifest.entries}
+    for batcher in batchers:
+        for plan in recorded.counted(batcher):
+            for _, outcome in recorded.outcomes(plan):
+                if outcome is not None and outcome.exceptions is not None:
+                    files[outcome.exceptions] = outcome.entries_sum
+    recorded.keep(files)
+    counts = Counter[tuple[str, str]]()
+    for path, total in files.items():
+        for line in recorded.entries(path, total):
+            verdict = line.entry.verdict
+            if verdict.reason:
+                counts[verdict.stage, verdict.reason[:_REASON]] += 1
+    shown: list[dict[str, Any]] = [
+        {"count": count, "stage": stage, "reason": reason}
+        for (stage, reason), count in counts.most_common(REASONS)
+    ]
+    others = sum(counts.values()) - sum(each["count"] for each in shown)
+    if others:
+        kinds = len(counts) - len(shown)
+        shown.append({"count": others, "stage": "", "reason": many(kinds, "other reason")})
+    return shown

@@ -1,0 +1,433 @@
+"""One execution of a process task: receive, secure, handle, stage, publish.
+
+Securing comes before any callback, and the manifest last: what dies before it is published leaves
+messages that their lease gives back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from airflow.providers.common.compat.sdk import AirflowTaskTimeout
+
+from airflow_broadway.core.custody.account import settling_trouble
+from airflow_broadway.core.custody.acknowledger import (
+    Judged,
+    RunAcknowledger,
+    ack_messages_or_raise,
+    is_settled,
+)
+from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import (
+    ACK,
+    RELEASE,
+    Custodian,
+    Lease,
+    Settlement,
+    SettleReport,
+    Source,
+)
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, StagingError
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.stages.failures import Reasons, forget_trace
+from airflow_broadway.core.stages.processor import ChunkResult
+from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
+from airflow_broadway.core.stages.receiving import Budget, Intake, demand_of
+from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.text import many
+from airflow_broadway.operators._common import MAX_SHUTDOWN
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.store import host_name
+from airflow_broadway.staging.writer import ProcessWriter, Written
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether the run is to stop, while processors are at work.
+_LOOK = 0.5
+
+
+class Process:
+    """One execution of a process task.
+
+    :param run: The run's staging folder.
+    :param env: What the producer is opened in; names the generation.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Broadway,
+        *,
+        env: ProducerEnv,
+        budget: Budget,
+        rate_state: RateState | None = None,
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._env = env
+        self._budget = budget
+        self._clock = env.clock
+        self._rate_state = rate_state
+        #: Whether the task's ``execution_timeout`` ended it; what it did by then is published.
+        self.timed_out = False
+        self._stop = Stop(
+            env.clock,
+            min(pipeline.shutdown, MAX_SHUTDOWN),
+            interrupts=(AirflowTaskTimeout,),
+        )
+        self._failed = 0
+        self._reasons = Reasons()
+        self._settled_now = SettleReport()
+        #: What callbacks have settled at once, until their chunk is done.
+        self._now: set[str] = set()
+        #: Held while something is settled at once, and to close: nothing is settled so afterwards.
+        self._settling = threading.Lock()
+        self._closed = False
+        self._custodian: Custodian | None = None
+        #: Why people should look at what was settled here; empty if nothing is wrong with it.
+        self.trouble = ""
+        self._intake_now: Intake | None = None
+        self._renewed: Lease | None = None
+
+    def stop(self, reason: str) -> None:
+        """Stop pulling: what was handed out is finished within the pipeline's ``shutdown``, what is
+        done then is published, and the rest goes back.  Called from a signal handler.
+        """
+        self._stop.tell(reason)
+
+    def run(self) -> dict[str, Any]:
+        """Do it all; returns the reference that later tasks get.
+
+        :raises BroadwayError: If the broker or staging fails; everything received was given back.
+        """
+        started, self._tick = self._clock.now(), self._clock.monotonic()
+        stop = self._stop
+        source = self._source = self._pipeline.producer.source(
+            replace(self._env, stopping=lambda: bool(stop.reason()))
+        )
+        try:
+            owner = self._env.owner
+            self._run.open_generation(
+                lease=source.lease,
+                task_id=owner["task_id"],
+                map_index=owner["map_index"],
+                try_number=owner["try_number"],
+            )
+            try:
+                with (
+                    self._keeper(source) as keeper,
+                    ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
+                ):
+                    intake = self._handle_all(source, writer)
+                    keeper.check()
+                    lease = self._lease_now(source)
+                    manifest = self._publish(lease, writer, intake, started.isoformat())
+            except BaseException:  # a kill and a time-out too; raised again
+                # Nothing of this execution counts: give back now what would else wait for the
+                # lease to lapse.
+                try:
+                    source.stop()
+                except BroadwayError as error:  # the first error is the one to show
+                    log.warning("The source could not be stopped: %s", error)
+                self._give_back(source.lease)
+                raise
+        finally:
+            source.close()
+        self._finish(manifest)
+        return self._reference(manifest)
+
+    def _keeper(self, source: Source) -> Keeper:
+        producer = self._pipeline.producer
+
+        def held() -> list[Lease]:
+            intake = self._intake_now
+            return [source.lease] if producer.renews and intake and intake.received else []
+
+        return Keeper(
+            lambda: producer.custodian(self._env),
+            source.lease.seconds,
+            held,
+            renewed=self._note_renewed,
+        )
+
+    def _note_renewed(self, lease: Lease) -> None:
+        self._renewed = lease
+
+    def _lease_now(self, source: Source) -> Lease:
+        """The lease as last extended: by a receipt, or since then by the keeper."""
+        given, renewed = source.lease, self._renewed
+        return (
+            given
+            if renewed is None or renewed.deadline <= given.deadline
+            else replace(given, deadline=renewed.deadline)
+        )
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
+        acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
+        # Verdicts are kept when a result is staged: one that nobody takes has none.
+        pool = ProcessorPool(
+            self._pipeline, ack=_later, convert=Rows, stop=self._stop, traces=False
+        )
+        intake = self._intake_now = self._intake(source, acknowledger)
+        self._stop.bound(self._budget.max_seconds)
+        number = 0
+        try:
+            for chunk, result in self._results(pool, intake):
+                if chunk:
+                    self._stage(number, chunk, result, writer)
+                    number += 1
+                elif self._stop.over():
+                    break
+        finally:
+            done, rest = pool.left()
+            with self._settling:
+                self._closed = True
+            pool.close()
+        for chunk, result in done:
+            self._stage(number, chunk, result, writer)
+            number += 1
+        for message in (*rest, *intake.stop()):
+            self._not_done(message, writer)
+        if intake.error is not None:
+            raise intake.error
+        self.timed_out = self._stop.reason() == "interrupted"
+        return intake
+
+    def _results(
+        self, pool: ProcessorPool, intake: Intake
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        """Each chunk with its result; a time-out while callbacks are at work ends them."""
+        try:
+            yield from pool.map(intake, wait=lambda: _LOOK)
+        except AirflowTaskTimeout:
+            if intake.receiving:  # nobody knows what the source gave, or was about to give
+                raise
+            self._stop.tell("interrupted", at_once=True)
+            # What other processors were at ends with their present message.
+            yield from pool.map([], wait=lambda: _LOOK)
+
+    def _stage(
+        self, number: int, chunk: list[Message], result: ChunkResult, writer: ProcessWriter
+    ) -> None:
+        if self._now:
+            result = ChunkResult(*(self._settled_at_once(messages) for messages in result))
+        self._forget_settled(result)
+        self._failed += len(result.failed)
+        self._reasons.add(result.failed)
+        ack_messages_or_raise([] if self._pipeline.batchers else result.successful, result.failed)
+        if self._pipeline.batchers:
+            writer.messages(number, result.successful)
+        else:
+            self._note_settled(result.successful, writer)
+        self._note_settled(result.failed, writer)
+        for message in _unaccounted(chunk, result):
+            self._not_done(message, writer)
+        if self._pipeline.defines("handle_failed"):  # else nobody could ask for them till now
+            for message in result.failed:
+                forget_trace(message.status.reason)
+
+    def _settled_at_once(self, messages: list[Message]) -> list[Message]:
+        """Mark what was settled while others of the same call were refused: its callback, which
+        heard of an error, does not know.
+        """
+        return [
+            message.with_acknowledger(NO_ACK) if message.message_id in self._now else message
+            for message in messages
+        ]
+
+    def _not_done(self, message: Message, writer: ProcessWriter) -> None:
+        """Give back what has no outcome, unless a callback settled it at once."""
+        at_once = message.message_id in self._now
+        self._now.discard(message.message_id)
+        writer.entry(entry_of(message, ACK if at_once else RELEASE), settled=at_once)
+
+    def _forget_settled(self, result: ChunkResult) -> None:
+        """Take what a callback settled at once, and returned, from what is still to be told."""
+        if self._now:
+            self._now.difference_update(each.message_id for some in result for each in some)
+
+    @staticmethod
+    def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
+        """Keep a line for each message that a callback settled and that goes no further."""
+        for message in messages:
+            if is_settled(message):
+                writer.entry(entry_of(message, ACK), settled=True)
+
+    def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Intake:
+        producer = self._pipeline.producer
+        return Intake(
+            source,
+            self._budget,
+            clock=self._clock,
+            limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
+            demand=demand_of(self._pipeline),
+            transformer=producer.transformer,
+            accept=lambda messages: [
+                message.with_acknowledger(
+                    AckRef(acknowledger, self._env.generation, message.acknowledger.data)
+                )
+                for message in messages
+            ],
+            stop=self._stop.reason,
+        )
+
+    def settle_now(self, judged: list[Judged]) -> None:
+        """Carry verdicts out at the broker, for ``ack_immediately``."""
+        with self._settling:
+            if self._closed:
+                raise LeaseLapsed("the run has ended and given this message back")
+            source, custodian = self._source, self._open_custodian()
+            entries = [entry_of(*each) for each in judged if each[0].message_id not in self._now]
+            report, done, _ = settle_at_once(custodian, self._lease_now(source), entries)
+            # What is done counts, though the callback hears of an error.
+            self._settled_now += done_of(report)
+            self._now.update(entry.message_id for entry in done)
+        settled(report)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _publish(
+        self, lease: Lease, writer: ProcessWriter, intake: Intake, started_at: str
+    ) -> Manifest:
+        written: Written = writer.close()
+        staged = sum(written.batchers.values()) + written.entry_count
+        if staged != intake.received:
+            raise StagingError(
+                f"received {many(intake.received, 'message')} and staged {staged}: all of them"
+                " are given back; this is an error in airflow-broadway, please report it"
+            )
+        manifest = Manifest(
+            generation=self._env.generation,
+            root_id=self._run.store.root_id(),
+            host=host_name(),
+            lease=lease.to_json(),
+            received=intake.received,
+            received_bytes=intake.received_bytes,
+            failed=self._failed,
+            settled_now=self._settled_now.to_json(),
+            batchers=written.batchers,
+            files=written.files,
+            entries=written.entries,
+            sums=written.sums,
+            configured=written.configured,
+            dropped=written.dropped,
+            stopped=intake.ended or self._stop.reason(),
+            started_at=started_at,
+            ended_at=self._clock.now().isoformat(),
+            seconds={
+                "receive": round(intake.seconds, 3),
+                "total": round(self._clock.monotonic() - self._tick, 3),
+            },
+        )
+        self._run.put_lease(lease)
+        self._run.publish(manifest)
+        log.info(
+            "Received %s (%d bytes) in generation %s; %d failed; to batchers: %s; stopped by %s.",
+            many(manifest.received, "message"),
+            manifest.received_bytes,
+            manifest.generation,
+            manifest.failed,
+            manifest.batchers or "none",
+            manifest.stopped,
+        )
+        self._reasons.tell(log, "the process stage")
+        if manifest.dropped:
+            log.warning("Columns that the schema lacks were dropped: %s.", manifest.dropped)
+        return manifest
+
+    def _finish(self, manifest: Manifest) -> None:
+        """Settle here what no other task will: a pipeline without batchers, an empty run."""
+        if manifest.received and self._pipeline.batchers:
+            return
+        record = self._run.generation(manifest.generation)
+        settlement, _, progress = build_settlement(
+            self._run, manifest.generation, self._pipeline, None, final=True
+        )
+        report = settle_generation(
+            self._run, record, self._open_custodian(), settlement, progress=progress
+        )
+        log.info("Settled: %s.", report)
+        self.trouble = settling_trouble(report.lapsed, report.failed, report.errors)
+        self._close_custodian()
+
+    def _give_back(self, lease: Lease) -> None:
+        settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
+        try:
+            custodian = self._open_custodian()
+            try:
+                record = self._run.generation(lease.generation)
+                self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
+                report = settle_generation(self._run, record, custodian, settlement)
+            except (StagingError, OSError) as error:
+                # A full disk takes no journal: the sweep after this one will note what it hears.
+                log.warning("Could not note that messages are given back: %s", error)
+                report = custodian.settle(lease, settlement)
+            log.warning("Gave back %s of this execution.", many(report.released, "message"))
+            for told in report.errors:
+                log.error("%s", told)
+        except (BroadwayError, OSError) as error:
+            # The lease lapses by itself; the first error is the one to show.
+            log.error("Could not give messages back; their lease lapses by itself: %s", error)
+        self._close_custodian()
+
+    def _open_custodian(self) -> Custodian:
+        if self._custodian is None:
+            self._custodian = self._pipeline.producer.custodian(self._env)
+        return self._custodian
+
+    def _close_custodian(self) -> None:
+        if self._custodian is not None:
+            self._custodian.close()
+            self._custodian = None
+
+    @staticmethod
+    def _reference(manifest: Manifest) -> dict[str, Any]:
+        # Messages that the source set aside before any callback: no part of what was received.
+        aside = sum(manifest.lease["state"].get("set_aside", {}).values())
+        return {
+            **({"set_aside": aside} if aside else {}),
+            "generation": manifest.generation,
+            "received": manifest.received,
+            "failed": manifest.failed,
+            "batchers": manifest.batchers,
+            "stopped": manifest.stopped,
+        }
+
+
+def _later(successful: list[Message], failed: list[Message]) -> None:
+    """Settle nothing in a processor's thread."""
+
+
+class _Sink:
+    """Keeps the verdicts of the process stage: in entries, or at the broker at once."""
+
+    def __init__(self, process: Process, writer: ProcessWriter) -> None:
+        self._process = process
+        self._writer = writer
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        self._writer.entries(entry_of(*judged) for judged in (*successful, *failed))
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        self._process.settle_now([*successful, *failed])
+
+
+def _unaccounted(chunk: list[Message], result: ChunkResult) -> list[Message]:
+    """Those of a chunk that no callback returned: they must not be taken for successes."""
+    if len(chunk) == len(result.successful) + len(result.failed):
+        return []  # a stage returns each of its messages once at most, and no other
+    seen = {message.message_id for some in result for message in some}
+    return [message for message in chunk if message.message_id not in seen]

@@ -1,0 +1,338 @@
+"""Run the staged batches of a Python batcher, and record what became of each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.acknowledger import (
+    Judged,
+    RunAcknowledger,
+    ack_messages_or_raise,
+    is_settled,
+)
+from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.custody.protocol import RELEASE, Action, Entry, SettleReport
+from airflow_broadway.core.errors import LeaseLapsed, StagingError
+from airflow_broadway.core.formats.manifest import (
+    VERSION,
+    BatchPlan,
+    Outcome,
+    PlannedBatch,
+    dump_entry,
+    paths,
+)
+from airflow_broadway.core.formats.ownership import Fence, Fenced, highest_try
+from airflow_broadway.core.formats.record_batch import Recorder
+from airflow_broadway.core.model.message import AckRef, BatchInfo, Message, Trigger
+from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.stages.batch_order import chains
+from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
+from airflow_broadway.core.stages.failures import Reasons
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.worker_pool import WorkerPool
+from airflow_broadway.core.text import many
+from airflow_broadway.operators._common import MAX_SHUTDOWN, AirflowConnections, producer_env
+from airflow_broadway.staging.batch_reader import BatchReader, StagedReceipt
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether to stop, while batches are at work.
+_LOOK = 0.5
+
+
+class PythonBatches:
+    """Runs ``handle_batch`` on each batch of ``plan`` that has no outcome yet.
+
+    ``concurrency`` batches at a time; those of one partition or key one after another, in order.
+
+    :param name: The task's name in the staging folder: a later run of the task, which may overlap
+        one that Airflow has lost, fences it off.  Without a name nobody is fenced off.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Broadway,
+        plan: BatchPlan,
+        *,
+        name: str = "",
+        try_number: int = 1,
+        connections: AirflowConnections | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.run_folder = run
+        self.pipeline = pipeline
+        self.plan = plan
+        self._name = name
+        self._try_number = try_number
+        self._reasons = Reasons()
+        self._connections = connections or AirflowConnections()
+        self._clock = clock or SystemClock()
+        # Unique, for a host and a process's number come again: in containers it is always 1.
+        self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._recorder = Recorder(run.files, plan, self._writer)
+        self._stop = Stop(self._clock, min(pipeline.shutdown, MAX_SHUTDOWN))
+        self._fence = Fence(run.files, clock=self._clock)
+
+    def stop(self) -> None:
+        """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
+
+        Called from a signal handler.
+        """
+        self._stop.tell("signal")
+
+    def run(self) -> dict[str, int]:
+        """Run them; counts of batches, of messages by result, and of batches without an outcome.
+
+        :raises Fenced: If a later run of the task has begun.
+        """
+        options = self.pipeline.batchers[self.plan.batcher]
+        counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
+        self._begin()
+        # Only now: what the run before records from now on, it records as one that is fenced off.
+        recorded = Recorded(self.run_folder).recorded(self.plan)
+        reader = BatchReader(self.run_folder, self.plan)
+        stages = [_Stage(self, index, reader) for index in range(options.concurrency)]
+        pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
+            [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
+        )
+        try:
+            for planned in self._batches():
+                if planned.batch_id in recorded:
+                    _count(counts, [recorded[planned.batch_id]])
+                    continue
+                lane: int | None = None
+                keys: Sequence[str] = ()
+                if planned.partition is None:
+                    keys = sorted(chains(planned, merged=options.merge_keys))
+                else:  # a plan stands, though the options may have changed since
+                    lane = planned.partition % options.concurrency
+                while not self._stop.reason() and not pool.put(planned, lane, keys, _LOOK):
+                    _count(counts, (outcome for _, outcome in pool.take()))
+                if self._stop.reason():
+                    break
+                _count(counts, (outcome for _, outcome in pool.take()))
+            while pool.under_way and not self._stop.late():
+                pool.wait(_LOOK)
+                _count(counts, (outcome for _, outcome in pool.take()))
+        except BaseException:  # a kill and a time-out too; it goes on at once
+            self._stop.tell("error", at_once=True)  # what waits for a worker is not begun
+            raise
+        finally:
+            pool.close()
+            reader.close()
+            self._reasons.tell(log, f"batcher {self.plan.batcher!r}")
+        self._recorder.finish()
+        # What a stop did not wait for has no outcome, or one that this task has not seen.
+        counts["without_outcome"] += self.plan.batches - counts["batches"]
+        counts["batches"] = self.plan.batches
+        return counts
+
+    def _begin(self) -> None:
+        """Fence off whatever runs of this task there were before."""
+        if not self._name:
+            return
+        files, text = self.run_folder.files, json.dumps({"version": VERSION, "by": self._writer})
+        while True:
+            number = highest_try(files, self._name, "tries") + 1
+            if files.create(paths.python_try(self._name, number), text):
+                break
+        self._fence = Fence(files, self._name, number, folder="tries", clock=self._clock)
+
+    def _batches(self) -> Iterator[PlannedBatch]:
+        _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
+        return batches
+
+    # -- one batch -----------------------------------------------------------------------------
+
+    def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
+        """Run one batch, unless its messages are no longer held."""
+        if self._stop.reason() or not self._held(planned):
+            return None
+        started = self._clock.now()
+        tick = self._clock.monotonic()
+        stage.sink.begin()
+        messages = stage.reader.read(planned, stage.ack_ref_of)
+        if len(messages) != planned.size:  # what was not read would count as a success
+            raise StagingError(
+                f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
+                f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
+                " the process task"
+            )
+        info = BatchInfo(
+            self.plan.batcher,
+            load_key(planned.batch_key),
+            planned.partition,
+            planned.size,
+            Trigger(planned.trigger),
+            planned.batch_id,
+            planned.redelivered,
+            self._try_number,
+        )
+        result = stage.processor.handle(messages, info)
+        stage.sink.give_back(messages, result)
+        self._reasons.add(result.failed)
+        if not self._held(planned):
+            return None
+        seconds = self._clock.monotonic() - tick
+        return self._record(planned, result, stage.sink, started.isoformat(), seconds)
+
+    def _held(self, planned: PlannedBatch) -> bool:
+        try:
+            self._fence.check(planned.sources)
+        except Fenced:
+            raise
+        except LeaseLapsed as error:
+            log.error("Batch %s: %s.", planned.batch_id, error)
+            return False
+        return True
+
+    def _record(
+        self,
+        planned: PlannedBatch,
+        result: BatchResult,
+        sink: _BatchSink,
+        started_at: str,
+        seconds: float,
+    ) -> Outcome:
+        exceptions = self._recorder.keep(planned.batch_id, sink.lines)
+        outcome = Outcome(
+            batch_id=planned.batch_id,
+            batcher=self.plan.batcher,
+            plan=self.plan.path,
+            successful=len(result.successful),
+            failed=len({message.message_id for message in result.failed}),
+            missing=len(result.missing),
+            **exceptions._asdict(),
+            error=_common_error(result, planned.size),
+            writer=self._writer,
+            try_number=self._try_number,
+            started_at=started_at,
+            seconds=round(seconds, 6),
+            settled_now=sink.settled_now.to_json(),
+        )
+        if not self._recorder.record(outcome):
+            path = paths.outcome(self.plan.path, planned.batch_id)
+            log.warning("Another try recorded batch %s first; this one's result is void.", path)
+            return Outcome.loads(self.run_folder.files.read(path), path)
+        return outcome
+
+    def settle_now(
+        self, generation: str, entries: list[Entry]
+    ) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        """Carry out verdicts at the broker, for ``ack_immediately``; see :func:`settle_at_once`."""
+        record = self.run_folder.generation(generation)
+        custodian = self.pipeline.producer.custodian(
+            producer_env(
+                self.pipeline,
+                generation=generation,
+                owner=record.lease["owner"],
+                store=self.run_folder.store,
+                connections=self._connections,
+                clock=self._clock,
+            )
+        )
+        try:
+            return settle_at_once(custodian, self.run_folder.lease(generation), entries)
+        finally:
+            custodian.close()
+
+
+class _Stage:
+    """One of the batch processors: what its thread needs."""
+
+    def __init__(self, batches: PythonBatches, index: int, reader: BatchReader) -> None:
+        plan, pipeline = batches.plan, batches.pipeline
+        self._batches = batches
+        self.processor = BatchProcessorStage(
+            pipeline, plan.batcher, index=index, ack=ack_messages_or_raise
+        )
+        self.sink = _BatchSink(batches)
+        self.reader = reader
+        self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)
+        self._generations = plan.generations
+
+    def ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
+        """The acknowledger of one staged message: its generation is what it is settled with."""
+        return AckRef(self._acknowledger, self._generations[receipt.source], receipt.delivery)
+
+    def handle(self, planned: PlannedBatch) -> Outcome | None:
+        return self._batches.handle(self, planned)
+
+
+class _BatchSink:
+    """Keeps the verdicts of one batch, as lines of its entries file."""
+
+    def __init__(self, batches: PythonBatches) -> None:
+        self._batches = batches
+        self._sources = {name: index for index, name in enumerate(batches.plan.generations)}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start with another batch."""
+        self.lines: list[str] = []
+        self.settled_now = SettleReport()
+        self._now: set[str] = set()
+
+    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        # A plain success needs no line: it gets what the settlement gives the rest.
+        named = [judged for judged in successful if judged[1].action is not Action.ACK]
+        for message, verdict in (*named, *failed):
+            # What was settled at once has its line, though its callback heard of an error.
+            if message.message_id not in self._now:
+                self._keep(message.acknowledger.ref, entry_of(message, verdict))
+
+    def _keep(self, generation: str, entry: Entry, *, settled: bool = False) -> None:
+        source = self._sources[generation]
+        self.lines.append(dump_entry(entry, source=source, settled=settled))
+
+    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
+        by_generation: dict[str, list[Entry]] = {}
+        for message, verdict in (*successful, *failed):
+            if message.message_id not in self._now:
+                entries = by_generation.setdefault(message.acknowledger.ref, [])
+                entries.append(entry_of(message, verdict))
+        for generation, entries in by_generation.items():
+            report, done, _ = self._batches.settle_now(generation, entries)
+            # What is done counts, though the callback may hear of an error.
+            self.settled_now += done_of(report)
+            for entry in done:
+                self._keep(generation, entry, settled=True)
+            self._now.update(entry.message_id for entry in done)
+            settled(report)
+
+    def give_back(self, messages: Sequence[Message], result: BatchResult) -> None:
+        """Release what the callbacks did not return: it may not be taken for a success."""
+        lost = {message.message_id for message in result.missing}
+        if lost:
+            for message in messages:
+                key = message.message_id
+                if key in lost and key not in self._now and not is_settled(message):
+                    self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
+
+
+def _common_error(result: BatchResult, size: int) -> str:
+    """What failed the whole batch, if one thing did."""
+    if len(result.failed) != size or not result.failed:
+        return ""
+    reasons = {message.status.text for message in result.failed if message.status.kind != "failed"}
+    return reasons.pop() if len(reasons) == 1 else ""
+
+
+def _count(counts: dict[str, int], outcomes: Iterable[Outcome | None]) -> None:
+    for outcome in outcomes:
+        counts["batches"] += 1
+        if outcome is None:
+            counts["without_outcome"] += 1
+        else:
+            counts["successful"] += outcome.successful
+            counts["failed"] += outcome.failed

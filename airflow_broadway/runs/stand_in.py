@@ -1,0 +1,63 @@
+"""Stand in for the ack sensor while nobody sees it: renew leases, and settle what is done.
+
+A sensor that waits in reschedule mode is not looked at while its Dag is paused, and somebody may
+have marked it.  Running tasks go on all the same, and who records an outcome may settle it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.model.pipeline import Broadway
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["Guard"]
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Looks after published generations of a run, from :meth:`start` to :meth:`finish`.
+
+    :param generations: Those whose batches the task runs; a run may hold others', on other queues.
+    """
+
+    def __init__(self, run: StagedRun, pipeline: Broadway, generations: Collection[str]) -> None:
+        from airflow_broadway.runs.settle import RunSettler
+
+        self._settler = RunSettler(run, pipeline, generations=generations)
+        records = [run.generation(each) for each in generations]
+        open_ones = [each for each in records if each.published]
+        if not pipeline.producer.renews:
+            open_ones = []
+        leases = [run.lease(each.generation) for each in open_ones]
+        self._keeper = Keeper(
+            self._settler.custodian,
+            min((lease.seconds for lease in leases), default=3600.0),
+            lambda: [] if self._settler.watched() else leases,
+            renewed=run.put_lease,
+            at_once=True,
+        )
+
+    def start(self) -> None:
+        """Begin to renew."""
+        self._keeper.start()
+
+    def finish(self) -> None:
+        """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
+        self._keeper.stop()
+        try:
+            if not self._settler.watched():
+                log.info("No ack sensor has looked after this run lately: settling here.")
+                self._settler.settle(final=False)
+        except (BroadwayError, OSError) as error:
+            # The outcomes stand; the sensor or the next run's sweep settles by them.
+            log.error("Could not settle here: %s", error)
+        finally:
+            self._settler.close()

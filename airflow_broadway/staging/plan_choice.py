@@ -1,0 +1,260 @@
+"""Which plans of a run count, and what has become of their batches.
+
+A batcher's task may be tried or cleared any number of times.  A plan of its generations that is
+there stands; should two tries have made one at once, the one whose batches have outcomes, or else
+the newest.  Among plans of different generations the newest that holds the one in question decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.formats.manifest import (
+    BatchPlan,
+    EntryLine,
+    Outcome,
+    PlannedBatch,
+    load_line,
+    paths,
+)
+from airflow_broadway.core.formats.record_batch import entry_lines
+from airflow_broadway.core.formats.sums import checked
+from airflow_broadway.staging.run_folder import StagedRun
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.model.pipeline import Broadway
+
+__all__ = [
+    "Recorded",
+    "counted_plans",
+    "outcomes_of",
+    "planned_elsewhere",
+    "plans_of",
+    "standing_plan",
+    "standing_plans",
+]
+
+log = logging.getLogger(__name__)
+
+#: Bytes of files of entries that are kept once read, together; and of one of them at most.
+KEPT_BYTES, KEPT_FILE_BYTES = 32 * 1024 * 1024, 256 * 1024
+
+Sum = Mapping[str, Any]
+
+
+class Recorded:
+    """What is recorded of a run's batches, as of now: each file is read once, however many ask.
+
+    Outcomes, and small files of entries, are read many at a time: in an object store each costs a
+    round trip.  Used from one thread.
+    """
+
+    def __init__(self, run: StagedRun) -> None:
+        self.run = run
+        self._standing: dict[str, list[BatchPlan]] = {}
+        #: By folder: the batches of the plan in it.
+        self._batches: dict[str, list[PlannedBatch]] = {}
+        #: By folder of outcomes: the ids of the batches that have one.
+        self._ids: dict[str, set[str]] = {}
+        #: By path, without the lines that they hold.
+        self._outcomes: dict[str, Outcome] = {}
+        #: By folder of outcomes: the files that have copies of many.
+        self._gathered: dict[str, list[str]] = {}
+        self._texts: dict[str, str] = {}
+        self._kept = 0
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def standing(self, batcher: str) -> list[BatchPlan]:
+        """The standing plans of a batcher, one for each set of generations, oldest first."""
+        if batcher not in self._standing:
+            top = f"batches/{batcher}"
+            found = (self.standing_in(f"{top}/{name}") for name in self.run.files.list(top))
+            plans = [each[1] for each in found if each is not None]
+            self._standing[batcher] = sorted(plans, key=lambda plan: plan.path.rpartition("/")[2])
+        return self._standing[batcher]
+
+    def standing_in(self, folder: str) -> tuple[int, BatchPlan] | None:
+        """The plan in ``batches/<batcher>/<inputs>`` that stands, and how many outcomes it has."""
+        best: tuple[int, BatchPlan] | None = None
+        for name in self.run.files.list(folder):  # oldest first
+            try:
+                plan, batches = BatchPlan.read(self.run.files, f"{folder}/{name}")
+                held = self._batches[plan.path] = list(batches)
+            except FileNotFoundError:  # never finished
+                continue
+            recorded = self.ids(plan)
+            count = sum(batch.batch_id in recorded for batch in held) if recorded else 0
+            if best is None or count >= best[0]:
+                best = count, plan
+        return best
+
+    def counted(self, batcher: str) -> list[BatchPlan]:
+        """The standing plans of a batcher without those that are void: none of their batches was
+        handled, and a cleared ``process`` has brought newer ones.
+        """
+        plans = self.standing(batcher)
+        return [plan for plan in plans if plan is plans[-1] or self.ids(plan)]
+
+    def deciding(self, batchers: Iterable[str], generation: str) -> list[BatchPlan]:
+        """The plans that decide about a generation's messages: one for each batcher at most."""
+        made: list[BatchPlan] = []
+        for batcher in batchers:
+            made += [plan for plan in self.standing(batcher) if generation in plan.generations][-1:]
+        return made
+
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def ids(self, plan: BatchPlan) -> set[str]:
+        """The ids of the batches, planned from a plan's generations, that have an outcome."""
+        folder = paths.outcomes(plan.path)
+        if folder not in self._ids:
+            names = self.run.files.list(folder)
+            self._ids[folder] = {
+                name.removesuffix(".json") for name in names if name.endswith(".json")
+            }
+            self._gathered[folder] = [
+                f"{folder}/{name}" for name in names if paths.is_gathered(name)
+            ]
+        return self._ids[folder]
+
+    def recorded(self, plan: BatchPlan) -> dict[str, Outcome]:
+        """The outcomes of a plan's batches, as far as they are recorded, by batch id."""
+        if not self.ids(plan):
+            return {}
+        found = ((batch.batch_id, outcome) for batch, outcome in self.outcomes(plan))
+        return {batch_id: outcome for batch_id, outcome in found if outcome is not None}
+
+    def outcomes(self, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
+        """The batches of a plan in order, each with its outcome where one is recorded.
+
+        What an outcome holds of entries is not in it, but read by :meth:`entries`, from
+        :attr:`Outcome.exceptions` like that of others.
+        """
+        if plan.path not in self._batches:
+            self._batches[plan.path] = list(BatchPlan.read(self.run.files, plan.path)[1])
+        batches, recorded = self._batches[plan.path], self.ids(plan)
+        wanted = {
+            batch.batch_id: paths.outcome(plan.path, batch.batch_id)
+            for batch in batches
+            if batch.batch_id in recorded
+        }
+        if any(path not in self._outcomes for path in wanted.values()):
+            self._read_gathered(paths.outcomes(plan.path))
+        missing = [path for path in wanted.values() if path not in self._outcomes]
+        for path, text in self.run.files.read_all(missing):
+            if text is None:
+                raise StagingDamaged(f"{path} is not there")
+            self._take(Outcome.loads(text, path), path)
+        for batch in batches:
+            found = wanted.get(batch.batch_id)
+            yield batch, None if found is None else self._outcomes[found]
+
+    def _read_gathered(self, folder: str) -> None:
+        """Read the copies of outcomes; what of them is not whole is read from the outcome itself.
+
+        A copy alone is no outcome: only names in the folder say which batches have one.
+        """
+        for name, text in self.run.files.read_all(self._gathered.pop(folder, [])):
+            for line in (text or "").split("\n")[:-1]:
+                try:
+                    outcome = Outcome.loads(line, name)
+                except (StagingError, TypeError) as error:
+                    log.warning("A copy of an outcome is passed over: %s", error)
+                    continue
+                self._take(outcome, f"{folder}/{outcome.batch_id}.json")
+
+    def _take(self, outcome: Outcome, path: str) -> None:
+        """Keep an outcome, and the lines that it holds if there is room."""
+        if outcome.lines:
+            text = "\n".join(outcome.lines)
+            if self._kept + len(text) <= KEPT_BYTES:
+                self._kept += len(text)
+                self._texts[path] = text
+            outcome = dataclasses.replace(outcome, lines=None, entries=path)
+        self._outcomes[path] = outcome
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def keep(self, files: Mapping[str, Sum | None]) -> None:
+        """Read the small ones of some files of entries, many at a time, and keep them."""
+        small = []
+        for path, total in files.items():
+            if path in self._texts or total is None or total["bytes"] > KEPT_FILE_BYTES:
+                continue
+            if self._kept + total["bytes"] > KEPT_BYTES:
+                break
+            self._kept += total["bytes"]
+            small.append(path)
+        for path, text in self.run.files.read_all(small):
+            if text is None:
+                raise StagingDamaged(f"{path} is not there")
+            self._texts[path] = text
+
+    def verify(self, path: str, total: Sum | None) -> int:
+        """How many lines a file of entries has.
+
+        :raises StagingDamaged: If it is not as it was written.
+        """
+        return sum(1 for _ in self._lines(path, total))
+
+    def entries(self, path: str, total: Sum | None) -> Iterator[EntryLine]:
+        """The lines of a file of entries.
+
+        :raises StagingDamaged: At the latest at the end, if it is not as it was written.
+        """
+        for line in self._lines(path, total):
+            try:
+                found = load_line(line)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise StagingDamaged(f"{path} is damaged ({error!r})") from error
+            yield found
+
+    def _lines(self, path: str, total: Sum | None) -> Iterator[str]:
+        text = self._texts.get(path)
+        if text is None:
+            return entry_lines(self.run.files, path, total)
+        lines = text.split("\n")
+        return checked(lines if lines[-1] else lines[:-1], total, path)
+
+
+def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
+    """The plan in ``batches/<batcher>/<inputs>`` that stands, and how many outcomes it has."""
+    return Recorded(run).standing_in(folder)
+
+
+def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
+    """The generations that plans of a batcher hold whose inputs are others than ``inputs``."""
+    top = f"batches/{batcher}"
+    found: set[str] = set()
+    for other in run.files.list(top):
+        for name in run.files.list(f"{top}/{other}") if other != inputs else ():
+            try:
+                found.update(BatchPlan.read(run.files, f"{top}/{other}/{name}")[0].generations)
+            except FileNotFoundError:  # never finished
+                continue
+    return found
+
+
+def standing_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
+    """The standing plans of a batcher, one for each set of generations, oldest first."""
+    return Recorded(run).standing(batcher)
+
+
+def counted_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
+    """The standing plans of a batcher without those that are void; see :class:`Recorded`."""
+    return Recorded(run).counted(batcher)
+
+
+def plans_of(run: StagedRun, pipeline: Broadway, generation: str) -> list[BatchPlan]:
+    """The plans that decide about a generation's messages: one for each batcher at most."""
+    return Recorded(run).deciding(pipeline.batchers, generation)
+
+
+def outcomes_of(run: StagedRun, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
+    """The batches of a plan in order, each with its outcome where one is recorded."""
+    return Recorded(run).outcomes(plan)

@@ -1,0 +1,161 @@
+"""The data files of a plan: rows in order of batch, so that a reader finds a batch cheaply.
+
+Rows come in order of arrival, each with the number of its batch.  A *slab* of them is sorted by
+that number and written as row groups: a batch with many rows in the slab has groups of its own,
+small ones share.  The statistics of the ``batch`` column then lead a reader (Spark's filter on
+``batch`` as well as ours) to the groups that hold a batch.  Memory holds one slab.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.schema.ddl import encode_json
+from airflow_broadway.core.schema.json_text import BASE64
+from airflow_broadway.staging.arrays import array_of
+from airflow_broadway.staging.arrays import compute as pc
+from airflow_broadway.staging.store import Folder
+from airflow_broadway.staging.tables import FILE_BYTES, TableFile, data_schema
+
+__all__ = ["SLAB_BYTES", "SLAB_ROWS", "DataFiles"]
+
+#: A slab holds at most about so many rows, and so many bytes in memory.
+SLAB_ROWS = 131_072
+SLAB_BYTES = 32 * 1024 * 1024
+#: A batch with so many rows in a slab has row groups of its own.
+OWN_GROUP_ROWS = 4_096
+
+
+class DataFiles:
+    """Writes the data files of one plan.
+
+    :param as_bytes: See :func:`airflow_broadway.staging.tables.data_schema`.
+    """
+
+    def __init__(
+        self, folder: Folder, path: str, options: Batcher, producer: Producer, *, as_bytes: bool
+    ) -> None:
+        self.names: list[str] = []
+        self._folder = folder
+        self._path = path
+        self._schema = data_schema(options, producer, as_bytes=as_bytes)
+        self._python = options.engine == "python"
+        self._mixed = options.schema is None and not self._python and not as_bytes
+        self._as_bytes = options.schema is None and not self._python and as_bytes
+        self._file: TableFile | None = None
+        self._tables: list[pa.Table] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def add(self, table: pa.Table, batches: list[int]) -> bool:
+        """Take the rows of one merged table, each with its batch; whether the slab is full."""
+        made = self._shaped(table, batches)
+        self._tables.append(made)
+        self._rows += made.num_rows
+        self._bytes += made.nbytes
+        return self._rows >= SLAB_ROWS or self._bytes >= SLAB_BYTES
+
+    def flush(self) -> tuple[int, list[int]]:
+        """Write the slab; returns the index of its file, and the batches that have rows in it."""
+        if not self._rows:
+            return max(0, len(self.names) - 1), []
+        table = pa.concat_tables(self._tables).combine_chunks()
+        self._tables, self._rows, self._bytes = [], 0, 0
+        table = table.take(pc.sort_indices(table, sort_keys=[("batch", "ascending")]))
+        runs: Any = pc.run_end_encode(table["batch"].combine_chunks())
+        if self._file is None:
+            name = f"data-{len(self.names):05d}.parquet"
+            self._file = TableFile(self._folder, f"{self._path}/{name}", self._schema)
+            self.names.append(name)
+        for start, stop in _groups(runs.run_ends.to_pylist()):
+            self._file.write(table.slice(start, stop - start))
+        index = len(self.names) - 1
+        if self._file.bytes >= FILE_BYTES:
+            self._finish()
+        return index, runs.values.to_pylist()
+
+    def close(self) -> None:
+        """Finish the last file, durably; the slab must have been written."""
+        self._finish()
+
+    def abort(self) -> None:
+        """Drop what is unfinished."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.abort()
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.commit()
+
+    def _shaped(self, table: pa.Table, batches: list[int]) -> pa.Table:
+        """The rows with the columns of the data files."""
+        columns: dict[str, Any] = {name: table[name] for name in table.column_names}
+        columns["batch"] = array_of(batches, pa.int64())
+        columns["_flush"], columns["_size"] = table["flush"], table["size"]
+        if not self._python:
+            columns["batch_key"] = _plain_keys(table["batch_key"])
+        if self._as_bytes:
+            columns["data"] = table["data_bytes"]
+        elif self._mixed:
+            columns["data"] = _json_texts(table)
+        made = [columns[name] for name in self._schema.names]
+        return pa.Table.from_arrays(made, schema=self._schema)
+
+
+def _groups(ends: list[int]) -> Iterator[tuple[int, int]]:
+    """Cut sorted rows, given where each batch's rows end, into row groups."""
+    start = begun = 0
+    for end in ends:
+        if end - begun >= OWN_GROUP_ROWS:
+            if begun > start:
+                yield start, begun
+            yield begun, end
+            start = end
+        elif end - start >= OWN_GROUP_ROWS:
+            yield start, end
+            start = end
+        begun = end
+    if begun > start:
+        yield start, begun
+
+
+def _plain_keys(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
+    """Keys as Spark gets them: text as itself, anything else as its JSON text."""
+    encoded: Any = column.combine_chunks().dictionary_encode()
+    texts = [plain_key(text) for text in encoded.dictionary.to_pylist()]
+    made: pa.Array[Any] = array_of(texts, pa.string()).take(encoded.indices)
+    return made
+
+
+def plain_key(text: str) -> str:
+    """The key of some JSON text as a column holds it."""
+    return json.loads(text) if text.startswith('"') else text
+
+
+def _json_texts(table: pa.Table) -> Any:
+    """The data as JSON text, where some of the run's messages have bytes."""
+    texts, raw = table["data_json"], table["data_bytes"]
+    if raw.null_count == len(raw):
+        return texts
+    made = [
+        text if blob is None else _quoted(blob)
+        for text, blob in zip(texts.to_pylist(), raw.to_pylist(), strict=True)
+    ]
+    return array_of(made, pa.string())
+
+
+def _quoted(blob: bytes) -> str:
+    """Bytes among JSON: a JSON string of the text they hold, or of ``base64:`` and their Base64."""
+    try:
+        return encode_json(blob.decode("utf-8"))
+    except UnicodeDecodeError:
+        return encode_json(BASE64 + base64.b64encode(blob).decode("ascii"))

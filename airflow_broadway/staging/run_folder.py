@@ -1,0 +1,300 @@
+"""A run's folder, and its generations: opened, published, settled.
+
+A *generation* is one execution of a process task.  Its record is written before the first message
+is received, and a second copy of it into ``_open/`` beside the runs of the Dag; that copy goes when
+the generation is settled.  So a sweep finds what is unsettled by listing one small folder, however
+many runs lie beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
+from airflow_broadway.core.formats.manifest import VERSION, Manifest, paths, read_json
+from airflow_broadway.staging.names import encode_name, encode_run_id
+from airflow_broadway.staging.store import Folder, Store, host_name
+
+__all__ = [
+    "OPENED",
+    "PUBLISHED",
+    "SETTLED",
+    "SETTLING",
+    "GenerationRecord",
+    "StagedRun",
+    "dag_folder",
+    "iter_unsettled",
+    "recorded",
+]
+
+log = logging.getLogger(__name__)
+
+#: Beside the runs of a Dag: what is unsettled.  No run's folder begins with ``_``.
+OPEN = "_open"
+
+#: The file of a generation's record, in either place; whatever else lies there is not ours.
+_RECORD = re.compile(r"([0-9a-f]{32})\.json")
+
+#: What a generation has come to.
+OPENED, PUBLISHED, SETTLING, SETTLED = "open", "published", "settling", "settled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRecord:
+    """One execution of a process task.
+
+    :param generation: 32 hexadecimal digits.
+    :param sequence: Ascending over the executions of one (task, map index) of a run.
+    :param lease: As it was when the generation was opened; see :meth:`StagedRun.lease`.
+    :param state: ``"open"``: no manifest; ``"published"``; ``"settling"``: begun, not done;
+        ``"settled"``.  As it was when the record was read.
+    """
+
+    generation: str
+    pipeline: str
+    dag_id: str
+    run_id: str
+    task_id: str
+    map_index: int
+    try_number: int
+    sequence: int
+    lease: dict[str, Any]
+    root_id: str
+    host: str
+    opened_at: str
+    state: str = field(default=OPENED, compare=False)
+    version: int = VERSION
+
+    @property
+    def published(self) -> bool:
+        """Whether its manifest stands and nobody has begun to settle it."""
+        return self.state == PUBLISHED
+
+    def dumps(self) -> str:
+        """Return it as JSON, without its state."""
+        value = dataclasses.asdict(self)
+        del value["state"]
+        return json.dumps(value, sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str, state: str = OPENED) -> GenerationRecord:
+        """Read what :meth:`dumps` wrote.
+
+        :raises StagingError: If a newer release wrote it.
+        """
+        return cls(**read_json(text, path), state=state)
+
+
+def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:
+    """The folder of all runs of one pipeline in one Dag."""
+    return store.folder(f"{encode_name(pipeline)}/{encode_name(dag_id)}")
+
+
+class StagedRun:
+    """The files of one run."""
+
+    def __init__(
+        self, store: Store, *, pipeline: str, dag_id: str, run_id: str, clock: Clock | None = None
+    ) -> None:
+        self.store = store
+        self.pipeline = pipeline
+        self.dag_id = dag_id
+        self.run_id = run_id
+        self.clock: Clock = clock or SystemClock()
+        self.dag = dag_folder(store, pipeline, dag_id)
+        #: Relative to the root.
+        self.path = f"{self.dag.path}/{encode_run_id(run_id)}"
+        self.files = store.folder(self.path)
+
+    def __repr__(self) -> str:
+        return f"StagedRun({self.store.uri!r}, {self.path!r})"
+
+    def spark_uri(self) -> str:
+        """The folder's address for Spark."""
+        return self.files.spark_uri()
+
+    # -- generations ---------------------------------------------------------------------------
+
+    def open_generation(
+        self, *, task_id: str, map_index: int, try_number: int, lease: Lease
+    ) -> GenerationRecord:
+        """Record, durably, that the generation ``lease.generation`` is about to receive.
+
+        :raises StagingError: If it cannot be written, or the generation was opened before.
+        """
+        earlier = [each for each in self.generations([task_id]) if each.map_index == map_index]
+        record = GenerationRecord(
+            generation=lease.generation,
+            pipeline=self.pipeline,
+            dag_id=self.dag_id,
+            run_id=self.run_id,
+            task_id=task_id,
+            map_index=map_index,
+            try_number=try_number,
+            sequence=1 + max((each.sequence for each in earlier), default=0),
+            lease=lease.to_json(),
+            root_id=self.store.root_id(),
+            host=host_name(),
+            opened_at=self.clock.now().isoformat(),
+        )
+        text = record.dumps()
+        # The copy for sweeps comes first: a record that no sweep finds would be held for ever.
+        self.dag.create(f"{OPEN}/{record.generation}.json", text)
+        path = paths.generation(record.generation)
+        # A client that hears no answer tries again, and meets what it wrote itself.
+        if not self.files.create(path, text) and self.files.read(path) != text:
+            raise StagingError(f"generation {record.generation} was opened before")
+        return record
+
+    def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
+        """All generations of the run, or those of some tasks, oldest first."""
+        found = [self.generation(each) for each in recorded(self.files.list(paths.GENERATIONS))]
+        wanted = [each for each in found if task_ids is None or each.task_id in task_ids]
+        return sorted(wanted, key=_age)
+
+    def generation(self, generation: str) -> GenerationRecord:
+        """One generation.
+
+        :raises StagingError: If it was never opened in this run.
+        """
+        path = paths.generation(generation)
+        try:
+            text = self.files.read(path)
+        except FileNotFoundError:
+            raise StagingError(
+                f"run {self.run_id!r} of {self.dag_id!r} has no generation {generation} under"
+                f" {self.store.uri}"
+            ) from None
+        return GenerationRecord.loads(text, path, self.state(generation))
+
+    def state(self, generation: str) -> str:
+        """What a generation has come to; see :class:`GenerationRecord`."""
+        names = set(self.files.list(generation))
+        for path, state in (
+            (paths.settled(generation), SETTLED),
+            (paths.intent(generation), SETTLING),
+            (paths.manifest(generation), PUBLISHED),
+        ):
+            if path.rpartition("/")[2] in names:
+                return state
+        return OPENED
+
+    def void(self, generation: str) -> bool:
+        """Whether the run holds its messages no longer: settled, given back or lapsed."""
+        if self.state(generation) in (SETTLING, SETTLED):
+            return True
+        return self.lease(generation).deadline <= self.clock.now()
+
+    def current(self, task_id: str, map_index: int = -1) -> GenerationRecord | None:
+        """The newest generation of a task; ``None`` if it never opened one."""
+        found = [each for each in self.generations([task_id]) if each.map_index == map_index]
+        return found[-1] if found else None
+
+    # -- manifest and lease --------------------------------------------------------------------
+
+    def manifest(self, generation: str) -> Manifest | None:
+        """What the generation published; ``None`` if it did not.
+
+        :raises StagingError: If it was written under another root.
+        """
+        path = paths.manifest(generation)
+        try:
+            text = self.files.read(path)
+        except FileNotFoundError:
+            return None
+        manifest = Manifest.loads(text, path)
+        self.store.check_root(manifest.root_id, manifest.host)
+        return manifest
+
+    def publish(self, manifest: Manifest) -> bool:
+        """Make an execution real; whether this call did, or one before it.
+
+        :raises LeaseLapsed: If its messages have been given back in the meantime.
+        """
+        if self.files.exists(paths.intent(manifest.generation)):
+            raise LeaseLapsed(
+                f"generation {manifest.generation} was settled before it was done: a newer"
+                " execution of its task, or a sweep, gave its messages back"
+            )
+        return self.files.create(paths.manifest(manifest.generation), manifest.dumps())
+
+    def lease(self, generation: str | GenerationRecord) -> Lease:
+        """The lease as last renewed.
+
+        :param generation: Or its record, which serves where it is the only one that was written.
+        """
+        record = generation if isinstance(generation, GenerationRecord) else None
+        name = record.generation if record is not None else str(generation)
+        try:
+            text = self.files.read(paths.lease(name))
+        except FileNotFoundError:
+            return Lease.from_json((record or self.generation(name)).lease)
+        try:
+            return Lease.from_json(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StagingDamaged(f"{paths.lease(name)} is damaged ({error!r})") from error
+
+    def put_lease(self, lease: Lease) -> None:
+        """Record a renewed lease."""
+        self.files.replace(paths.lease(lease.generation), json.dumps(lease.to_json()))
+
+    def forget(self, generation: str) -> None:
+        """Remove the files of a settled generation that held nothing."""
+        self.files.remove(paths.generation(generation))
+        self.store.folder(f"{self.path}/{generation}").remove_all()
+
+    def forget_open(self, generation: str) -> None:
+        """Take a settled generation from the list that sweeps go by.
+
+        It is settled in any case: who may not delete leaves it there, and sweeps pass over it.
+        """
+        try:
+            self.dag.remove(f"{OPEN}/{generation}.json")
+        except StagingError as error:
+            log.warning("generation %s is settled and stays on the list: %s", generation, error)
+
+
+def recorded(names: Iterable[str]) -> list[str]:
+    """The generations whose records have these names of files; other files are passed over."""
+    return [match[1] for match in map(_RECORD.fullmatch, names) if match]
+
+
+def _age(record: GenerationRecord) -> tuple[Any, ...]:
+    order = (record.sequence, record.try_number, record.opened_at, record.generation)
+    return (record.task_id, record.map_index, *order)
+
+
+def iter_unsettled(
+    store: Store, pipeline: str, dag_id: str, clock: Clock | None = None
+) -> Iterator[tuple[StagedRun, GenerationRecord]]:
+    """All generations of all runs of a Dag that are not settled, oldest first.
+
+    Costs one listing, and a read and a listing for each of them, however many runs there have been.
+    """
+    folder = dag_folder(store, pipeline, dag_id)
+    found: list[tuple[StagedRun, GenerationRecord]] = []
+    for name in recorded(folder.list(OPEN)):
+        path = f"{OPEN}/{name}.json"
+        try:
+            record = GenerationRecord.loads(folder.read(path), path)
+        except FileNotFoundError:  # settled since it was listed
+            continue
+        except StagingError as error:
+            # Not in the way of the others, nor of a run: its lease lapses by itself.
+            log.error("an unsettled generation is passed over: %s", error)
+            continue
+        run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=record.run_id, clock=clock)
+        state = run.state(record.generation)
+        if state == SETTLED:  # whoever settled it died before it could say so here
+            run.forget_open(record.generation)
+            continue
+        found.append((run, dataclasses.replace(record, state=state)))
+    yield from sorted(found, key=lambda each: (each[1].opened_at, each[1].generation))

@@ -1,0 +1,1 @@
+"""What starts Spark: the code that is shipped, the environment, the program."""

@@ -1,0 +1,89 @@
+"""The provider's hook of spark-submit, with what the pipeline's application needs more."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
+
+from airflow_broadway.spark.application import INCOMPLETE, REFUSED
+
+__all__ = ["SubmitHook", "python_variables"]
+
+#: What exit codes of the driver mean; 3 is Java's when its memory has run out.
+_MEANINGS = {
+    INCOMPLETE: "the driver ended before every batch had an outcome",
+    REFUSED: "the driver refused to start",
+    3: "the driver's memory had run out, if its log says OutOfMemoryError",
+}
+
+
+class SubmitHook(SparkSubmitHook):
+    """The provider's hook, with a program by its full path, variables, and a last step before."""
+
+    _prepare: Callable[[], list[str]]
+    _driver_env: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        hook: SparkSubmitHook,
+        *,
+        binary: str,
+        env: Mapping[str, str],
+        prepare: Callable[[], list[str]],
+    ) -> SubmitHook:
+        """The same hook, with more.
+
+        :param env: Variables of the process; unlike ``env_vars`` they never become settings, which
+            would show on the command line.
+        :param prepare: Called right before Spark is started; returns the application's arguments.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(hook.__dict__)
+        made._connection = {**made._connection, "spark_binary": binary}
+        made._driver_env = dict(env)
+        made._prepare = prepare
+        return made
+
+    def submit(self, application: str = "", **kwargs: Any) -> str | None:
+        self._application_args = self._prepare()
+        try:
+            return super().submit(application, **kwargs)
+        finally:
+            # The provider leaves the pipe of a process that has ended to the collector.
+            process = self._submit_sp
+            if process is not None and process.poll() is not None:
+                process.stdout.close()
+
+    @property
+    def ending(self) -> str:
+        """How the program ended, in words; empty if it has not, or was not started."""
+        code = None if self._submit_sp is None else self._submit_sp.poll()
+        if code is None:
+            return ""
+        # A shell, which spark-submit is, tells a signal by 128 and its number.
+        number = -code if code < 0 else code - 128 if code > 128 else 0
+        with suppress(ValueError):
+            return f"exit code {code}: killed by {signal.Signals(number).name}"
+        meaning = _MEANINGS.get(code)
+        return f"exit code {code}{f': {meaning}' if meaning else ''}"
+
+    def _build_spark_submit_command(self, application: str) -> list[str]:
+        command: list[str] = super()._build_spark_submit_command(application)
+        self._env = {**self._driver_env, **(self._env or {})}
+        return command
+
+
+def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """The worker's Python for the driver, and for executors unless someone chose theirs."""
+    made: dict[str, str] = {}
+    if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
+        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
+    if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
+        made["PYSPARK_PYTHON"] = sys.executable
+    return made

@@ -1,0 +1,195 @@
+"""Ship code to Spark: one zip file of the pipeline's package, and of what the driver runs of ours.
+
+Made when the task runs, from the very files that this process imported: the run's own version of
+the Dag bundle.  The same files give the same bytes, so that equal runs submit equal applications.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import airflow_broadway
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.pipeline import import_class
+from airflow_broadway.core.text import many
+
+__all__ = ["Shipment", "check_import", "ship"]
+
+#: The most bytes, before compression, that are shipped of a pipeline's package.
+MAX_BYTES = 32 * 1024 * 1024
+#: Seconds that loading a pipeline may take.
+CHECK_SECONDS = 120.0
+
+_EXTENSIONS = (".so", ".pyd", ".dylib")
+_SKIPPED = ("__pycache__", "node_modules")
+#: The rooms of this package that run in a Spark driver.
+_OWN = ("core", "producers", "spark")
+
+ZIP_NAME = "airflow_broadway_pipeline.zip"
+LAUNCHER_NAME = "airflow_broadway_job.py"
+
+
+class Shipment(NamedTuple):
+    """What is handed to spark-submit.
+
+    :param zip: For ``--py-files``.
+    :param launcher: The application.
+    :param packages: The top-level names that are in the zip.
+    """
+
+    zip: Path
+    launcher: Path
+    packages: list[str]
+
+
+def ship(class_path: str, folder: Path) -> Shipment:
+    """Write the zip file and the launcher for a pipeline into ``folder``.
+
+    A package with compiled extensions cannot be imported from a zip file, so it is left out: the
+    driver must have it installed.
+
+    :param class_path: ``"pkg.module:Class"``.
+    :raises PipelineError: If the module cannot be imported, or is too large to ship.
+    """
+    import_class(class_path)
+    top = class_path.partition(":")[0].partition(".")[0]
+    members = dict(_own_files())
+    packages = ["airflow_broadway"]
+    if top != "airflow_broadway":
+        found = dict(_pipeline_files(class_path))
+        if not any(name.endswith(_EXTENSIONS) for name in found):
+            _check_size(top, found)
+            members.update(found)
+            packages.append(top)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / ZIP_NAME
+    _write(target, members)
+    launcher = folder / LAUNCHER_NAME
+    source = Path(str(airflow_broadway.__file__)).parent / "spark" / "launcher.py"
+    launcher.write_bytes(source.read_bytes())
+    return Shipment(target, launcher, packages)
+
+
+def check_import(
+    ref: Mapping[str, object], shipment: Shipment, *, py_files: Sequence[str] = (), python: str = ""
+) -> list[str]:
+    """Load a pipeline as the driver will, without Spark: a JVM costs seconds, this a fraction.
+
+    :param py_files: The user's own, where they are local.
+    :returns: Warnings.
+    :raises PipelineError: Naming what cannot be imported, and the cure.
+    """
+    path = [str(shipment.zip)]
+    path += [str(Path(each).parent) if each.endswith(".py") else each for each in py_files]
+    path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    # Not on the command line, which everybody on the host may read: options are rendered.
+    command = [python or sys.executable, str(shipment.launcher), "--check"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(ref),
+            env=env,
+            cwd=shipment.zip.parent,
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"loading the pipeline took more than {CHECK_SECONDS:g} s; it was not checked"]
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise PipelineError(
+            f"Spark could not import the pipeline {ref['class']}: {lines[-1]}\n"
+            f"Shipped were the packages {shipment.packages}; what else it imports must be installed"
+            " in the driver's Python, or be given in py_files"
+        )
+    return done.stdout.strip().splitlines()
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _own_files() -> Iterator[tuple[str, Path]]:
+    root = Path(str(airflow_broadway.__file__)).parent
+    # Airflow, should a pipeline import it in the driver, asks every provider for its info.
+    for name in ("__init__.py", "get_provider_info.py", "types.py"):
+        if (root / name).is_file():
+            yield f"airflow_broadway/{name}", root / name
+    for room in _OWN:
+        yield from _tree(root / room, f"airflow_broadway/{room}")
+
+
+def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
+    module_name = class_path.partition(":")[0]
+    top_name = module_name.partition(".")[0]
+    top = sys.modules.get(top_name) or importlib.import_module(top_name)
+    locations = [Path(each) for each in getattr(top, "__path__", [])]
+    if not locations:
+        file = getattr(top, "__file__", None)
+        if file is None or not file.endswith(".py"):
+            raise PipelineError(
+                f"the module {top_name!r} of the pipeline has no source file ({file}), so it cannot"
+                " be shipped to Spark: install it there"
+            )
+        yield f"{top_name}.py", Path(file)
+        return
+    if getattr(top, "__file__", None) is None:  # a namespace: only the part with the pipeline
+        own = Path(str(sys.modules[module_name].__file__)).resolve()
+        locations = [each for each in locations if own.is_relative_to(each.resolve())]
+    for location in locations:
+        if not location.is_dir():
+            raise PipelineError(
+                f"the package {top_name!r} of the pipeline lies in {location}, which is no folder,"
+                " so it cannot be shipped to Spark: install it there"
+            )
+        yield from _tree(location, top_name)
+
+
+def _tree(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """All files below a folder, with the names they get."""
+    for path, folders, files in os.walk(folder):
+        folders[:] = sorted(each for each in folders if each not in _SKIPPED and each[0] != ".")
+        inside = Path(path).relative_to(folder).as_posix()
+        prefix = name if inside == "." else f"{name}/{inside}"
+        for file in sorted(files):
+            if file[0] != "." and not file.endswith((".pyc", ".pyo")):
+                yield f"{prefix}/{file}", Path(path) / file
+
+
+def _check_size(top: str, members: Mapping[str, Path]) -> None:
+    sizes = {name: path.stat().st_size for name, path in members.items()}
+    if sum(sizes.values()) <= MAX_BYTES:
+        return
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    shown = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
+    raise PipelineError(
+        f"the package {top!r} of the pipeline has {sum(sizes.values()):,} bytes in"
+        f" {many(len(sizes), 'file')}; at most {MAX_BYTES:,} are shipped to Spark.  The largest:"
+        f" {shown}.  Move data out of the package, or the pipeline into a package of its own"
+    )
+
+
+def _write(target: Path, members: Mapping[str, Path]) -> None:
+    folders = {
+        "/".join(parts[:depth]) + "/"
+        for parts in (name.split("/") for name in members)
+        for depth in range(1, len(parts))
+    }
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
+        # A package without __init__.py is found by its folder's entry.
+        for name in sorted([*folders, *members]):
+            info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            info.external_attr = (0o755 if name.endswith("/") else 0o644) << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(info, b"" if name.endswith("/") else members[name].read_bytes())

@@ -1,0 +1,120 @@
+"""When a run is to be looked at, and in what words it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.account import (
+    check_fail_when,
+    failures_trouble,
+    handled_of,
+    lines_of,
+    settling_trouble,
+)
+from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.local.run import RunReport
+from airflow_broadway.core.text import printable
+
+
+@pytest.mark.parametrize(
+    ("fail_when", "failed", "handled", "fails"),
+    [
+        ("all", 5, 5, True),
+        ("all", 4, 5, False),
+        ("all", 0, 0, False),
+        ("never", 5, 5, False),
+        (3, 2, 100, False),
+        (3, 3, 100, True),
+        (0.05, 4, 100, False),
+        (0.05, 5, 100, True),
+        (0.05, 0, 100, False),
+    ],
+)
+def test_failed_messages_fail_a_run_from_a_bound_on(
+    fail_when: Any, failed: int, handled: int, fails: bool
+) -> None:
+    assert bool(failures_trouble(failed, handled, fail_when)) is fails
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, 1.5, 0.0, True, "some", None])
+def test_what_is_no_bound_is_refused(value: Any) -> None:
+    with pytest.raises(OptionsError, match=r"a share below 1 such as 0\.05"):
+        check_fail_when("ack.fail_when", value)
+
+
+def test_what_lapsed_or_was_refused_is_told_with_its_reasons() -> None:
+    assert settling_trouble(0, 0) == ""
+    assert settling_trouble(2, 1, ["queue is full"]) == (
+        "2 messages had lapsed before they were settled and 1 could not be settled (queue is full):"
+        " they are delivered again, marked as redelivered"
+    )
+
+
+def test_what_was_given_back_counts_as_nothing_that_was_handled() -> None:
+    totals = {"acked": 1, "requeued": 2, "dead_lettered": 3, "left": 4, "released": 50, "lapsed": 9}
+    assert handled_of(totals) == 10
+
+
+@pytest.mark.parametrize(
+    ("failed", "settled", "trouble"),
+    [
+        (0, SettleReport(acked=5), ""),
+        (4, SettleReport(acked=1, dead_lettered=4), ""),
+        (5, SettleReport(requeued=5), "every message that was handled"),
+        (0, SettleReport(acked=4, lapsed=1), "had lapsed"),
+        (0, SettleReport(acked=4, failed=1), "could not be settled"),
+        (0, SettleReport(acked=4), "does not balance"),
+    ],
+)
+def test_a_local_run_says_what_is_wrong_with_it(
+    failed: int, settled: SettleReport, trouble: str
+) -> None:
+    report = RunReport(
+        pipeline="p", generation="g", received=5, received_bytes=0, failed=failed, settled=settled
+    )
+    assert trouble in report.trouble()
+    assert bool(report.trouble()) is bool(trouble)
+
+
+def test_a_report_is_told_in_sentences_figures_first() -> None:
+    report = {
+        "totals": {
+            "received": 12_345,
+            "failed": 45,
+            "acked": 12_300,
+            "dead_lettered": 45,
+            "accounted": 12_345,
+        },
+        "balanced": True,
+        "batchers": {"default": {"failed": 5}, "other": {"failed": 0}},
+        "reasons": [
+            {"count": 40, "stage": "process", "reason": "ValueError: no \x1b[31mnumber\n"},
+            {"count": 5, "stage": "batch", "reason": "too late"},
+        ],
+        "failed_tasks": [],
+        "errors": [],
+    }
+    assert lines_of(report) == [
+        "12,345 messages received: 12,300 acked, 45 dead-lettered.",
+        "45 failed: 40 before any batch, 5 in batches of default.",
+        r"  40  process  ValueError: no \x1b[31mnumber",
+        "   5  batch    too late",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é ✓ 漢", "plain é ✓ 漢"),
+        ("a\nb\tc", "a b c"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("a\u202eb", r"a\u202eb"),
+        ("a\u200bb\ud83d", r"a\u200bb\ud83d"),
+        ("\x9b31m", r"\x9b31m"),
+    ],
+)
+def test_a_terminal_acts_on_no_text_from_outside(text: str, shown: str) -> None:
+    assert printable(text) == shown

@@ -1,0 +1,55 @@
+"""What a producer may do to its pipeline, and what its options are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway, Processors
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import POSITIVE
+from airflow_broadway.testing import DummyProducer
+
+
+@options
+class Bounded(DummyProducer):
+    """Takes no more processors than its broker takes connections."""
+
+    most: int = option(default=4, rule=POSITIVE, doc="Connections.")
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        if pipeline.context == "refuse":
+            raise OptionsError("context", "another one", pipeline.context)
+        return {"processors": {"concurrency": min(self.most, pipeline.processors.concurrency)}}
+
+
+class Orders(Broadway):
+    producer = Bounded()
+    processors = Processors(concurrency=9)
+
+    def handle_message(self, processor: str, message: Any, context: Any) -> Any:
+        return message
+
+
+def test_a_producer_may_replace_options_of_its_pipeline() -> None:
+    assert Orders().processors.concurrency == 4
+    assert Orders(processors={"concurrency": 2}).processors.concurrency == 2
+    # What it returns is checked like what is given
+    with pytest.raises(OptionsError, match=r"processors.*concurrency.*-1"):
+        Orders(processors={"concurrency": -1})
+
+
+def test_a_producer_may_refuse_the_pipeline_as_a_whole() -> None:
+    with pytest.raises(OptionsError, match="'context': expected another one, got: 'refuse'"):
+        Orders(context="refuse")
+
+
+def test_a_producers_options_are_checked_and_overridable() -> None:
+    assert Orders(producer={"most": 3}).processors.concurrency == 3
+    with pytest.raises(OptionsError, match=r"'producer\.most': expected .*, got: 0"):
+        Orders(producer={"most": 0})
+    with pytest.raises(OptionsError, match=r"unknown option 'producer\.mots'.*'most'"):
+        Orders(producer={"mots": 1})

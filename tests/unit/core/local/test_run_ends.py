@@ -1,0 +1,187 @@
+"""How a run in one process ends: what it holds, what it finishes, and what goes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.testing import DummyProducer, ManualClock
+
+
+class Plain(Broadway):
+    producer = DummyProducer()
+    processors = Processors(concurrency=1, max_demand=10)
+    batchers = {"default": Batcher(engine="python", batch_size=10, batch_timeout=None)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def _at_35(message: Message) -> int:
+    if message.data == b"35":
+        raise ValueError("35")
+    return 0
+
+
+def _split(message: Message, count: int) -> tuple[str, int]:
+    _at_35(message)
+    return ("emit", 0) if count == 9 else ("cont", count + 1)
+
+
+class PartitionsWrongly(Plain):
+    processors = Processors(concurrency=2, max_demand=10, partition_by=_at_35)
+
+
+class SplitsWrongly(Plain):
+    batchers = {"default": Batcher(engine="python", batch_size=(0, _split), max_demand=10)}
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> SqliteQueue:
+    return SqliteQueue(tmp_path / "queue.db", "q")
+
+
+def on(queue: SqliteQueue, kind: type[Broadway], **options: Any) -> Broadway:
+    return kind(producer=SqliteProducer(queue="q", path=queue.path, **options))
+
+
+def send(queue: SqliteQueue, count: int) -> None:
+    queue.send([b"%d" % number for number in range(count)])
+
+
+def test_no_callback_sees_a_message_that_is_not_held(queue: SqliteQueue) -> None:
+    # Given callbacks that try to receive, as another run would, whatever they see
+    send(queue, 15)
+    seen: list[str] = []
+    stolen: list[str] = []
+
+    def steals(message: Message) -> Message:
+        other = f"another-{len(seen)}"
+        seen.append(message.message_id)
+        stolen.extend(
+            each.message_id for each in queue.receive(other, 30) if each.message_id in seen
+        )
+        queue.release(other)
+        return message
+
+    class Pipeline(Plain):
+        def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
+            return [steals(each) for each in messages]
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return steals(message)
+
+    report = on(queue, Pipeline, transformer=steals).run_local()
+
+    # Then no other run could have had one that a callback has seen
+    assert (report.received, report.failed, len(seen), stolen) == (15, 0, 45, [])
+
+
+@pytest.mark.parametrize("kind", [PartitionsWrongly, SplitsWrongly])
+def test_an_error_that_breaks_a_stage_ends_the_run_and_what_has_no_outcome_goes_back(
+    queue: SqliteQueue, kind: type[Broadway]
+) -> None:
+    send(queue, 60)
+
+    with pytest.raises(ValueError, match="35"):
+        on(queue, kind).run_local()
+
+    # Then what had its outcome is settled, all else can be received at once, on the same attempt
+    depth = queue.depth()
+    assert (depth.leased, depth.delayed, depth.dead) == (0, 0, 0)
+    assert 25 <= depth.ready <= 60
+    back = queue.receive("next", 60)
+    assert b"35" in [each.data for each in back]
+    assert {each.attempt for each in back} == {1}
+
+
+@pytest.mark.parametrize(
+    ("budget", "ended"),
+    [({"max_messages": 25}, "max_messages"), ({"max_seconds": 3.0}, "max_seconds")],
+)
+def test_a_run_that_ends_by_itself_takes_the_time_it_needs_for_its_batches(
+    tmp_path: Path, budget: dict[str, Any], ended: str
+) -> None:
+    # Given batches that take far longer than a run that is told to stop would have
+    clock = ManualClock()
+    queue = SqliteQueue(tmp_path / "queue.db", "q", clock=clock)
+
+    class Pipeline(Plain):
+        shutdown = 5.0
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            clock.advance(0.12)
+            return message
+
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            if batch_info.trigger.value == "flush":
+                clock.advance(1000.0)
+            return messages
+
+    send(queue, 100)
+
+    report = on(queue, Pipeline, lease=1e6).run_local(clock=clock, **budget)
+
+    # Then all that was handled is in a batch, the unfilled one included, and acked
+    assert (report.ended, report.settled.acked) == (ended, 25)
+    assert report.batches == {"default": {"size": 2, "flush": 1}}
+    assert queue.depth().ready == 75
+
+
+def test_what_its_acknowledger_could_not_settle_goes_back_when_the_run_ends(
+    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given an acknowledger that fails once
+    ack = RunAcknowledger.ack
+    calls: list[int] = []
+
+    def fails_once(self: RunAcknowledger, *given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no")
+        ack(self, *given)
+
+    monkeypatch.setattr(RunAcknowledger, "ack", fails_once)
+    send(queue, 20)
+
+    report = on(queue, Plain).run_local()
+
+    # Then it is told, the other group is acked, and its own can be received at once
+    assert [getattr(each, "code", "") for each in caplog.records] == ["acknowledger_error"]
+    assert (report.settled.acked, report.settled.released, report.balanced) == (10, 10, True)
+    assert {each.attempt for each in queue.receive("next", 20)} == {1}
+
+
+@pytest.mark.parametrize(("batchers", "acked"), [({}, 4), (Plain.batchers, 0)])
+def test_a_callback_in_the_runs_own_thread_is_waited_for_however_short_shutdown_is(
+    tmp_path: Path, batchers: dict[str, Batcher], acked: int
+) -> None:
+    # Given one processor, at its fourth message when the run is told to stop, for long after
+    clock = ManualClock()
+    queue = SqliteQueue(tmp_path / "queue.db", "q", clock=clock)
+    stop = Stop(clock, shutdown=0.001)
+
+    class Pipeline(Plain):
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            if message.data == b"3":
+                stop.tell("told")
+                clock.advance(100.0)
+            return message
+
+    Pipeline.batchers = batchers
+    send(queue, 20)
+
+    report = on(queue, Pipeline, lease=1e6).run_local(clock=clock, stop=stop)
+
+    # Then that message counts as those before it do, and no other is begun, nor any batch
+    assert (report.ended, report.settled.acked, report.balanced) == ("told", acked, True)
+    assert (queue.depth().ready, queue.depth().leased) == (20 - acked, 0)

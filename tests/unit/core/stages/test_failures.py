@@ -1,0 +1,68 @@
+"""What a run tells about its failures."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.core.model.message import Status
+from airflow_broadway.testing import DummyProducer
+
+
+class Failing(Broadway):
+    producer = DummyProducer()
+    processors = Processors(concurrency=1)
+    batchers = {"default": Batcher(engine="python", batch_size=10)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data % 5 == 0:
+            return message.failed("a multiple of five")
+        if message.data % 2:
+            raise ValueError(f"odd: {message.data}")
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def test_the_first_ten_failures_of_a_kind_are_told_in_full_and_all_in_a_table(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        report = Failing().run_local(range(1000))
+
+    assert report.failed == 600
+    in_full = [each for each in caplog.records if each.exc_info]
+    assert len(in_full) == 10
+    assert "'given-1'" in in_full[0].getMessage()  # which message it was
+    # Those that differ in numbers alone are one reason
+    table = caplog.records[-1].getMessage()
+    assert table.splitlines() == [
+        "600 messages failed in this run, by reason:",
+        "        400  ValueError: odd: 1",
+        "        200  a multiple of five",
+    ]
+    assert len(caplog.records) == 12  # the hundredth was told too
+
+
+def test_each_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Both(Failing):
+        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+            raise KeyError(batch_info.batch_id)
+
+    with caplog.at_level(logging.ERROR):
+        Both().run_local(range(1000))
+    kinds = {each.exc_info[0] for each in caplog.records if each.exc_info}
+    assert kinds == {ValueError, KeyError}
+
+
+def test_a_status_keeps_its_traceback_when_it_is_pickled() -> None:
+    try:
+        raise ValueError("here")
+    except ValueError as error:
+        status = Status("error", error)
+    assert 'raise ValueError("here")' in pickle.loads(pickle.dumps(status)).stacktrace

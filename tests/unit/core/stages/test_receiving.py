@@ -1,0 +1,182 @@
+"""What a transformer may make of a delivery, and what a broken source leaves behind."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import PipelineError, ProducerUnavailable
+from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.stages.receiving import Budget, Intake, transformed
+from airflow_broadway.testing import ManualClock
+
+DELIVERED = Message(
+    b"data",
+    message_id="m-1",
+    acknowledger=AckRef(object(), "ref", "receipt"),
+    attempt=3,
+    redelivered=True,
+    received_at=datetime(2026, 1, 1, tzinfo=UTC),
+    position=7,
+    size=4,
+)
+
+
+def test_a_message_made_anew_keeps_what_it_is_to_its_broker() -> None:
+    [made] = transformed(lambda message: Message(message.data.decode(), batcher="b"), [DELIVERED])
+
+    assert (made.data, made.batcher) == ("data", "b")
+    # Without its attempt it would be retried for ever; without the mark a repetition goes unseen.
+    assert (made.message_id, made.attempt, made.redelivered) == ("m-1", 3, True)
+    assert (made.received_at, made.position, made.size) == (DELIVERED.received_at, 7, 4)
+    assert made.acknowledger == DELIVERED.acknowledger
+
+
+def test_a_message_changed_by_its_functions_is_passed_on_as_it_is() -> None:
+    [made] = transformed(lambda message: message.put_data(1).put_batch_key("k"), [DELIVERED])
+    assert (made.data, made.batch_key, made.attempt) == (1, "k", 3)
+
+
+def test_another_message_id_is_refused_before_any_work_is_done() -> None:
+    def renames(message: Any) -> Message:
+        return Message(message.data, message_id="order-1")
+
+    with pytest.raises(
+        PipelineError, match=r"must keep the message_id: it made 'order-1' of 'm-1'"
+    ):
+        transformed(renames, [DELIVERED])
+
+
+@pytest.mark.parametrize("transformer", [None, lambda message: message])
+def test_every_item_that_is_no_message_is_found_not_the_first_alone(transformer: Any) -> None:
+    items: Any = [DELIVERED, DELIVERED, b"raw"]
+    with pytest.raises(PipelineError, match=r"message.*, got: b'raw'"):
+        transformed(transformer, items)
+
+
+class _Broken:
+    """A source whose broker has gone."""
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        raise ProducerUnavailable("the broker has gone")
+
+    def secure(self, messages: list[Message]) -> list[Message]:
+        return messages
+
+    def stop(self) -> list[Message]:
+        return []
+
+
+def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
+    limiter = RateLimiter(RateLimiting(allowed_messages=10, interval=60.0), ManualClock())
+    source: Any = _Broken()
+    intake = Intake(source, Budget(), clock=ManualClock(), limiter=limiter, demand=8)
+
+    with pytest.raises(ProducerUnavailable):
+        next(iter(intake))
+
+    # The retry of the task has the whole window.
+    assert limiter.take(100) == 10
+
+
+class _Told(_Broken):
+    """A source of which the run is told to stop while it waits."""
+
+    told = ""
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.told = "signal"
+        return []
+
+
+def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty() -> None:
+    source: Any = _Told()
+    clock = ManualClock()
+    intake = Intake(
+        source,
+        Budget(),
+        clock=clock,
+        limiter=RateLimiter(None, clock),
+        demand=8,
+        stop=lambda: source.told,
+    )
+
+    assert list(intake) == []
+    assert intake.ended == "signal"
+
+
+class _Asked(_Broken):
+    """A source without end, which notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.asked.append(demand)
+        return [Message(b"x", size=1)] * demand
+
+
+@pytest.mark.parametrize(
+    ("processors", "seconds", "asked"),
+    [
+        (10, 0.0, [10, 40, 160, 640, 1000, 1000]),  # four times as much as before, up to 1,000
+        (10, 0.1, [10, 10, 10, 10, 10, 10]),  # no less than the processors take
+        (10, 0.001, [10, 40, 160, 500, 500, 500]),  # as much as takes half a second
+        (1500, 0.0, [1500, 1500, 1500, 1500, 1500, 1500]),  # more, if the processors can take it
+    ],
+)
+def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
+    processors: int, seconds: float, asked: list[int]
+) -> None:
+    source: Any = _Asked()
+    clock = ManualClock()
+    intake = Intake(source, Budget(), clock=clock, limiter=RateLimiter(None), demand=processors)
+
+    for dispatch in intake:
+        # What is handed out at a time is what the processors can take
+        assert 0 < len(dispatch) <= processors
+        if len(source.asked) > len(asked):
+            break
+        clock.advance(len(dispatch) * seconds)
+
+    assert source.asked[: len(asked)] == asked
+
+
+class _Securing(_Broken):
+    """A source that secures all but the first of what it receives, once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.left = [Message(b"%d" % number, size=1) for number in range(3)]
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        self.calls.append("receive")
+        given, self.left = self.left, []
+        return given
+
+    def secure(self, messages: list[Message]) -> list[Message]:
+        self.calls.append(f"secure {len(messages)}")
+        return messages[1:]
+
+
+def test_only_what_is_secured_goes_on_and_only_then() -> None:
+    source: Any = _Securing()
+    clock = ManualClock()
+
+    def accept(messages: Any) -> Any:
+        source.calls.append(f"accept {len(messages)}")
+        return messages
+
+    limiter = RateLimiter(None, clock)
+    intake = Intake(source, Budget(), clock=clock, limiter=limiter, demand=8, accept=accept)
+    assert [message.data for dispatch in intake for message in dispatch] == [b"1", b"2"]
+    assert source.calls[:3] == ["receive", "secure 3", "accept 2"]
+    assert source.calls[3:5] == [
+        "receive",
+        "secure 0",
+    ]  # nothing is told too: the source drains by it
+    assert intake.received == 2

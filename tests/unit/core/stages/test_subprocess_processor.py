@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.core.stages.subprocess_processor import ProcessProcessor
+from airflow_broadway.testing import DummyProducer, PipelineDriver
+from tests.unit.core.stages._processes import InProcesses, WithoutBatchers
+
+
+def test_processors_in_processes_do_what_those_in_threads_do() -> None:
+    special = ["odd", "unpicklable", "now", "dead", "wrong"]
+    events: list[str] = []
+    name = telemetry.attach(
+        lambda event, measurements, metadata: events.append(event),
+        events=["processor.message.stop", "processor.message.exception"],
+    )
+    report = InProcesses().run_local([*range(95), *special])
+    telemetry.detach(name)
+    assert report.received == 100
+    assert report.balanced
+    assert report.failed == 3
+    settled = report.settled
+    assert (settled.acked, settled.dead_lettered, settled.requeued) == (96, 1, 3)
+    assert len(events) == 100
+    assert events.count("processor.message.exception") == 3
+
+
+def test_a_result_that_cannot_be_pickled_fails_its_message_alone() -> None:
+    report = WithoutBatchers().run_local([1, "unpicklable", 2])
+    assert report.failed == 1
+    assert (report.settled.acked, report.settled.requeued) == (2, 1)
+
+
+def test_results_come_in_order_from_other_processes() -> None:
+    driver = PipelineDriver(InProcesses)  # only to make messages
+    pool = ProcessorPool(InProcesses())
+    try:
+        dispatches = [[driver.message(n) for n in range(start, start + 20)] for start in (0, 20)]
+        done = [m.data for _, result in pool.map(dispatches) for m in result.successful]
+    finally:
+        pool.close()
+    assert [number for number, _ in done] == list(range(40))
+    pids = {pid for _, pid in done}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("data", "error"), [("die", PipelineError), ("interrupt", KeyboardInterrupt)]
+)
+def test_what_ends_a_process_ends_the_run(data: str, error: type[BaseException]) -> None:
+    with pytest.raises(error, match="exit code 3" if data == "die" else None):
+        InProcesses().run_local([data])
+
+
+def test_a_pipeline_that_other_processes_cannot_import_is_refused_at_once() -> None:
+    class Local(InProcesses):
+        producer = DummyProducer()
+
+    with pytest.raises(ValueError, match="top level of an importable module"):
+        Local().run_local([1])
+
+
+def test_a_callback_in_another_process_has_nothing_to_read() -> None:
+    driver = PipelineDriver(InProcesses)
+    pool = ProcessorPool(InProcesses())
+    try:
+        [(_, result)] = pool.map([[driver.message("stdin")]])
+    finally:
+        pool.close()
+    assert [message.data for message in result.successful] == [("", b"")]
+
+
+def test_what_callbacks_start_has_no_end_of_the_pipe() -> None:
+    driver = PipelineDriver(InProcesses)
+    processor = ProcessProcessor(InProcesses())
+    try:
+        result = processor.handle([driver.message("descriptors")])
+        # In the child: standard input, output and error, and the folder that is listed
+        assert [message.data for message in result.successful] == [4]
+        # In the parent
+        process = processor._process
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            assert not os.get_inheritable(pipe.fileno())
+    finally:
+        processor.close()
+
+
+def test_another_process_imports_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "planted"
+    (tmp_path / "pickle.py").write_text(f"open({str(planted)!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    assert InProcesses().run_local([1]).failed == 0
+    assert not planted.exists()
+
+
+@pytest.mark.parametrize(("code", "text"), [(None, "0"), (0, "0"), (3, "3"), ("no", "no")])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_exit_is_told_as_one_with_its_code(executor: str, code: Any, text: str) -> None:
+    pipeline = InProcesses(processors={"executor": executor})
+    driver = PipelineDriver(InProcesses)
+    pool = ProcessorPool(pipeline)
+    try:
+        [(_, result)] = pool.map([[driver.message("exit", metadata={"code": code})]])
+    finally:
+        pool.close()
+    [message] = result.failed
+    assert (message.status.kind, message.status.text) == ("exit", f"SystemExit: {text}")

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from airflow_broadway.core.stages.worker_pool import WorkerPool
+
+
+@pytest.fixture
+def close() -> list[WorkerPool[int, int]]:
+    return []
+
+
+def drained(pool: WorkerPool[int, int]) -> list[tuple[int, int]]:
+    results = []
+    while pool.under_way:
+        pool.wait(5.0)
+        results += pool.take()
+    return results
+
+
+def test_results_come_in_order_whatever_finishes_first() -> None:
+    def work(piece: int) -> int:
+        time.sleep(0.03 if piece == 0 else 0)
+        return piece * 10
+
+    pool = WorkerPool([work] * 3)
+    for piece in range(8):
+        assert pool.put(piece)
+    assert drained(pool) == [(piece, piece * 10) for piece in range(8)]
+    pool.close(1.0)
+
+
+def test_the_first_pieces_go_to_one_worker_each() -> None:
+    gate = threading.Event()
+    seen: list[int] = []
+
+    def worker(index: int) -> Callable[[int], int]:
+        def work(piece: int) -> int:
+            seen.append(index)
+            gate.wait(5.0)
+            return piece
+
+        return work
+
+    pool = WorkerPool([worker(index) for index in range(4)])
+    for piece in range(4):
+        assert pool.put(piece, timeout=1.0)
+    assert not pool.put(4, timeout=0.01)  # all are busy: nothing is queued behind one
+    gate.set()
+    drained(pool)
+    assert sorted(seen) == [0, 1, 2, 3]
+    pool.close(1.0)
+
+
+def test_pieces_of_a_lane_or_a_key_are_worked_on_in_order() -> None:
+    running: set[int] = set()
+    order: list[tuple[int, int]] = []
+    lock = threading.Lock()
+
+    def work(piece: int) -> int:
+        lane = piece % 3
+        with lock:
+            assert lane not in running
+            running.add(lane)
+        time.sleep(0.001)
+        with lock:
+            running.discard(lane)
+            order.append((lane, piece))
+        return piece
+
+    for by_key in (False, True):
+        order.clear()
+        pool = WorkerPool([work] * 3, ordered=False)
+        for piece in range(30):
+            lane = piece % 3
+            pool.put(piece, None if by_key else lane, keys=[lane] if by_key else ())
+            pool.take()
+        drained(pool)
+        pool.close(1.0)
+        for lane in range(3):
+            assert [piece for each, piece in order if each == lane] == list(range(lane, 30, 3))
+
+
+def test_what_a_worker_could_not_handle_is_raised_where_results_are_taken() -> None:
+    def work(piece: int) -> int:
+        raise KeyboardInterrupt
+
+    pool = WorkerPool([work] * 2)
+    pool.put(1)
+    pool.wait(5.0)
+    with pytest.raises(KeyboardInterrupt):
+        pool.take()
+    pool.close(1.0)
+
+
+def test_unread_results_hold_the_feeder_back() -> None:
+    pool = WorkerPool([lambda piece: piece] * 2, unread=2)
+    put = 0
+    while pool.put(put, timeout=0.05):
+        put += 1
+    assert put == 4
+    pool.take()
+    assert pool.put(put, timeout=1.0)
+    pool.close(1.0)

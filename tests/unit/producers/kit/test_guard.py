@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kit.guard import Guard
+
+
+def test_what_goes_wrong_with_one_message_is_counted_with_its_reason() -> None:
+    guard, done = Guard(), []
+
+    for key in ("a", "b", "c", "d"):
+        with guard.each(key):
+            if key == "b":
+                raise ProducerError("its routing key cannot be published again")
+            if key != "a":
+                raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+            done.append(key)
+
+    assert done == ["a"]
+    assert list(guard.refused) == ["b", "c", "d"]
+    first, second = guard.errors()
+    assert first.startswith("2 messages could not be settled, the first of them 'c': UnicodeEnc")
+    assert second == ("message 'b' could not be settled: its routing key cannot be published again")
+
+
+@pytest.mark.parametrize("error", [ProducerUnavailable("gone"), KeyboardInterrupt(), SystemExit(1)])
+def test_a_broker_that_is_gone_and_a_kill_are_every_messages(error: BaseException) -> None:
+    guard = Guard()
+
+    with pytest.raises(type(error)), guard.each("a"):
+        raise error
+
+    assert not guard.refused

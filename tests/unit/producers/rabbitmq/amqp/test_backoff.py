@@ -1,0 +1,83 @@
+"""How failures are paced, and when they are given up: by a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
+from airflow_broadway.testing.clock import ManualClock
+
+LOST = ProducerUnavailable("the connection is lost")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+def doubling(clock: ManualClock) -> Attempts:
+    """Delays of 1, 2, 4, 8 and then 8 seconds, for 60."""
+    return Attempts(Backoff("exp", 1.0, 8.0), 60.0, clock)
+
+
+def test_what_fails_at_its_first_use_is_made_anew_at_once_and_then_by_delays(
+    clock: ManualClock,
+) -> None:
+    attempts = doubling(clock)
+    passed = []
+    for _ in range(6):
+        began = clock.monotonic()
+        attempts.again(LOST)
+        passed.append(clock.monotonic() - began)
+
+    assert passed == [0.0, 1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def test_connections_that_are_made_and_fail_are_given_up_like_a_broker_that_is_away(
+    clock: ManualClock,
+) -> None:
+    attempts = doubling(clock)
+    made: list[int] = []
+
+    def reconnect_for_ever() -> None:
+        while len(made) < 1000:
+            attempts.again(LOST)
+            made.append(keep_trying(lambda: 1, attempts))
+
+    with pytest.raises(ProducerUnavailable, match="is lost"):
+        reconnect_for_ever()
+    assert len(made) == 10
+    assert clock.monotonic() == 55.0  # the next delay would not fit
+
+
+def test_what_worked_begins_a_stretch_of_its_own(clock: ManualClock) -> None:
+    attempts = doubling(clock)
+    for _ in range(100):
+        attempts.again(LOST)
+        attempts.again(LOST)
+        attempts.worked()
+
+    assert clock.monotonic() == 100.0
+
+
+def test_who_is_told_to_stop_waits_no_longer(clock: ManualClock) -> None:
+    told_at = 3.0
+    attempts = Attempts(
+        Backoff("exp", 30.0, 30.0), 600.0, clock, lambda: clock.monotonic() >= told_at
+    )
+
+    def connect() -> None:
+        raise LOST
+
+    with pytest.raises(ProducerUnavailable, match="is lost"):
+        keep_trying(connect, attempts)
+    assert clock.monotonic() < told_at + 1.0
+
+
+def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock: ManualClock) -> None:
+    attempts = Attempts(Backoff("stop", 1.0, 1.0), 60.0, clock)
+
+    attempts.again(LOST)
+    with pytest.raises(ProducerUnavailable):
+        attempts.again(LOST)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Window
+
+
+def window(count: int) -> Window:
+    made = Window()
+    for number in range(1, count + 1):
+        made.publish(f"b{number}", number * 10, f"load {number}")
+    return made
+
+
+def test_a_confirm_out_of_order_waits_for_those_before() -> None:
+    made = window(3)
+    made.confirmed(3, False)
+    made.confirmed(2, False)
+    assert made.relied_on() == []
+
+    made.confirmed(1, False)
+
+    assert made.relied_on() == [(10, "load 1"), (20, "load 2"), (30, "load 3")]
+
+
+def test_a_return_cancels_the_confirm_that_follows_it() -> None:
+    made = window(3)
+    made.returned("b2", "NO_ROUTE")
+    made.confirmed(3, True)
+
+    assert made.relied_on() == [(10, "load 1")]
+    assert made.refused == {"b2": "NO_ROUTE"}
+
+
+def test_a_return_that_names_nothing_refuses_all_that_is_open() -> None:
+    made = window(3)
+    made.confirmed(1, False)
+    made.returned(None, "NO_ROUTE")
+    made.confirmed(3, True)
+
+    assert made.relied_on() == [(10, "load 1")]
+    assert set(made.refused) == {"b2", "b3"}
+
+
+def test_a_nack_is_a_refusal() -> None:
+    made = window(2)
+    made.confirmed(1, False, refused=True)
+    made.confirmed(2, False)
+
+    assert made.relied_on() == []
+    assert set(made.refused) == {"b1"}
+
+
+def test_a_later_delivery_is_done_with_when_all_before_it_is() -> None:
+    made = window(2)
+
+    assert made.extend(25)
+
+    made.confirmed(2, True)
+    assert made.relied_on() == [(10, "load 1"), (25, "load 2")]
+    assert not made.extend(30)
+
+
+def test_an_earlier_delivery_takes_no_place_of_a_later_one() -> None:
+    made = window(2)
+
+    assert made.extend(15)
+
+    made.confirmed(2, True)
+    assert made.relied_on() == [(10, "load 1"), (20, "load 2")]
+
+
+def test_a_repeated_confirm_changes_nothing() -> None:
+    made = window(2)
+    for _ in range(2):
+        made.confirmed(1, True)
+
+    assert made.relied_on() == [(10, "load 1")]
+    assert len(made) == 1
+
+
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(1, 14), st.booleans(), st.sampled_from("acr")), max_size=30),
+)
+def test_only_the_confirmed_prefix_is_ever_relied_on(
+    count: int, events: list[tuple[int, bool, str]]
+) -> None:
+    made = window(count)
+    good: set[int] = set()
+    bad: set[int] = set()
+    relied: list[int] = []
+    for number, multiple, kind in events:
+        numbers = {n for n in range(1, count + 1) if n == number or (multiple and n < number)}
+        news = numbers - good - bad if kind != "r" else set()
+        if kind == "r" and number <= count and number not in good | bad:
+            made.returned(f"b{number}", "returned")
+            bad.add(number)
+        elif kind != "r":
+            made.confirmed(number, multiple, refused=kind == "c")
+            (good if kind == "a" else bad).update(news)
+        relied += [tag // 10 for tag, _ in made.relied_on() if tag is not None]
+
+        prefix = 0
+        while prefix + 1 in good:
+            prefix += 1
+        assert relied == list(range(1, prefix + 1))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from pika.exceptions import ChannelClosedByBroker, ConnectionClosedByBroker
+
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, Link, Reply
+from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+
+NOBODY = Address(host="127.0.0.1", port=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "then"), [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)]
+)
+def test_pika_keeps_to_itself_unless_somebody_has_set_its_level(given: int, then: int) -> None:
+    pika = logging.getLogger("pika")
+    before = pika.level
+    pika.setLevel(given)
+    try:
+        with pytest.raises(ProducerUnavailable, match="cannot be reached"):
+            Link(NOBODY)
+        assert pika.level == then
+    finally:
+        pika.setLevel(before)
+
+
+def test_what_it_could_not_do_is_told_once_in_our_own_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ProducerUnavailable) as raised:
+        Link(NOBODY)
+
+    assert str(raised.value).startswith("RabbitMQ at 127.0.0.1:1 cannot be reached: ")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "told"),
+    [
+        (
+            ChannelClosedByBroker(404, "NOT_FOUND - no queue"),
+            Refused,
+            "RabbitMQ refused: NOT_FOUND - no queue (404)",
+        ),
+        (
+            ConnectionClosedByBroker(541, "INTERNAL_ERROR"),
+            ProducerUnavailable,
+            "RabbitMQ at 127.0.0.1:1 closed the connection: INTERNAL_ERROR (541)",
+        ),
+        (
+            ConnectionClosedByBroker(320, "CONNECTION_FORCED"),
+            ProducerUnavailable,
+            "RabbitMQ at 127.0.0.1:1 closed the connection: CONNECTION_FORCED (320)",
+        ),
+    ],
+)
+def test_a_channel_that_goes_with_its_connection_is_lost_and_not_refused(
+    given: Exception, kind: type[ProducerError], told: str
+) -> None:
+    # Given a channel whose answer is awaited
+    link: Any = SimpleNamespace(lost=None, address=NOBODY)
+    raw = MagicMock()
+    channel, reply = Channel(link, raw), Reply()
+    channel.await_reply(reply)
+    heard: list[ProducerError] = []
+    channel.on_lost(heard.append)
+
+    # When pika tells that it is closed, before it tells so of the connection
+    [[closed], _] = raw.add_on_close_callback.call_args
+    closed(raw, given)
+
+    # Then all who wait for it hear which of the two it was
+    with pytest.raises(ProducerError) as raised:
+        reply.wait(0)
+    assert type(raised.value) is kind
+    assert str(raised.value) == told
+    assert heard == [raised.value] == [channel.lost]

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import struct
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp.confirms import key_of
+from airflow_broadway.producers.rabbitmq.amqp.properties import (
+    decode,
+    dump,
+    encode,
+    load,
+    plain,
+)
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.marks import MARK, Mark, mark_of, republished, restored
+
+SHORT = st.text(max_size=20)
+VALUES: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=50)
+    | st.binary(max_size=50).map(bytearray).map(bytes)
+    | st.datetimes(datetime(1970, 1, 2), datetime(2100, 1, 1)).map(  # noqa: DTZ001
+        lambda at: at.replace(microsecond=0, tzinfo=UTC)
+    )
+    | st.integers(-(2**31), 2**31 - 1).map(lambda number: Decimal(number).scaleb(-2)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SHORT, inner, max_size=3),
+    max_leaves=8,
+)
+PROPERTIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "content_type": SHORT,
+        "headers": st.dictionaries(SHORT, VALUES, max_size=4),
+        "delivery_mode": st.integers(0, 255),
+        "priority": st.integers(0, 255),
+        "correlation_id": SHORT,
+        "expiration": SHORT,
+        "message_id": SHORT,
+        "timestamp": st.integers(0, 2**63),
+        "user_id": SHORT,
+    },
+)
+
+
+def shapes(value: Any) -> str:
+    """The types in a value: pika makes integers of a table's floats."""
+    if isinstance(value, dict):
+        return " ".join(map(shapes, value.values()))
+    if isinstance(value, list):
+        return " ".join(map(shapes, value))
+    return type(value).__name__
+
+
+@given(PROPERTIES)
+def test_properties_are_read_as_they_were_written(properties: dict[str, Any]) -> None:
+    assert decode(encode(properties)) == properties
+
+
+@given(PROPERTIES.filter(lambda given_: "float" not in shapes(given_)))
+def test_pika_reads_the_same(properties: dict[str, Any]) -> None:
+    from pika import BasicProperties
+
+    theirs = BasicProperties()
+    theirs.decode(encode(properties))
+
+    assert {k: v for k, v in vars(theirs).items() if v is not None} == properties
+
+
+@given(st.binary(max_size=200))
+def test_hostile_bytes_are_an_error_or_properties_and_nothing_else(data: bytes) -> None:
+    try:
+        decode(data)
+    except ProducerError:
+        pass
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Real properties, some of whose bytes are others."""
+    headers = draw(st.dictionaries(SHORT, VALUES, max_size=4))
+    headers[MARK] = {"id": "id-1", "giver": "g1", "attempt": draw(VALUES)}
+    data = bytearray(encode({"headers": headers, "timestamp": 5, "message_id": "m"}))
+    for _ in range(draw(st.integers(0, 4))):
+        data[draw(st.integers(0, len(data) - 1))] = draw(
+            st.integers(0, 255) | st.sampled_from(b"TDSFAltx")
+        )
+    return bytes(data[: draw(st.integers(len(data) // 2, len(data)))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(damaged())
+def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data: bytes) -> None:
+    try:
+        json.dumps(plain(decode(data)))
+    except ProducerError:
+        pass
+    mark_of(data)
+    key_of(data)
+    held = Held("id-1", 1, 0, False, b"\x00\x01q", data, b"body")
+    made = republished(held, Mark("id-1", "g1", 3), limit=2**20)
+    decode(made)
+    restored(b"\x00\x01q", made, trusted=True)
+
+
+@pytest.mark.parametrize("seconds", [253_402_300_800, 1_700_000_000_000, 1_700_000_000 * 10**9])
+def test_a_timestamp_that_python_has_no_date_for_is_kept(seconds: int) -> None:
+    table = b"\x04sentT" + struct.pack(">Q", seconds)
+    data = b"\x20\x00" + struct.pack(">I", len(table)) + table
+
+    assert decode(data) == {"headers": {"sent": seconds}}
+    assert encode(decode(data)) == data
+    assert plain(decode(data)) == {"headers": {"sent": seconds}}
+
+
+def test_tables_nested_beyond_reason_are_refused() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(200):
+        nested = {"n": nested}
+
+    with pytest.raises(ProducerError, match="nested"):
+        decode(encode({"headers": nested}))
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.booleans())
+def test_staging_keeps_route_and_properties_byte_for_byte(
+    route: bytes, data: bytes, redelivered: bool
+) -> None:
+    assert load(dump(route, data, redelivered)) == (route, data, redelivered)
+
+
+def test_metadata_values_are_json() -> None:
+    value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "raw": b"\xff", "nan": float("nan")}
+
+    assert plain([value]) == [{"at": "2026-01-01T00:00:00+00:00", "raw": "\\xff", "nan": "nan"}]

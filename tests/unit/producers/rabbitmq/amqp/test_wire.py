@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pika
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pika import frame, spec
+
+from airflow_broadway.producers.rabbitmq.amqp.properties import encode
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser, connection_class
+
+
+def frames(
+    *, channel: int, tag: int, redelivered: bool, route: tuple[str, str], body: bytes, size: int
+) -> bytes:
+    """A delivery as a broker sends it."""
+    deliver = spec.Basic.Deliver("ctag", tag, redelivered, *route)
+    properties = pika.BasicProperties(content_type="text/plain", headers={"n": tag})
+    parts = [frame.Method(channel, deliver).marshal()]
+    parts.append(frame.Header(channel, len(body), properties).marshal())
+    parts += [
+        frame.Body(channel, body[start : start + size]).marshal()
+        for start in range(0, len(body), size)
+    ]
+    return b"".join(parts)
+
+
+class Reader:
+    """pika's connection, without a network: what it makes of bytes."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivered] = []
+        self.others: list[Any] = []
+        cls = connection_class()
+        self._connection: Any = object.__new__(cls)
+        self._connection.parsers = {1: Parser(1, self.deliveries.append)}
+        self.returned: list[tuple[int, str, bytes]] = []
+        self._connection.returned = {2: lambda *given_: self.returned.append(given_)}
+        self._connection.after_data = None
+        self._connection.bytes_received = 0
+        self._connection._parts = []
+        self._connection._missing = 0
+        self._connection._process_frame = self.others.append
+
+    def feed(self, data: bytes) -> None:
+        self._connection._on_data_available(data)
+
+
+DELIVERIES = st.lists(
+    st.tuples(st.booleans(), st.text(max_size=10), st.text(max_size=10), st.binary(max_size=400)),
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(DELIVERIES, st.lists(st.integers(1, 300), max_size=30), st.integers(1, 100))
+def test_deliveries_are_read_however_the_bytes_come(
+    given_: list[tuple[bool, str, str, bytes]], portions: list[int], size: int
+) -> None:
+    data = b""
+    for tag, (redelivered, exchange, key, body) in enumerate(given_, 1):
+        data += frames(
+            channel=1, tag=tag, redelivered=redelivered, route=(exchange, key), body=body, size=size
+        )
+        # Between them what is not a delivery of the channel: pika's business.
+        data += frame.Heartbeat().marshal()
+        data += frame.Method(1, spec.Basic.Ack(tag, multiple=True)).marshal()
+        data += frames(
+            channel=2, tag=tag, redelivered=False, route=("", ""), body=b"other", size=size
+        )
+    reader = Reader()
+    for portion in portions:
+        reader.feed(data[:portion]) if data[:portion] else None
+        data = data[portion:]
+    if data:
+        reader.feed(data)
+
+    assert len(reader.deliveries) == len(given_)
+    for tag, (delivered, (redelivered, exchange, key, body)) in enumerate(
+        zip(reader.deliveries, given_, strict=True), 1
+    ):
+        assert (delivered.tag, delivered.redelivered, delivered.body) == (tag, redelivered, body)
+        raw = b"".join(bytes([len(t.encode())]) + t.encode() for t in (exchange, key))
+        assert delivered.route == raw
+        theirs = pika.BasicProperties()
+        theirs.decode(delivered.properties)
+        assert (theirs.content_type, theirs.headers) == ("text/plain", {"n": tag})
+    acks = [f for f in reader.others if isinstance(f, frame.Method)]
+    assert [f.method.delivery_tag for f in acks if f.channel_number == 1] == list(
+        range(1, len(given_) + 1)
+    )
+    assert sum(isinstance(f, frame.Heartbeat) for f in reader.others) == len(given_)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=50), st.integers(1, 60), st.integers(1, 20))
+def test_a_return_is_read_with_properties_that_pika_cannot_read(
+    body: bytes, portion: int, size: int
+) -> None:
+    properties = encode({"message_id": "id", "headers": {"n": float("inf")}})
+    method = spec.Basic.Return(312, "NO_ROUTE", "exchange", "key")
+    data = frame.Method(2, method).marshal()
+    head = struct.pack(">HHQ", 60, 0, len(body)) + properties
+    data += struct.pack(">BHI", 2, 2, len(head)) + head + b"\xce"
+    for start in range(0, len(body), size):
+        data += frame.Body(2, body[start : start + size]).marshal()
+    data += frame.Method(2, spec.Basic.Ack(1)).marshal()
+    reader = Reader()
+    for start in range(0, len(data), portion):
+        reader.feed(data[start : start + portion])
+
+    assert reader.returned == [(312, "NO_ROUTE", properties)]
+    assert len(reader.others) == 1

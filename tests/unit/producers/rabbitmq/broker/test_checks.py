@@ -1,0 +1,320 @@
+"""What policies make of a run's queues, and what is said about it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.broker import checks
+from airflow_broadway.producers.rabbitmq.broker.checks import (
+    ERROR,
+    WARNING,
+    Finding,
+    Role,
+    act_on,
+    check_queues,
+    judge,
+    refuse_version,
+    roles_of,
+)
+from airflow_broadway.producers.rabbitmq.broker.management import Unseen
+from airflow_broadway.producers.rabbitmq.broker.policies import Policy, effective, matched
+
+ORDERS = RabbitMQProducer(queue="orders")
+
+
+def policy(
+    name: str = "p",
+    *,
+    pattern: str = ".*",
+    apply_to: str = "all",
+    priority: int = 0,
+    operator: bool = False,
+    **definition: Any,
+) -> Policy:
+    return Policy(
+        name=name,
+        pattern=pattern,
+        apply_to=apply_to,
+        priority=priority,
+        definition={key.replace("_", "-"): value for key, value in definition.items()},
+        operator=operator,
+    )
+
+
+def found(role: Role, *policies: Policy, kind: str = "quorum", **arguments: Any) -> list[Finding]:
+    own = {key.replace("_", "-"): value for key, value in arguments.items()} or role.arguments or {}
+    return judge(role, kind, effective(role.queue, kind, own, policies))
+
+
+def role(name: str) -> Role:
+    return next(each for each in roles_of(ORDERS) if each.name == name)
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def test_the_fitting_policy_of_the_highest_priority_counts_alone() -> None:
+    settings = effective(
+        "broadway.dead.orders",
+        "quorum",
+        {},
+        [
+            policy("low", expires=1, max_length=1),
+            policy("high", pattern="^broadway", priority=2, expires=2),
+            policy("other", pattern="^other", priority=9, expires=3),
+            policy("classic", apply_to="classic_queues", priority=9, expires=4),
+            policy("exchange", apply_to="exchanges", priority=9, expires=5),
+        ],
+    )
+
+    assert {name: setting.value for name, setting in settings.items()} == {"expires": 2}
+    assert settings["expires"].by == "the policy 'high'"
+
+
+def test_of_a_limit_the_lower_value_counts_and_of_all_else_the_declaration() -> None:
+    settings = effective(
+        "q",
+        "quorum",
+        {"x-message-ttl": 50, "x-max-length": 5, "x-overflow": "reject-publish"},
+        [
+            policy("users", message_ttl=40, max_length=9, overflow="drop-head"),
+            policy("operators", operator=True, message_ttl=30),
+        ],
+    )
+
+    assert settings["message-ttl"] == (30, "the operator policy 'operators'")
+    assert settings["max-length"] == (5, "its declaration")
+    assert settings["overflow"].value == "reject-publish"
+
+
+def test_a_pattern_that_python_cannot_read_is_taken_to_match() -> None:
+    assert policy(pattern=r"^broadway\.(?|a|b").matches("orders", "quorum")
+
+
+def test_a_pattern_that_takes_for_ever_to_match_is_taken_to_match_and_hurts_no_other() -> None:
+    queue = f"broadway.dead.{'a' * 40}"
+    evil, name = r"^broadway\.dead\.(a+)+$x", "evil"
+
+    begin = time.monotonic()
+    made = matched(
+        [policy("before", pattern="dead|nothing"), policy(name, pattern=evil),
+         policy("after", pattern="(other|else)"), policy("plain", pattern="^broadway.*")],
+        [queue],
+    )  # fmt: skip
+
+    assert time.monotonic() - begin < 20
+    assert {p.name: p.matches(queue, "quorum") for p in made} == {
+        "before": True,
+        name: True,
+        "after": False,
+        "plain": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        (".*", True),
+        ("", True),
+        ("^orders$", True),
+        ("^order", True),
+        ("rde", True),
+        ("^ord.rs", True),
+        (r"^orders\..*", False),
+        ("^(orders|bills)$", True),
+        ("^[a-m]", False),
+    ],
+)
+def test_a_pattern_matches_as_the_broker_matches_it(pattern: str, matches: bool) -> None:
+    assert policy(pattern=pattern).matches("orders", "quorum") is matches
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def test_our_own_queues_as_they_are_declared_are_beyond_reproach() -> None:
+    assert [each for known in roles_of(ORDERS)[1:] for each in found(known)] == []
+    assert len(roles_of(ORDERS)) == 14
+
+
+@pytest.mark.parametrize("name", ["lease", "spares", "returns", "quarantine", "delay", "dead"])
+def test_a_policy_that_lets_one_of_our_queues_expire_is_an_error(name: str) -> None:
+    [one] = found(role(name), policy(expires=60_000))
+
+    assert one.level == ERROR
+    assert one.text.startswith("the policy 'p' gives it expires 60000 ms: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "definition", "level"),
+    [
+        ("lease", {"message_ttl": 60_000}, ERROR),
+        ("returns", {"message_ttl": 60_000}, ERROR),
+        ("dead", {"message_ttl": 60_000}, ERROR),
+        ("delay", {"message_ttl": 500}, WARNING),
+        ("spares", {"message_ttl": 500}, WARNING),
+        ("returns", {"delivery_limit": 20}, ERROR),
+        ("dead", {"delivery_limit": 20}, ERROR),
+        ("lease", {"delivery_limit": 20}, WARNING),
+        ("lease", {"max_length": 20}, WARNING),
+        ("delay", {"max_length_bytes": 20}, WARNING),
+        ("returns", {"max_length": 20}, WARNING),
+        ("dead", {"max_length": 20, "overflow": "drop-head"}, WARNING),
+    ],
+)
+def test_what_a_policy_does_to_our_queues_is_an_error_if_it_loses_messages(
+    name: str, definition: dict[str, Any], level: str
+) -> None:
+    [one] = found(role(name), policy(**definition))
+
+    assert (one.level, one.queue) == (level, role(name).queue)
+
+
+def test_a_policy_that_gives_more_time_than_the_lease_needs_is_none_of_our_business() -> None:
+    assert found(role("lease"), policy(message_ttl=10**12)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"x_expires": 60_000}, "the queue is deleted"),
+        ({"x_message_ttl": 60_000}, "is dropped"),
+        ({"x_message_ttl": 60_000, "x_dead_letter_exchange": "d"}, "goes to its dead-letter"),
+        ({"x_delivery_limit": 5}, "also by runs that died"),
+        ({"x_max_length": 5}, "the oldest message is dropped"),
+        ({"x_max_length": 5, "x_overflow": "reject-publish"}, "waits in the returns queue"),
+    ],
+)
+def test_of_the_source_queue_there_are_warnings_that_say_what_happens(
+    arguments: dict[str, Any], text: str
+) -> None:
+    [one] = found(Role("source", "orders"), kind="classic", **arguments)
+
+    assert one.level == WARNING
+    assert text in one.text
+
+
+def test_a_stream_is_an_error() -> None:
+    [one] = found(Role("source", "orders"), kind="stream", x_queue_type="stream")
+
+    assert one.level == ERROR
+
+
+def test_a_dead_letter_queue_of_the_users_own_has_warnings_only() -> None:
+    own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
+    sink = roles_of(own)[-1]
+
+    assert sink == Role("sink", "graveyard")
+    assert [each.level for each in found(sink, policy(expires=1, max_length=5))] == [WARNING] * 2
+
+
+# -- the whole look --------------------------------------------------------------------------------
+
+
+class Api:
+    """A management API that knows one source queue."""
+
+    shown = "http://broker:15672"
+    policy_list: tuple[Policy, ...] = ()
+    queues: dict[str, dict[str, Any]] = {}
+    flags: dict[str, str] | None = None
+
+    def __init__(self, address: Address) -> None:
+        pass
+
+    def policies(self, *, operator: bool) -> list[Policy]:
+        return [each for each in self.policy_list if each.operator is operator]
+
+    def queue(self, name: str) -> dict[str, Any] | None:
+        return self.queues.get(name)
+
+    def feature_flags(self) -> dict[str, str]:
+        if self.flags is None:
+            raise Unseen("for administrators")
+        return self.flags
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> type[Api]:
+    made = type("Made", (Api,), {"queues": {"orders": {"type": "quorum", "durable": True}}})
+    monkeypatch.setattr(checks, "Management", made)
+    return made
+
+
+def test_a_feature_flag_that_is_off_is_an_error_where_it_matters(api: type[Api]) -> None:
+    api.flags = {"quorum_queue": "enabled", "stream_queue": "disabled"}
+
+    [one] = check_queues(ORDERS, Address(), version="3.10.8")
+
+    assert one.level == ERROR
+    assert "enable_feature_flag stream_queue" in one.text
+    assert check_queues(ORDERS, Address(), version="3.13.1") == []
+
+
+def test_what_cannot_be_seen_is_said(api: type[Api]) -> None:
+    [one] = check_queues(ORDERS, Address(), version="3.10.8")
+    assert "only an administrator" in one.text
+
+    api.queues = {}
+    [other] = check_queues(ORDERS, Address(), version="3.13.0")
+    assert other.level == WARNING
+    assert "is another broker's; set the connection's extra 'management_url'" in other.text
+
+
+def test_a_source_that_a_run_is_to_declare_is_judged_by_how_it_will(api: type[Api]) -> None:
+    api.queues = {}
+    arguments = {"x-queue-type": "stream"}
+    own = RabbitMQProducer(queue="orders", declare={"durable": True, "arguments": arguments})
+
+    [one] = check_queues(own, Address(), version="3.13.0", there=False)
+
+    assert (one.level, one.queue) == (ERROR, "orders")
+    assert "a stream" in one.text
+
+
+def test_a_quorum_source_without_a_limit_of_its_own_is_warned_of_on_rabbitmq_4(
+    api: type[Api],
+) -> None:
+    [one] = check_queues(ORDERS, Address(), version="4.1.0")
+
+    assert (one.level, one.queue) == (WARNING, "orders")
+    assert "more than 20 times" in one.text
+
+
+def test_a_queue_that_is_not_durable_and_a_sink_that_is_missing_are_warned_of(
+    api: type[Api],
+) -> None:
+    api.queues = {"orders": {"type": "classic", "durable": False}}
+    own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
+
+    texts = [each.text for each in check_queues(own, Address(), version="3.13.0")]
+
+    assert texts == [
+        "is not durable: it and its messages end with the broker",
+        "does not exist: dead letters would come back",
+    ]
+
+
+def test_errors_are_raised_as_one_and_the_rest_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warning = Finding(WARNING, "orders", "may be full")
+
+    with pytest.raises(ProducerError, match=r"'a': bad \(and 1 more\)"):
+        act_on([warning, Finding(ERROR, "a", "bad"), Finding(ERROR, "b", "bad")])
+
+    assert caplog.messages == ["the queue 'orders': may be full."]
+
+
+def test_a_broker_whose_quorum_queues_lose_what_lapses_is_refused() -> None:
+    staged = RabbitMQProducer(queue="q", custody="staged", queue_type="classic")
+
+    with pytest.raises(ProducerError, match=r"is 3\.9\.29: its quorum queues lose"):
+        refuse_version("3.9.29", ORDERS, "broker:5672")
+    for version in ("3.10.0", "4.1.2", "", "unknown"):
+        refuse_version(version, ORDERS, "broker:5672")
+    refuse_version("3.8.0", staged, "broker:5672")

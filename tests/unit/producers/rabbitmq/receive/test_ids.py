@@ -1,0 +1,82 @@
+"""The ids of one generation's messages, and what is remembered to keep them apart."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.producers.rabbitmq import journal as journal_module
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.receive import ids as ids_module
+from airflow_broadway.producers.rabbitmq.receive.ids import Ids
+
+
+def load(*message_ids: str) -> list[Held]:
+    return [Held(each, 1, 0, False, b"", b"", b"") for each in message_ids]
+
+
+def test_an_id_that_comes_twice_names_two_messages() -> None:
+    ids = Ids("own")
+
+    made = [ids.fresh(), ids.returned("a"), ids.returned("a"), ids.marked("a", 1, "t", ())]
+    made += [ids.returned(f"{made[1]}~{made[0]}"), ids.returned(str(made[0]))]
+
+    assert made[:2] == ["own-1", "a"]
+    assert len(set(made)) == 6
+
+
+def test_what_two_turns_published_is_the_same_message() -> None:
+    ids = Ids("own")
+
+    assert ids.marked("a", 1, "t1", {"t1", "t2"}) == "a"
+    assert ids.marked("a", 1, "t2", {"t1", "t2"}) is None
+    assert ids.marked("a", 1, "t2", {"t1", "t2"}) not in ("a", None)  # a copy of one of them
+
+
+def test_what_was_not_secured_comes_again_under_its_id() -> None:
+    ids = Ids("own")
+    assert [ids.returned("a"), ids.marked("b", 1, "t", ())] == ["a", "b"]
+    ids.secured([load("a")])
+
+    ids.reconnect()
+
+    assert ids.marked("b", 1, "t", ()) == "b"
+    assert ids.returned("a") != "a"
+
+
+def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids_module, "_MOST", 100)
+    ids = Ids("own")
+    tracemalloc.start()
+    try:
+        made = {ids.marked(f"m{n % 600}", n, "t" * (n % 9), ()) for n in range(2_000)}
+        made |= {ids.returned(f"r{n % 600}") for n in range(2_000)}
+        apart = len(made)
+        made.clear()
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert apart == 4_000
+    assert size < 100_000
+
+
+def test_the_turns_of_few_generations_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_KEPT", 3)
+    journal = Journal(f"file://{tmp_path}", "q")
+    name, _ = journal.note_turn("g0", whole=True)
+    turns = Turns(journal)
+    assert turns.of("g0") is None
+
+    for number in range(4):
+        turns.read(f"g{number}")
+
+    assert turns.of("g0") is None
+    assert turns.of("g3") == frozenset()
+    turns.read("g0")
+    assert turns.of("g0") == frozenset({name})

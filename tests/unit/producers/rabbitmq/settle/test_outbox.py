@@ -1,0 +1,167 @@
+"""What one settlement publishes, at a broker that confirms only when it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import Action, Lease, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.broker.names import Queues
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
+from airflow_broadway.testing.clock import ManualClock
+
+MIB = 1024 * 1024
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+QUEUES = Queues("orders")
+
+
+class Broker:
+    """A link, its one channel, and the broker behind: it answers whenever somebody waits.
+
+    :param refuses: The routing keys to which nothing can be published.
+    """
+
+    def __init__(self, refuses: Iterable[str] = ()) -> None:
+        self._refuses = set(refuses)
+        self._answer: Callable[[Any], None] = lambda frame: None
+        self._open: dict[int, tuple[str, int]] = {}
+        #: Routing key and body of what was published, in order.
+        self.published: list[tuple[str, bytes]] = []
+        #: The most bytes that were waiting for their confirm.
+        self.peak = 0
+        self.link = self
+        self.number = 1
+        self.blocked = False
+        self.max_properties = 100_000
+        self.raw = SimpleNamespace(returned={}, basic_publish=self._publish)
+
+    def channel(self) -> Broker:
+        return self
+
+    def post(self, function: Callable[[], None]) -> None:
+        function()
+
+    def on_lost(self, function: Callable[..., None]) -> None:
+        pass
+
+    def call(self, name: str, *, ack_nack_callback: Callable[[Any], None]) -> None:
+        self._answer = ack_nack_callback
+
+    def _publish(
+        self, exchange: str, routing_key: str, body: bytes, properties: Any, *, mandatory: bool
+    ) -> None:
+        self.published.append((routing_key, body))
+        self._open[len(self.published)] = (routing_key, len(body))
+        self.peak = max(self.peak, sum(size for _, size in self._open.values()))
+
+    def wait(self, seconds: float) -> bool:
+        """Answer one publication."""
+        number = next(iter(self._open))
+        routing_key, _ = self._open.pop(number)
+        name = "Basic.Nack" if routing_key in self._refuses else "Basic.Ack"
+        method = SimpleNamespace(NAME=name, delivery_tag=number, multiple=False)
+        self._answer(SimpleNamespace(method=method))
+        return True
+
+    def publisher(self) -> Publisher:
+        made = Publisher(self)  # type: ignore[arg-type]
+        made._changed.wait = self.wait  # type: ignore[assignment,method-assign]
+        return made
+
+
+class Topology:
+    """The queues of ``orders``; all are there."""
+
+    queues = QUEUES
+
+    def ensure_dead(self, link: Any) -> None:
+        pass
+
+    ensure_returns = ensure_dead
+
+    def dead_for(self, route: bytes) -> tuple[str, str]:
+        return "", QUEUES.dead
+
+
+def outbox(broker: Broker, *, gives_back: bool = True) -> Outbox:
+    clock = ManualClock()
+    lease = Lease(
+        kind="rabbitmq", generation="g", seconds=60.0, deadline=clock.now(), owner={}, state={}
+    )
+    topology: Any = Topology()
+    link: Any = broker
+    made = Outbox(link, topology, lease, clock, lambda: ("t", False), None, gives_back=gives_back)
+    made._opened = broker.publisher()
+    return made
+
+
+def held(number: int, size: int) -> Held:
+    return Held(f"m{number}", 1, 0, False, b"\x00\x00", b"\x00\x00", bytes(size))
+
+
+def test_what_waits_for_its_confirm_is_bounded_by_bytes() -> None:
+    broker = Broker()
+    publisher = broker.publisher()
+
+    for number in range(100):
+        publisher.publish("", "q", b"\x00\x00", bytes(MIB), key=str(number))
+
+    assert publisher.flush() == {}
+    assert len(broker.published) == 100
+    assert broker.peak <= 17 * MIB
+
+
+def test_small_messages_wait_for_their_confirm_by_count() -> None:
+    broker = Broker()
+    publisher = broker.publisher()
+
+    for number in range(10_000):
+        publisher.publish("", "q", b"\x00\x00", b"x", key=str(number))
+
+    assert publisher.flush() == {}
+    assert 1_000 < broker.peak <= 2_100
+
+
+def test_what_is_refused_goes_back_on_the_way_not_at_the_end() -> None:
+    # Given a queue of dead letters that takes nothing, and large messages
+    broker = Broker(refuses=[QUEUES.dead])
+    box = outbox(broker)
+
+    for number in range(60):
+        box.carry_out(held(number, MIB), DEAD)
+        assert sum(len(each.body) for each, _ in box._sent.values()) <= 17 * MIB
+        assert sum(len(each.body) for each in box._refused) <= 17 * MIB
+
+    # Then those refused first are in the returns queue before the last is tried
+    places = [routing_key for routing_key, _ in broker.published]
+    assert 32 <= places.count(QUEUES.returns) < 60
+    assert box.finish() == dict.fromkeys((f"m{n}" for n in range(60)), Action.DEAD_LETTER)
+    back = [body for routing_key, body in broker.published if routing_key == QUEUES.returns]
+    given = [each for body in back for each in bundle.unpack(body)[1]]
+    assert [each.message_id for each in given] == [f"m{n}" for n in range(60)]
+
+
+def test_what_is_refused_of_what_a_callback_settles_stays_where_it_is() -> None:
+    broker = Broker(refuses=[QUEUES.dead])
+    box = outbox(broker, gives_back=False)
+
+    box.carry_out(held(1, 10), DEAD)
+
+    assert box.finish() == {"m1": Action.DEAD_LETTER}
+    assert [routing_key for routing_key, _ in broker.published] == [QUEUES.dead]
+
+
+def test_nothing_is_settled_if_what_is_refused_cannot_go_back() -> None:
+    box = outbox(Broker(refuses=[QUEUES.dead, QUEUES.returns]))
+
+    box.carry_out(held(1, 10), DEAD)
+
+    with pytest.raises(ProducerError, match=r"takes nothing .*: nothing was settled"):
+        box.finish()

@@ -1,0 +1,223 @@
+"""Rows that another program wrote into the queue file: each fails alone."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway.core.custody.protocol import ACK, RELEASE, Action, Entry, Settlement, Verdict
+from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.testing.clock import ManualClock
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    st.binary(max_size=20),
+)
+COLUMNS = ("body", "attributes", "enqueued_at", "attempt", "deliveries")
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SqliteQueue]:
+    with SqliteQueue(tmp_path / "q.db", "q", clock=ManualClock()) as made:
+        yield made
+
+
+def spoil(queue: SqliteQueue, row: int, column: str, value: Any) -> None:
+    table = "bodies" if column in ("body", "attributes") else "messages"
+    with closing(sqlite3.connect(queue.path)) as db:
+        if column == "body" and value is None:
+            db.execute("DELETE FROM bodies WHERE id = ?", (row,))
+        else:
+            db.execute(f"UPDATE OR IGNORE {table} SET {column} = ? WHERE id = ?", (value, row))
+        db.commit()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("body", None),
+        ("attributes", "{no JSON"),
+        ("attributes", b"\xff\xfe\xfd"),
+        ("attributes", "[" * 100_000),
+        ("enqueued_at", 2**62),
+        ("enqueued_at", "yesterday"),
+        ("attempt", "first"),
+        ("deliveries", b"\x00"),
+    ],
+)
+def test_a_row_that_cannot_be_read_becomes_a_dead_letter_alone(
+    queue: SqliteQueue, column: str, value: Any
+) -> None:
+    ids = queue.send([b"a", (b"b", {"k": 1}), b"c"])
+    spoil(queue, 2, column, value)
+
+    messages = queue.receive("g", 10)
+
+    assert sorted(message.data for message in messages) == [b"a", b"c"]
+    [letter] = queue.dead_letters()
+    assert (letter.message_id, letter.stage) == (ids[1], "secure")
+    assert letter.reason.startswith("cannot be read: ")
+    assert queue.settle("g", Settlement(rest=ACK, expected=2)).acked == 2
+    assert queue.depth()[:4] == (0, 0, 0, 1)
+
+
+def test_a_whole_demand_of_such_rows_does_not_make_the_queue_look_empty(
+    queue: SqliteQueue,
+) -> None:
+    queue.send([(b"%d" % number, {"k": 1}) for number in range(5)])
+    queue.send([b"good"])
+    for row in range(1, 6):
+        spoil(queue, row, "attributes", "{")
+
+    assert [message.data for message in queue.receive("g", 2)] == [b"good"]
+    assert len(queue.dead_letters()) == 5
+
+
+def test_text_in_place_of_bytes_is_its_utf_8(queue: SqliteQueue) -> None:
+    queue.send([b"a"])
+    spoil(queue, 1, "body", "zażółć")
+
+    [message] = queue.receive("g", 1)
+
+    assert message.data == "zażółć".encode()
+
+
+def test_a_lease_whose_owner_cannot_be_read_is_listed_all_the_same(queue: SqliteQueue) -> None:
+    queue.send([b"a"])
+    queue.receive("g", 1, owner={"dag_id": "d"})
+    with closing(sqlite3.connect(queue.path)) as db:
+        db.execute("UPDATE leases SET owner = '['")
+        db.commit()
+
+    [record] = queue.leases()
+
+    assert (record.lease.generation, record.lease.owner) == ("g", {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    spoiled=st.lists(st.tuples(st.integers(1, 8), st.sampled_from(COLUMNS), ANYTHING), max_size=6)
+)
+def test_whatever_is_written_into_rows_the_others_are_handled_and_none_vanishes(
+    spoiled: list[tuple[int, str, Any]],
+) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        SqliteQueue(Path(folder) / "q.db", "q", clock=ManualClock()) as queue,
+    ):
+        ids = queue.send([(b"%d" % number, {"n": number}) for number in range(8)])
+        for row, column, value in spoiled:
+            spoil(queue, row, column, value)
+
+        messages = queue.receive("g", 100)
+
+        received = [message.message_id for message in messages]
+        dead = [letter.message_id for letter in queue.dead_letters()]
+        assert sorted([*received, *dead]) == sorted(ids)
+        touched = {row for row, _, _ in spoiled}
+        assert {each for row, each in enumerate(ids, 1) if row not in touched} <= set(received)
+        assert queue.settle("g", Settlement(rest=ACK, expected=len(received))).acked == len(
+            received
+        )
+
+
+# -------------------------------------------------------------------- what lease and manifest say
+
+
+def entries(ids: list[str], verdict: Verdict = ACK) -> Iterator[Entry]:
+    return (Entry(each, "", verdict) for each in ids)
+
+
+def test_equal_counts_do_not_hide_that_lease_and_manifest_name_other_messages(
+    queue: SqliteQueue,
+) -> None:
+    ids = queue.send([b"a", b"b", b"c"])
+    queue.receive("g", 3)
+    with closing(sqlite3.connect(queue.path)) as db:  # one of them is taken away by hand
+        db.execute("DELETE FROM messages WHERE id = 1")
+        db.commit()
+
+    report = queue.settle(
+        "g", Settlement(rest=ACK, everything=lambda: entries(ids[:2]), expected=2)
+    )
+
+    # "c" was received and never staged: it is not acknowledged, though two are held and two named.
+    assert (report.acked, report.released, report.lapsed) == (1, 1, 1)
+    assert [message.data for message in queue.receive("h", 3)] == [b"c"]
+
+
+def test_what_is_missing_from_a_lease_is_reported_lapsed(queue: SqliteQueue) -> None:
+    ids = queue.send([b"a", b"b", b"c"])
+    queue.receive("g", 3)
+    with closing(sqlite3.connect(queue.path)) as db:
+        db.execute("DELETE FROM messages WHERE id = 1")
+        db.commit()
+
+    report = queue.settle("g", Settlement(rest=ACK, everything=lambda: entries(ids), expected=3))
+
+    assert (report.acked, report.lapsed, report.total) == (2, 1, 3)
+
+
+def test_a_release_tells_what_is_missing_too(queue: SqliteQueue) -> None:
+    queue.send([b"a", b"b"])
+    queue.receive("g", 2)
+    with closing(sqlite3.connect(queue.path)) as db:
+        db.execute("DELETE FROM messages WHERE id = 1")
+        db.commit()
+
+    report = queue.settle("g", Settlement(rest=RELEASE))
+
+    assert (report.released, report.lapsed) == (1, 1)
+
+
+def test_what_was_settled_at_once_is_not_missing(queue: SqliteQueue) -> None:
+    ids = queue.send([b"a", b"b", b"c"])
+    queue.receive("g", 3)
+    now = queue.settle_now("g", entries(ids[:1], Verdict(Action.DEAD_LETTER, 0.0, "no")))
+
+    settlement = Settlement(rest=ACK, expected=2, settled_now=now)
+
+    assert queue.settle("g", settlement).total == 2
+
+
+# ------------------------------------------------------------------------------ who may read it
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_nobody_but_its_user_may_read_the_file_and_those_beside_it(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        with SqliteQueue(tmp_path / "q.db", "q") as queue:
+            queue.send([b"secret"])
+            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+
+    assert modes == {"q.db": 0o600, "q.db-shm": 0o600, "q.db-wal": 0o600}
+
+
+def test_in_a_folder_that_a_group_shares_the_group_may_use_it(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2770)
+
+    with SqliteQueue(shared / "q.db", "q") as queue:
+        queue.send([b"a"])
+        modes = {stat.S_IMODE(path.stat().st_mode) for path in shared.iterdir()}
+
+    assert modes == {0o660}

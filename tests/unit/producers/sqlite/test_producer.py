@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.protocol import ACK, Delivery, Lease, QueueDepth, Settlement
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
+from airflow_broadway.core.model.options import override
+from airflow_broadway.producers import SqliteProducer
+from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.testing.clock import ManualClock
+
+
+class OneConnection:
+    def __init__(self, **fields: Any) -> None:
+        self._connection = Connection(conn_id="broadway_sqlite_default", **fields)
+
+    def get(self, conn_id: str) -> Connection:
+        assert conn_id == "broadway_sqlite_default"
+        return self._connection
+
+
+def env(**changes: Any) -> ProducerEnv:
+    return ProducerEnv(clock=ManualClock(), **changes)
+
+
+def test_the_connection_is_the_default_source_of_the_path() -> None:
+    assert SqliteProducer(queue="q").conn_id == "broadway_sqlite_default"
+    assert SqliteProducer(queue="q", path="/q.db").conn_id is None
+    assert SqliteProducer(queue="q", conn_id="mine").path is None
+
+
+def test_path_and_connection_exclude_each_other() -> None:
+    with pytest.raises(OptionsError) as error:
+        SqliteProducer(queue="q", path="/q.db", conn_id="mine")
+    assert str(error.value) == (
+        "invalid value for option 'SqliteProducer.conn_id': expected nothing beside 'path': one of"
+        " the two, got: 'mine'"
+    )
+    with pytest.raises(
+        OptionsError,
+        match=r"required option 'SqliteProducer.path' not found; give it, such as Sqlite",
+    ):
+        SqliteProducer(queue="q", conn_id=None)
+
+
+def test_an_override_may_replace_the_connection_by_a_path() -> None:
+    changed = override(SqliteProducer(queue="q"), {"path": "/q.db"}, "producer")
+
+    assert (changed.path, changed.conn_id) == ("/q.db", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {},
+            "'SqliteProducer.queue' not found; give it, such as SqliteProducer(queue=",
+        ),
+        ({"queue": ""}, "'SqliteProducer.queue': expected a non-empty string, got: ''"),
+        (
+            {"queue": "q", "path": "q.db"},
+            "expected an absolute path, the same file for every task or None, got: 'q.db'",
+        ),
+        ({"queue": "q", "pth": "/q.db"}, "did you mean 'path'?"),
+        (
+            {"queue": "q", "on_failure": "requeue"},
+            "expected one of ['ack', 'dead_letter', 'noop', 'retry'], got: 'requeue'",
+        ),
+    ],
+)
+def test_an_option_that_breaks_its_rule_is_named(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionsError) as error:
+        SqliteProducer(**given)
+
+    assert text in str(error.value)
+
+
+def test_a_template_passes_until_it_is_rendered() -> None:
+    declared = SqliteProducer(queue="q-{{ var.value.env }}", path="{{ var.value.queue_file }}")
+
+    assert declared.path == "{{ var.value.queue_file }}"
+    with pytest.raises(OptionsError, match="an absolute path"):
+        override(declared, {"path": "relative.db"}, "producer", rendered=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "{path}"},
+        {"extra": {"path": "{path}"}},
+        {"conn_type": "broadway_sqlite", "host": "{path}", "extra": {"path": "{path}"}},
+    ],
+)
+def test_the_path_comes_from_host_or_extra(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = str(tmp_path / "q.db")
+    if "host" in fields:
+        fields = {**fields, "host": path}
+    if "extra" in fields:
+        fields = {**fields, "extra": {"path": path}}
+
+    opened = SqliteProducer(queue="q").open_queue(env(connections=OneConnection(**fields)))
+
+    assert opened.path == path
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "names no queue file: its host must be an absolute path, got: ''"),
+        ({"host": "localhost"}, "must be an absolute path, got: 'localhost'"),
+        ({"host": "/a", "extra": {"path": "/b"}}, "names two files"),
+        ({"conn_type": "postgres", "host": "/a"}, "is of type 'postgres'"),
+    ],
+)
+def test_a_connection_that_names_no_file_says_so(fields: dict[str, Any], text: str) -> None:
+    producer = SqliteProducer(queue="q")
+
+    for use in (producer.source, producer.custodian, producer.depth):
+        with pytest.raises(ConnectionMissing) as error:
+            use(env(connections=OneConnection(**fields)))
+        assert "the connection 'broadway_sqlite_default'" in str(error.value)
+        assert text in str(error.value)
+
+
+def test_a_missing_connection_says_so() -> None:
+    with pytest.raises(ConnectionMissing, match="'broadway_sqlite_default' is not defined"):
+        SqliteProducer(queue="q").source(env())
+
+
+@pytest.fixture
+def producer(tmp_path: Path) -> SqliteProducer:
+    path = str(tmp_path / "q.db")
+    with SqliteQueue(path, "q", clock=ManualClock()) as queue:
+        queue.send([b"a", b"b"])
+    return SqliteProducer(queue="q", path=path)
+
+
+def test_messages_carry_their_delivery(producer: SqliteProducer) -> None:
+    source = producer.source(env(generation="g"))
+    messages = source.receive(5, timeout=0.0)
+
+    assert source.secure(messages) is messages
+    for message in messages:
+        assert message.acknowledger.ref == "g"
+        assert message.acknowledger.data == Delivery()
+    source.close()
+
+
+def test_receiving_moves_the_deadline(producer: SqliteProducer) -> None:
+    clock = ManualClock()
+    source = producer.source(ProducerEnv(generation="g", clock=clock))
+    first = source.lease.deadline
+    clock.advance(100.0)
+    source.receive(1, timeout=0.0)
+    assert (source.lease.deadline - first).total_seconds() == 100.0
+    clock.advance(100.0)
+    source.receive(1, timeout=0.0)
+    second = source.lease.deadline
+    assert (second - first).total_seconds() == 200.0
+
+    # Nothing more was received, so nothing was renewed.
+    clock.advance(100.0)
+    assert source.receive(1, timeout=1.0) == []
+    assert source.lease.deadline == second
+    source.close()
+
+
+def test_waiting_ends_when_a_message_arrives(producer: SqliteProducer) -> None:
+    with producer.open_queue(env()) as queue:
+        queue.purge()
+
+        class Busy(ManualClock):
+            def sleep(self, seconds: float) -> None:
+                super().sleep(seconds)
+                if self.monotonic() > 3.0:
+                    queue.send([b"at last"])
+
+        clock = Busy()
+        source = producer.source(ProducerEnv(generation="g", clock=clock))
+        messages = source.receive(5, timeout=60.0)
+        source.close()
+
+    assert b"at last" in [message.data for message in messages]
+    assert clock.monotonic() < 5.0
+
+
+def test_a_lease_of_another_queue_is_refused(producer: SqliteProducer) -> None:
+    source = producer.source(env(generation="g"))
+    source.receive(1, timeout=0.0)
+    lease = source.lease
+    source.close()
+    other = SqliteProducer(queue="other", path=producer.path).custodian(env())
+
+    for use in (other.renew, other.holds):
+        with pytest.raises(ProducerError, match="is of sqlite queue 'q', and this producer's"):
+            use(lease)
+    with pytest.raises(ProducerError, match="give both halves of the run the same options"):
+        other.settle(Lease.from_json({**lease.to_json(), "kind": "sqs"}), Settlement(rest=ACK))
+    other.close()
+
+
+def test_depth_and_open_leases(producer: SqliteProducer) -> None:
+    source = producer.source(env(generation="g", owner={"run_id": "r"}))
+    source.receive(1, timeout=0.0)
+
+    assert producer.depth(env()) == QueueDepth(1, 0, 1, 0, 0.0)
+    [lease] = producer.leases(env())
+    assert (lease.kind, lease.generation, lease.owner) == ("sqlite", "g", {"run_id": "r"})
+    assert lease == source.lease
+    source.close()
+
+
+def test_parsing_a_pipeline_opens_nothing(tmp_path: Path) -> None:
+    SqliteProducer(queue="q", path=str(tmp_path / "missing" / "q.db"))
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_queue_that_nothing_was_ever_sent_to_is_told_with_the_names_that_there_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "q.db"
+    producer = SqliteProducer(queue="ordres", path=str(path))
+    producer.source(ProducerEnv()).close()
+    assert f"there is no queue file {path} yet" in caplog.text
+    SqliteQueue(path, "orders").send([b"a"])
+    caplog.clear()
+
+    producer.source(ProducerEnv()).close()
+
+    assert "has no queue 'ordres'; it has ['orders']" in caplog.text
+    caplog.clear()
+    SqliteProducer(queue="orders", path=str(path)).source(ProducerEnv()).close()
+    assert not caplog.text

@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import (
+    ACK,
+    RELEASE,
+    Action,
+    Entry,
+    QueueDepth,
+    Settlement,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError
+from airflow_broadway.producers.sqlite import SqliteQueue, database, queue, receive
+from airflow_broadway.producers.sqlite import send as sending
+from airflow_broadway.producers.sqlite.records import ranges
+from airflow_broadway.testing.clock import ManualClock
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "too old", "process")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "queue.db"
+
+
+@pytest.fixture
+def flights(path: Path, clock: ManualClock) -> SqliteQueue:
+    return SqliteQueue(path, "flights", clock=clock)
+
+
+def test_a_missing_file_is_an_empty_queue_until_the_first_send(
+    flights: SqliteQueue, path: Path
+) -> None:
+    assert flights.receive("g", 10) == []
+    assert flights.depth() == QueueDepth(0, 0, 0, 0, None)
+    assert flights.leases() == []
+    assert flights.dead_letters() == []
+    assert flights.renew("g", 1.0) is None
+    assert not flights.holds("g")
+    assert flights.purge() == flights.purge_dead() == flights.requeue_dead() == 0
+    assert flights.settle("g", Settlement(rest=ACK, expected=3)) == SettleReport(lapsed=3)
+    flights.check()
+    assert not path.exists()
+
+    flights.send([b"one"])
+
+    assert path.exists()
+
+
+def test_what_was_sent_is_received_in_order_with_its_attributes(
+    flights: SqliteQueue, clock: ManualClock
+) -> None:
+    keys = flights.send([b"\xff", "żółw", (b"c", {"origin": "EWR", "tags": ["a", 1]})])
+    clock.advance(2.0)
+
+    messages = flights.receive("g", 10)
+
+    assert [message.data for message in messages] == [b"\xff", "żółw".encode(), b"c"]
+    assert [message.message_id for message in messages] == keys
+    assert [message.position for message in messages] == [0, 1, 2]
+    assert messages[0].received_at == clock.now()
+    assert messages[0].metadata == {
+        "queue": "flights",
+        "enqueued_at": "2026-01-01T00:00:00+00:00",
+    }
+    assert messages[2].metadata["attributes"] == {"origin": "EWR", "tags": ["a", 1]}
+
+
+def test_ids_are_never_used_twice(flights: SqliteQueue) -> None:
+    first = flights.send([b"a", b"b"])
+    flights.receive("g", 10)
+    flights.settle("g", Settlement(rest=ACK))
+
+    assert not set(flights.send([b"c", b"d"])) & set(first)
+
+
+def test_queues_of_one_file_do_not_mix(path: Path, clock: ManualClock) -> None:
+    one, two = (SqliteQueue(path, name, clock=clock) for name in ("one", "two"))
+    for number in range(6):
+        (one, two)[number % 2].send([str(number)])
+
+    assert [m.data for m in one.receive("g", 10)] == [b"0", b"2", b"4"]
+    assert two.depth().ready == 3
+    assert one.purge_dead() == two.purge_dead() == 0
+    assert two.purge() == 3
+    assert one.depth().leased == 3
+
+
+def test_a_delayed_message_waits(flights: SqliteQueue, clock: ManualClock) -> None:
+    flights.send([(b"later", None, 10.0), b"now"])
+    assert flights.depth() == QueueDepth(1, 1, 0, 0, 0.0)
+    assert [message.data for message in flights.receive("g", 10)] == [b"now"]
+    clock.advance(10.0)
+
+    assert [message.data for message in flights.receive("g", 10)] == [b"later"]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (12, "message 1 was not sent: expected a body of bytes or text, got: 12"),
+        (None, "expected a body of bytes or text, got: None"),
+        ((b"a",), "expected a body, (body, attributes) or (body, attributes, delay), got: (b'a',)"),
+        ((b"a", [1]), "expected attributes in a mapping, got: [1]"),
+        ((b"a", {"at": object()}), "attributes are no JSON"),
+        ((b"a", {"x": float("nan")}), "attributes are no JSON"),
+        ((b"a", None, -1), "expected a delay in seconds of at least 0, got: -1"),
+        ((b"a", None, "soon"), "expected a delay in seconds of at least 0, got: 'soon'"),
+        ((b"a", None, float("nan")), "expected a delay in seconds of at least 0, got: nan"),
+        ("\ud800", "its text cannot be encoded as UTF-8"),
+        (b"x" * 101, "its body has 101 bytes, and a row holds at most 100"),
+    ],
+)
+def test_a_message_that_cannot_be_sent_stops_the_whole_call(
+    flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch, message: Any, text: str
+) -> None:
+    monkeypatch.setattr(queue, "MAX_BODY", 100)
+    monkeypatch.setattr(sending, "MAX_BODY", 100)
+
+    with pytest.raises(ProducerError) as error:
+        flights.send([b"fine", message])
+
+    assert text in str(error.value)
+    assert flights.depth().ready == 0
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_queue_needs_a_name(path: Path, name: Any) -> None:
+    with pytest.raises(ProducerError, match="a queue's name is a non-empty string"):
+        SqliteQueue(path, name)
+
+
+def test_receive_stops_at_its_bytes(flights: SqliteQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "MAX_RECEIVE_BYTES", 100)
+    flights.send([b"x" * 60] * 5)
+
+    assert len(flights.receive("g", 10)) == 2
+    assert len(flights.receive("g", 10)) == 2
+    assert len(flights.receive("g", 10)) == 1
+
+
+def test_a_dead_letter_keeps_what_is_needed_to_judge_it(
+    flights: SqliteQueue, clock: ManualClock
+) -> None:
+    [key] = flights.send([(b"\xfe", {"origin": "JFK"})])
+    sent = clock.now()
+    clock.advance(5.0)
+    flights.receive("g1", 1)
+    reason = "é" * 2000
+    verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "batch")
+    flights.settle("g1", Settlement(rest=verdict))
+
+    [letter] = flights.dead_letters()
+
+    assert letter.message_id == key
+    assert letter.body == b"\xfe"
+    assert letter.attributes == {"origin": "JFK"}
+    assert letter.reason == "é" * 1022 + "…"
+    assert (letter.stage, letter.attempt, letter.generation) == ("batch", 1, "g1")
+    assert (letter.enqueued_at, letter.died_at) == (sent, clock.now())
+    assert flights.depth().dead == 1
+
+
+def test_dead_letters_go_back_under_their_old_ids_on_their_first_attempt(
+    flights: SqliteQueue, clock: ManualClock
+) -> None:
+    keys = flights.send([b"a", b"b", b"c"])
+    flights.receive("g1", 3)
+    flights.settle("g1", Settlement(rest=DEAD))
+    assert len(flights.dead_letters(limit=2)) == 2
+    assert [d.message_id for d in flights.dead_letters(limit=None, offset=1)] == keys[1:]
+
+    assert flights.requeue_dead([keys[0], keys[0], "nonsense", f"{keys[2]}9"]) == 1
+    [message] = flights.receive("g2", 3)
+    assert (message.message_id, message.data, message.attempt) == (keys[0], b"a", 1)
+    assert message.redelivered
+
+    assert flights.purge_dead([keys[1]]) == 1
+    assert flights.requeue_dead(delay=5.0) == 1
+    assert flights.depth() == QueueDepth(0, 1, 1, 0, None)
+
+
+def test_nothing_of_a_settled_message_stays_in_the_file(flights: SqliteQueue) -> None:
+    import sqlite3
+
+    flights.send([b"x"] * 10)
+    flights.receive("g", 4)
+    flights.settle("g", Settlement(rest=ACK))
+    flights.receive("g2", 2)
+    flights.settle("g2", Settlement(rest=DEAD))
+    flights.purge_dead()
+    flights.purge()
+
+    with sqlite3.connect(flights.path) as db:
+        for table in ("messages", "bodies", "dead"):
+            assert db.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,)
+    db.close()
+
+
+def test_open_leases_are_listed_with_their_owners(flights: SqliteQueue, clock: ManualClock) -> None:
+    flights.send([b"x"] * 5)
+    flights.receive("g1", 2, seconds=60.0, owner={"dag_id": "d", "run_id": "r"})
+    flights.receive("g2", 1, seconds=30.0)
+    flights.release("g2")
+
+    [record] = flights.leases()
+    assert record.lease.generation == "g1"
+    assert record.lease.owner == {"dag_id": "d", "run_id": "r"}
+    assert record.lease.state == {"path": flights.path, "queue": "flights"}
+    assert (record.state, record.received, record.held) == ("open", 2, 2)
+    assert record.report is None
+    both = flights.leases(ended=True)
+    assert [r.state for r in both] == ["open", "released"]
+    assert both[1].report == SettleReport(released=1)
+
+
+def test_early_verdicts_are_on_the_record_of_the_lease(flights: SqliteQueue) -> None:
+    keys = flights.send([b"x"] * 5)
+    flights.receive("g", 5)
+    early = [Entry(keys[0], "", ACK), Entry(keys[1], "", DEAD)]
+
+    assert flights.settle_now("g", early) == SettleReport(acked=1, dead_lettered=1)
+    # The same call again reports the same, and the first verdict stands.
+    again = [Entry(keys[0], "", DEAD), Entry(keys[1], "", ACK)]
+    assert flights.settle_now("g", again) == SettleReport(acked=1, dead_lettered=1)
+
+    # A manifest may count them or not: they are not reported lapsed.
+    assert flights.settle("g", Settlement(rest=ACK, expected=5)) == SettleReport(acked=3)
+    [record] = flights.leases(ended=True)
+    assert record.settled_early == SettleReport(acked=1, dead_lettered=1)
+
+
+def test_an_ended_lease_receives_no_more_even_if_it_never_did(flights: SqliteQueue) -> None:
+    flights.send([b"x"])
+    assert flights.release("g") == SettleReport()
+
+    with pytest.raises(LeaseLapsed, match=r"'g' receives no more .* was released at 2026-01-01"):
+        flights.receive("g", 1)
+
+
+def test_messages_that_the_manifest_does_not_name_are_not_acknowledged(
+    flights: SqliteQueue,
+) -> None:
+    keys = flights.send([b"x"] * 3)
+    flights.receive("g", 3)
+
+    with pytest.raises(ProducerError, match="holds 3 messages and its manifest names 2"):
+        flights.settle("g", Settlement(rest=ACK, expected=2))
+    named = [Entry(key, "", ACK) for key in keys[:2]]
+    report = flights.settle("g", Settlement(rest=ACK, expected=2, everything=lambda: iter(named)))
+
+    assert report == SettleReport(acked=2, released=1)
+
+
+def test_a_verdict_on_a_foreign_id_settles_nothing(flights: SqliteQueue) -> None:
+    flights.send([b"x"] * 2)
+    own = flights.receive("g", 2)[0].message_id.rpartition("-")[0]
+    for foreign in ("", "x", "a-1", "0123456789abcdef-1", f"{own}-１", f"{own}-01"):
+        bad = Entry(foreign, "", RELEASE)
+        with pytest.raises(ProducerError, match="not of this queue: nothing was settled"):
+            flights.settle("g", Settlement(rest=ACK, entries=lambda bad=bad: iter([bad])))  # type: ignore[misc]
+        report = flights.settle_now("g", [bad])
+        assert (report.failed, report.total) == (1, 1)
+        assert report.undone == {foreign}
+        assert report.errors
+    assert flights.depth().leased == 2
+
+
+def test_a_message_whose_id_was_changed_is_given_back_and_its_neighbours_are_settled(
+    flights: SqliteQueue,
+) -> None:
+    # Given two messages, of which a transformer gave one another id: it failed under that
+    keys = flights.send([b"x"] * 3)
+    flights.receive("g", 3)
+    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+    named = [Entry(key, "", ACK) for key in ("mine", keys[1], keys[2])]
+    entries = [Entry("mine", "", dead), Entry(keys[1], "", dead)]
+    settlement = Settlement(
+        rest=ACK, entries=lambda: iter(entries), everything=lambda: iter(named), expected=3
+    )
+
+    report = flights.settle("g", settlement)
+
+    # Then its verdict falls to nobody
+    assert (report.dead_lettered, report.acked, report.released) == (1, 1, 1)
+    assert "'mine' could not be settled: its id is not of this queue" in report.errors[0]
+    [again] = flights.receive("g2", 3)
+    assert again.message_id == keys[0]
+
+
+def test_a_lease_past_its_deadline_may_be_settled_while_nobody_has_its_messages(
+    flights: SqliteQueue, clock: ManualClock
+) -> None:
+    flights.send([b"x"] * 2)
+    flights.receive("g", 2, seconds=60.0)
+    clock.advance(61.0)
+
+    assert not flights.holds("g")
+    assert flights.depth() == QueueDepth(2, 0, 0, 0, 61.0)
+    assert flights.settle("g", Settlement(rest=ACK)) == SettleReport(acked=2)
+
+
+def test_a_lease_past_its_deadline_may_be_renewed_while_nobody_has_its_messages(
+    flights: SqliteQueue, clock: ManualClock
+) -> None:
+    flights.send([b"x"])
+    flights.receive("g", 1, seconds=60.0)
+    clock.advance(61.0)
+
+    assert flights.renew("g", 60.0) is not None
+    assert flights.holds("g")
+    assert flights.receive("other", 1) == []
+
+
+def test_reports_are_forgotten_after_their_retention(path: Path, clock: ManualClock) -> None:
+    with SqliteQueue(path, "q", clock=clock, retention=100.0) as kept:
+        keys = kept.send([b"x"] * 3)
+        kept.receive("old", 1)
+        kept.settle_now("old", [Entry(keys[0], "", ACK)])
+        kept.release("old")
+        clock.advance(101.0)
+        kept.receive("new", 1)
+        kept.release("new")
+
+        assert [r.lease.generation for r in kept.leases(ended=True)] == ["new"]
+
+
+def test_threads_share_a_queue(path: Path) -> None:
+    shared = SqliteQueue(path, "q")
+    found: list[str] = []
+
+    def work(number: int) -> None:
+        shared.send([b"x"] * 50)
+        while messages := shared.receive(f"g{number}", 7):
+            found.extend(message.message_id for message in messages)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    while messages := shared.receive("last", 7):
+        found.extend(message.message_id for message in messages)
+    shared.close()
+
+    assert len(found) == len(set(found)) == 200
+
+
+def test_a_queue_that_another_makes_at_the_same_instant_is_no_strangers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = database._tables
+    made: list[bool] = []
+
+    def overtaken(db: sqlite3.Connection) -> Any:
+        if not made:
+            made.append(True)
+            with SqliteQueue(path, "q") as faster:
+                faster.send([b"first"])
+        return look(db)
+
+    monkeypatch.setattr(database, "_tables", overtaken)
+    with SqliteQueue(path, "q") as slower:
+        slower.send([b"second"])
+        assert slower.depth().ready == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_opens_the_file_for_itself(path: Path) -> None:
+    parent = SqliteQueue(path, "q")
+    parent.send([b"before"])
+
+    child = multiprocessing.get_context("fork").Process(target=parent.send, args=([b"child"],))
+    child.start()
+    child.join()
+
+    assert child.exitcode == 0
+    parent.send([b"after"])
+    assert [m.data for m in parent.receive("g", 10)] == [b"before", b"child", b"after"]
+    parent.close()
+
+
+def test_a_file_that_was_replaced_is_opened_anew(flights: SqliteQueue, path: Path) -> None:
+    flights.send([b"lost with its file"])
+    for file in path.parent.iterdir():
+        file.unlink()
+
+    assert flights.depth().ready == 0
+    flights.send([b"new"])
+
+    with SqliteQueue(path, "flights") as other:
+        assert [message.data for message in other.receive("g", 5)] == [b"new"]
+
+
+def test_bytes_like_bodies_are_sent(flights: SqliteQueue) -> None:
+    flights.send([bytearray(b"a"), memoryview(b"b")])
+
+    assert [message.data for message in flights.receive("g", 5)] == [b"a", b"b"]
+
+
+def test_metadata_is_a_plain_dict_of_json_for_each_message(flights: SqliteQueue) -> None:
+    flights.send([b"a", b"b"])
+    one, two = flights.receive("g", 2)
+
+    assert type(one.metadata) is dict
+    assert one.metadata is not two.metadata
+    assert json.loads(json.dumps(one.metadata)) == one.metadata
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([], []), ([3], [(3, 3)]), ([2, 1, 3], [(1, 3)]), ([9, 1, 2, 5, 8], [(1, 2), (5, 5), (8, 9)])],
+)
+def test_numbers_become_ranges(rows: list[int], expected: list[tuple[int, int]]) -> None:
+    assert ranges(rows) == expected

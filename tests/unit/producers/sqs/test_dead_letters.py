@@ -1,0 +1,107 @@
+"""Dead letters within SQS's limits."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
+from airflow_broadway.producers.sqs.dead_letters import letter, requests, size_of
+from airflow_broadway.producers.sqs.limits import MAX_BODY, unsendable
+
+
+def entry(body: bytes = b"body", reason: str = "too late", attributes: int = 0) -> Entry:
+    given: dict[str, Any] = {
+        f"a{number}": {"data_type": "String", "string_value": f"v{number}"}
+        for number in range(attributes)
+    }
+    if attributes:
+        raw = base64.b64encode(b"\x00").decode()
+        given[f"a{attributes - 1}"] = {"data_type": "Binary", "binary_value": raw}
+    properties = json.dumps({"attributes": given, "MessageGroupId": "g"})
+    verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "process")
+    return Entry("id-1", "", verdict, 3, body, properties)
+
+
+def values(made: dict[str, Any]) -> dict[str, str]:
+    return {name: value.get("StringValue", "") for name, value in made["MessageAttributes"].items()}
+
+
+def test_a_dead_letter_says_what_where_and_why() -> None:
+    made = letter(entry(), "orders", fifo=False)
+
+    assert made["MessageBody"] == "body"
+    assert values(made) == {
+        "broadway_message_id": "id-1",
+        "broadway_queue": "orders",
+        "broadway_attempt": "3",
+        "broadway_stage": "process",
+        "broadway_reason": "too late",
+    }
+    assert "MessageGroupId" not in made
+
+
+@pytest.mark.parametrize("count", [5, 6, 9, 10])
+def test_a_dead_letter_never_has_more_than_ten_attributes_and_loses_none(count: int) -> None:
+    made = letter(entry(attributes=count), "orders", fifo=False)
+
+    attributes = made["MessageAttributes"]
+    assert len(attributes) <= 10
+    packed = json.loads(attributes.get("broadway", {}).get("StringValue", "{}"))
+    own = {name for name in attributes if not name.startswith("broadway")}
+    assert own | set(packed.get("attributes", {})) == {f"a{number}" for number in range(count)}
+    why = packed.get("reason") or attributes["broadway_reason"]["StringValue"]
+    assert why == "too late"
+
+
+def test_a_dead_letter_that_was_one_before_says_only_why_it_is_one_now() -> None:
+    before = letter(entry(reason="too early", attributes=1), "orders", fifo=False)
+    attributes = {
+        name: {"data_type": value["DataType"], "string_value": value.get("StringValue", "")}
+        for name, value in before["MessageAttributes"].items()
+    }
+    again = entry()._replace(properties=json.dumps({"attributes": attributes}))
+
+    made = values(letter(again, "orders", fifo=False))
+
+    assert made["broadway_reason"] == "too late"
+    assert set(made) == {"a0", *values(letter(entry(), "orders", fifo=False))}
+
+
+def test_a_fifo_dead_letter_has_its_group_and_is_there_once() -> None:
+    made = letter(entry(), "orders.fifo", fifo=True)
+
+    assert (made["MessageGroupId"], made["MessageDeduplicationId"]) == ("g", "id-1")
+
+
+def test_characters_that_sqs_refuses_are_replaced_in_a_reason() -> None:
+    made = letter(entry(reason="a\x00b\ud800c\uffffd"), "orders", fifo=False)
+
+    assert values(made)["broadway_reason"] == "a�b�c�d"
+    assert unsendable("tab\t, line\r\n, ż, 😀") == ""
+    assert unsendable("a\x0b") == "U+000B"
+
+
+def test_a_long_reason_is_cut_so_that_the_message_fits() -> None:
+    full = letter(entry(reason="r" * 5000), "orders", fifo=False)
+    assert len(values(full)["broadway_reason"]) == 2048
+
+    tight = letter(entry(b"x" * (MAX_BODY - 300), "r" * 5000), "orders", fifo=False)
+    assert size_of(tight) <= MAX_BODY
+    assert values(tight)["broadway_reason"] == "r" * 64
+
+    whole = letter(entry(b"x" * MAX_BODY), "orders", fifo=False)
+    assert size_of(whole) == MAX_BODY
+    assert "MessageAttributes" not in whole
+
+
+def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte() -> None:
+    small = {str(number): {"MessageBody": "x"} for number in range(25)}
+    assert [len(each) for each in requests(small)] == [10, 10, 5]
+
+    large = {str(number): {"MessageBody": "x" * 100_000} for number in range(5)}
+    large["whole"] = {"MessageBody": "x" * MAX_BODY}
+    assert [len(each) for each in requests(large)] == [2, 2, 1, 1]

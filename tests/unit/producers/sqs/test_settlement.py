@@ -1,0 +1,493 @@
+"""What moto cannot show: refused receipts, partial failures, throttling, duplicates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import (
+    ACK,
+    LEAVE,
+    RELEASE,
+    Action,
+    SettleReport,
+    Verdict,
+)
+from airflow_broadway.core.errors import ProducerUnavailable
+from tests.fake_sqs import URL, FakeSqs, client_error
+from tests.unit.producers.sqs.kit import FIFO, Halves, halves, settlement, take
+
+RETRY = Verdict(Action.RETRY, 30.0, "later", "process")
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+
+
+def failing(code: str, times: int, *, fault: bool = False) -> Any:
+    """An answer that fails the second entry of a delete request so many times."""
+    left = [times]
+
+    def answer(asked: str, arguments: dict[str, Any]) -> Any:
+        if asked != "DeleteMessage" or not left[0]:
+            return None
+        left[0] -= 1
+        entries = arguments["Entries"]
+        bad = entries[1 if len(entries) > 1 else 0]["Id"]
+        return {
+            "Successful": [{"Id": each["Id"]} for each in entries if each["Id"] != bad],
+            "Failed": [{"Id": bad, "Code": code, "Message": "no", "SenderFault": fault}],
+        }
+
+    return answer
+
+
+# --------------------------------------------------------------------------- entries that fail
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"), [("InternalError", False), ("RequestThrottled", True), ("Odd", False)]
+)
+def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: bool) -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(3)])
+        messages = run.take()
+        run.fake.answer = failing(code, 2, fault=fault)
+        began = run.clock.monotonic()
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert report == SettleReport(acked=3)
+        assert run.fake.log is not None
+        sizes = [len(each["Entries"]) for action, each in run.fake.log if action == "DeleteMessage"]
+        assert sizes == [3, 1, 1]
+        assert run.clock.monotonic() > began  # it was waited for
+
+
+def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        run.fake.answer = failing("InternalError", 1000)
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert (report.acked, report.failed) == (0, 1)
+        assert report.errors == ("InternalError: no",)
+        assert run.fake.requests["DeleteMessage"] == 6
+        assert run.fake.left() == 1
+
+
+def test_an_invalid_receipt_is_never_sent_twice() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        run.fake.answer = failing("ReceiptHandleIsInvalid", 1000, fault=True)
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert (report.acked, report.lapsed, report.failed) == (1, 1, 0)
+        assert run.fake.requests["DeleteMessage"] == 1
+        assert "delivered again" in report.errors[0]
+
+
+def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+        for message in messages[1:]:
+            run.fake.queue().known[message.message_id].receipt = "another's"
+        verdicts = {"b": RETRY, "c": RELEASE}
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+
+        assert (report.acked, report.lapsed) == (1, 2)
+        assert (report.requeued, report.released) == (0, 0)
+
+
+def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        run.fake.answer = failing("KmsAccessDenied", 1000, fault=True)
+
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+
+        assert (report.acked, report.failed) == (1, 1)
+        assert report.errors == ("KmsAccessDenied: no",)
+        assert run.fake.requests["DeleteMessage"] == 1
+
+
+# ------------------------------------------------------------------------- requests that fail
+
+
+def test_a_denied_action_keeps_none_of_the_others_from_being_done() -> None:
+    with halves() as run:
+        run.fake.put([str(number) for number in range(40)])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            client_error("AccessDenied", "User: arn:… is not authorized", status=403)
+            if action == "ChangeMessageVisibility"
+            else None
+        )
+        verdicts = {str(number): RELEASE for number in range(25)}
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+
+        assert (report.acked, report.failed, report.total) == (15, 25, 40)
+        [error] = report.errors
+        assert "allow sqs:ChangeMessageVisibility" in error
+        assert "arn:" not in error
+        assert run.fake.requests["ChangeMessageVisibility"] == 1
+
+
+def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path: Path) -> None:
+    with halves(f"file://{tmp_path}", dead_letter="orders-dead") as run:
+        run.fake.put([str(number) for number in range(5)])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            client_error("ServiceUnavailable", status=503) if action == "DeleteMessage" else None
+        )
+        verdicts = {"0": DEAD, "1": RETRY}
+        lease = run.source.lease
+        with pytest.raises(ProducerUnavailable, match="just now"):
+            run.custodian.settle(lease, settlement(messages, verdicts))
+        assert run.fake.left() == 5
+
+        run.fake.answer = lambda *_: None
+        run.source.close()
+        report = run.other().settle(lease, settlement(messages, verdicts))
+
+        assert report == SettleReport(acked=3, requeued=1, dead_lettered=1)
+        # Sent before its original was deleted, the dead letter is there twice, with one id.
+        sent = run.fake.queue(URL + "-dead").sent
+        ids = [each["MessageAttributes"]["broadway_message_id"]["StringValue"] for each in sent]
+        assert ids == [messages[0].message_id] * 2
+        assert run.other().settle(lease, settlement(messages, verdicts)) == report
+
+
+# --------------------------------------------------------------------------------- receipts
+
+
+def test_a_message_handed_out_twice_at_once_is_one_and_settled_by_its_newer_receipt() -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        held = run.fake.queue().ready[0]
+
+        def twice(action: str, _: dict[str, Any]) -> Any:
+            if action != "ReceiveMessage":
+                return None
+            run.fake.answer = lambda *_: None
+            [first] = run.fake.receive_message(
+                QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=0
+            )["Messages"]
+            [second] = run.fake.receive_message(
+                QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600
+            )["Messages"]
+            return {"Messages": [first, second]}
+
+        run.fake.answer = twice
+        messages = run.take()
+
+        assert [message.data for message in messages] == [b"a"]
+        report = run.custodian.settle(run.source.lease, settlement(messages))
+        assert report == SettleReport(acked=1)
+        assert held.key not in run.fake.queue().known
+
+
+def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Path) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        lease = run.source.lease
+        # SQS makes one visible too early, as it may; the run receives it again.
+        held = run.fake.queue().known[messages[0].message_id]
+        held.visible = -1.0
+        run.fake.queue().ready.append(held)
+        run.clock.advance(10.0)
+
+        assert run.take() == []
+
+        run.source.close()
+        report = run.other().settle(lease, settlement(messages))
+        assert report == SettleReport(acked=2)
+        assert run.fake.left() == 0
+
+
+def test_a_message_that_comes_again_as_the_run_ends_is_settled_by_its_newest_receipt(
+    tmp_path: Path,
+) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        lease = run.source.lease
+        queue = run.fake.queue()
+        held = queue.known[messages[0].message_id]
+        queue.ready.append(held)
+        answer = run.fake.receive_message(
+            QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600
+        )
+        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in answer["Messages"]]
+        run.source.close()
+
+        assert run.fake.waiting() == []  # nobody gave it back
+        report = run.other().settle(lease, settlement(messages))
+        assert report == SettleReport(acked=1)
+        assert run.fake.left() == 0
+
+
+def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt() -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        lease = run.source.lease
+        run.clock.advance(600.0)
+
+        assert not run.custodian.holds(lease)
+        assert run.custodian.renew(lease) is None
+        report = run.custodian.settle(lease, settlement(messages))
+
+        assert report == SettleReport(lapsed=1)
+        assert run.fake.requests["DeleteMessage"] == 0
+
+
+def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path: Path) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+        lease = run.source.lease
+        run.clock.advance(300.0)
+        run.fake.queue().known[messages[1].message_id].receipt = "another's"
+
+        renewed = run.custodian.renew(lease)
+
+        assert renewed is not None
+        run.source.close()
+        run.clock.advance(300.0)
+        assert run.other().renew(renewed) is not None
+        assert run.fake.entries["ChangeMessageVisibility"] == 5  # the lost one is not asked for
+        report = run.other().settle(renewed, settlement(messages))
+        assert (report.acked, report.lapsed) == (2, 1)
+
+
+def test_what_was_received_and_never_staged_is_given_back() -> None:
+    with halves() as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+
+        report = run.custodian.settle(run.source.lease, settlement(messages[:2]))
+
+        assert report == SettleReport(acked=2, released=1)
+        assert run.fake.waiting() == ["c"]
+
+
+# ----------------------------------------------------------------------------------- the rest
+
+
+def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
+    with halves(lease=43_200.0) as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        run.clock.advance(42_000.0)
+        verdicts = {"a": Verdict(Action.RETRY, 3600.0, "later", "process")}
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+
+        assert (report.requeued, report.failed) == (1, 0)
+        assert "cut to the 1199 s that remained" in report.errors[0]
+        run.clock.advance(1200.0)
+        assert run.fake.waiting() == ["a"]
+
+
+def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> None:
+    with halves(dead_letter="orders-dead") as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            {
+                "Successful": [{"Id": "1"}],
+                "Failed": [
+                    {
+                        "Id": "0",
+                        "Code": "InvalidParameterValue",
+                        "Message": "too long",
+                        "SenderFault": True,
+                    }
+                ],
+            }
+            if action == "SendMessage"
+            else None
+        )
+
+        report = run.custodian.settle(
+            run.source.lease, settlement(messages, {"a": DEAD, "b": DEAD})
+        )
+
+        assert (report.dead_lettered, report.failed, report.lapsed) == (1, 1, 0)
+        assert report.errors == ("SendMessage: InvalidParameterValue: too long",)
+        assert [held.body for held in run.fake.queue().known.values()] == ["a"]
+
+
+def test_attempts_count_failures_on_record_and_no_release(tmp_path: Path) -> None:
+    staging = f"file://{tmp_path}"
+    with halves(staging) as first:
+        fake = first.fake
+        fake.put(["a", "b"])
+        messages = first.take()
+        verdicts = {"a": RETRY, "b": RELEASE}
+        first.custodian.settle(first.source.lease, settlement(messages, verdicts))
+    fake.clock.sleep(30.0)
+
+    with halves(staging, fake=fake) as second:
+        again = {message.data: message for message in second.take()}
+
+    assert (again[b"a"].attempt, again[b"b"].attempt) == (2, 1)
+    assert again[b"a"].redelivered
+    assert again[b"b"].redelivered
+
+
+def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
+    staging = f"file://{tmp_path}"
+
+    def files() -> set[str]:
+        return {path.name for path in tmp_path.rglob("*.json")}
+
+    with halves(staging) as run:
+        fake = run.fake
+        fake.put([str(number) for number in range(30)])
+        messages = run.take()
+        assert "receipts-000000.json" in files()
+        run.custodian.settle(run.source.lease, settlement(messages, {"1": RETRY}))
+        left = [path for path in tmp_path.rglob("*.json") if path.parent.name != "attempts"]
+        assert "settled.json" in {path.name for path in left}
+        assert len(left) == 2  # and that it may be removed later
+    with halves(staging, fake=fake) as empty:
+        empty.custodian.settle(empty.source.lease, settlement([]))
+        assert len(files()) == 3  # an empty run leaves nothing
+    fake.clock.sleep(20 * 86_400.0)
+
+    with halves(staging, fake=fake) as later:
+        assert len(later.take()) == 1
+
+    assert files() == {"receipts-000000.json"}
+
+
+def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
+    with halves() as first:
+        fake = first.fake
+        fake.put(["a"])
+        messages = first.take()
+        first.custodian.settle(first.source.lease, settlement(messages, rest=RELEASE))
+
+    with halves(fake=fake) as second:
+        [again] = second.take()
+
+    assert again.attempt == 2
+
+
+def test_what_a_run_gives_back_waits_for_its_end() -> None:
+    with halves() as run:
+        run.fake.put(["a"])
+        messages = run.take()
+        run.custodian.settle_now(
+            run.source.lease, list(settlement(messages, {"a": RELEASE}).entries())
+        )
+
+        assert run.take() == []
+
+        assert run.fake.requests["ReceiveMessage"] < 10  # received once, and kept
+        run.source.close()
+        assert run.fake.waiting() == ["a"]
+
+
+def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
+    tmp_path: Path,
+) -> None:
+    # Given two verdicts at once, of which the second is not answered
+    with halves(tmp_path.as_uri()) as run:
+        run.fake.put(["a", "b", "c"])
+        messages = run.take()
+        run.fake.answer = lambda action, _: (
+            client_error("RequestThrottled", status=400)
+            if action == "ChangeMessageVisibility"
+            else None
+        )
+        both = list(settlement(messages, {"a": ACK, "b": RETRY}).entries())
+        with pytest.raises(ProducerUnavailable):
+            run.custodian.settle_now(run.source.lease, both)
+
+        # When the callback that heard of it has failed, and each gets its verdict in the end
+        run.fake.answer = lambda action, _: None
+        rest = replace(settlement(messages, {"a": RETRY, "b": RETRY}), settled_now=SettleReport())
+        report = run.custodian.settle(run.source.lease, rest)
+
+        # Then what was done counts for what it was
+        assert report == SettleReport(acked=2, requeued=1)
+
+
+# ----------------------------------------------------------------------------------------- FIFO
+
+
+def fifo(run: Halves) -> list[str]:
+    """The bodies that come next, in order."""
+    with halves(fake=run.fake, queue_url=FIFO) as heir:
+        return [message.data.decode() for message in take(heir.source)]
+
+
+def in_groups(fake: FakeSqs) -> None:
+    for body in ("x1", "y1", "x2", "y2", "x3"):
+        fake.put([body], url=FIFO, group=body[0])
+
+
+def test_a_failure_that_comes_again_holds_back_the_later_ones_of_its_group() -> None:
+    with halves(queue_url=FIFO, on_failure="retry", dead_letter="dead.fifo") as run:
+        in_groups(run.fake)
+        messages = run.take()
+        assert len(messages) == 5
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, {"x1": RETRY}))
+
+        assert (report.acked, report.requeued, report.released) == (2, 1, 2)
+        assert fifo(run) == []  # the group waits for its first
+        run.clock.advance(30.0)
+        assert fifo(run) == ["x1", "x2", "x3"]
+
+
+@pytest.mark.parametrize("verdict", [LEAVE, RELEASE])
+def test_noop_and_release_hold_back_too(verdict: Verdict) -> None:
+    with halves(queue_url=FIFO) as run:
+        in_groups(run.fake)
+        messages = run.take()
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, {"x2": verdict}))
+
+        assert report.acked == 3  # x1, y1, y2
+        assert report.released + report.left == 2
+
+
+def test_a_dead_letter_holds_nothing_back_and_keeps_its_group() -> None:
+    with halves(queue_url=FIFO, dead_letter="dead.fifo") as run:
+        in_groups(run.fake)
+        messages = run.take()
+
+        report = run.custodian.settle(run.source.lease, settlement(messages, {"x1": DEAD}))
+
+        assert report == SettleReport(acked=4, dead_lettered=1)
+        [sent] = run.fake.queue(URL.rpartition("/")[0] + "/dead.fifo").sent
+        assert sent["MessageGroupId"] == "x"
+        assert sent["MessageDeduplicationId"] == messages[0].message_id
+
+
+def test_settling_in_portions_holds_back_across_them() -> None:
+    with halves(queue_url=FIFO) as run:
+        in_groups(run.fake)
+        messages = run.take()
+        by_body = {message.data.decode(): message for message in messages}
+        first = list(settlement([by_body["x1"]], {"x1": RETRY}).entries())
+        run.custodian.settle_now(run.source.lease, first)
+
+        report = run.custodian.settle(
+            run.source.lease, settlement([m for m in messages if m.data != b"x1"])
+        )
+
+        assert (report.acked, report.released) == (2, 2)

@@ -1,0 +1,216 @@
+"""Batches of a Python batcher: which run, and what is recorded of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import BatchInfo
+from airflow_broadway.core.formats.manifest import Outcome, paths
+from airflow_broadway.core.formats.ownership import Fenced
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.staging.plan_choice import outcomes_of
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.testing import ManualClock
+from tests.unit.operators.steps import Run, Sums
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path)
+    with made.queue() as queue:
+        queue.send([b"%d" % (7 * number + 1) for number in range(25)])
+    return made
+
+
+def planned(run: Run, **options: Any) -> PythonBatches:
+    generation = run.process()["generation"]
+    plan = plan_batches(run.staged, run.pipeline, "default", [generation], try_label="1")
+    return PythonBatches(run.staged, run.pipeline, plan, **options)
+
+
+def recorded(batches: PythonBatches, run: Run) -> list[Outcome | None]:
+    return [outcome for _, outcome in outcomes_of(run.staged, batches.plan)]
+
+
+def test_each_batch_gets_one_outcome(run: Run) -> None:
+    batches = planned(run)
+
+    counts = batches.run()
+
+    assert counts == {"batches": 3, "successful": 20, "failed": 5, "without_outcome": 0}
+    assert [outcome.failed for outcome in recorded(batches, run) if outcome] == [2, 2, 1]
+    # A second run counts the same, and calls nothing.
+    before = run.calls()
+    assert batches.run() == counts
+    assert run.calls() == before
+
+
+def test_a_batch_is_told_which_try_of_its_task_handles_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a first try that is stopped at its first batch
+    handle = Sums.handle_batch
+    first = planned(run)
+    tries: list[int] = []
+
+    def told(self: Sums, batcher: str, messages: Any, info: BatchInfo, context: Any) -> Any:
+        tries.append(info.attempt)
+        first.stop()
+        return handle(self, batcher, messages, info, context)
+
+    monkeypatch.setattr(Sums, "handle_batch", told)
+    first.run()
+    PythonBatches(run.staged, run.pipeline, first.plan, try_number=3).run()
+
+    # Then those that it had not come to are told of the try that has them
+    assert tries == [1, 3, 3]
+
+
+def test_a_stop_leaves_the_rest_for_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = planned(run)
+    handle = Sums.handle_batch
+
+    def stopping(self: Sums, *given: Any) -> Any:
+        batches.stop()
+        return handle(self, *given)
+
+    monkeypatch.setattr(Sums, "handle_batch", stopping)
+
+    counts = batches.run()
+
+    assert counts["without_outcome"] == 2
+    assert [outcome is None for outcome in recorded(batches, run)] == [False, True, True]
+
+
+def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given another try that records a batch while this one handles it
+    batches = planned(run)
+    handle = Sums.handle_batch
+
+    def overtaken(self: Sums, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+        other = Outcome(
+            batch_id=info.batch_id,
+            batcher=batcher,
+            plan=batches.plan.path,
+            successful=info.size,
+            failed=0,
+            writer="another",
+        )
+        run.staged.files.create(paths.outcome(batches.plan.path, info.batch_id), other.dumps())
+        return handle(self, batcher, messages, info, context)
+
+    monkeypatch.setattr(Sums, "handle_batch", overtaken)
+
+    counts = batches.run()
+
+    assert counts == {"batches": 3, "successful": 25, "failed": 0, "without_outcome": 0}
+    assert {outcome.writer for outcome in recorded(batches, run) if outcome} == {"another"}
+    assert run.ack()["totals"]["acked"] == 25
+
+
+def test_messages_given_back_meanwhile_get_no_outcome(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a batch that takes a second, in which its messages are given back
+    clock = ManualClock()
+    batches = planned(run, clock=clock)
+    handle = Sums.handle_batch
+
+    def given_back(self: Sums, *given: Any) -> Any:
+        if len(run.calls()) == 10:
+            clock.advance(1)
+            run.sweep()
+        return handle(self, *given)
+
+    monkeypatch.setattr(Sums, "handle_batch", given_back)
+
+    counts = batches.run()
+
+    # Then what was seen a second ago does not serve to record it, nor to begin the next
+    assert counts["without_outcome"] == 2
+    assert [outcome is None for outcome in recorded(batches, run)] == [False, True, True]
+    assert len(run.calls()) == 20
+    assert run.depth() == (25, 0, 0, 0)
+
+
+def test_an_outcome_that_comes_after_its_messages_were_given_back_settles_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given batches that are handled, and recorded, within the second after their messages were
+    # given back
+    batches = planned(run, clock=ManualClock())
+    handle = Sums.handle_batch
+
+    def given_back(self: Sums, *given: Any) -> Any:
+        if len(run.calls()) == 10:
+            run.sweep()
+        return handle(self, *given)
+
+    monkeypatch.setattr(Sums, "handle_batch", given_back)
+    assert batches.run()["without_outcome"] == 0
+
+    # Then all went back, and the account says so
+    assert run.depth() == (25, 0, 0, 0)
+    report = run.ack()
+    assert report["balanced"]
+    assert (report["totals"]["acked"], report["totals"]["released"]) == (0, 25)
+
+    # And the next run has all of it again, marked
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    before = len(run.calls())
+    later.batch(later.process())
+    again = later.calls()[before:]
+    assert len(again) == 25
+    assert all(call.redelivered for call in again)
+    assert later.ack()["balanced"]
+    assert run.depth()[:3] == (0, 0, 0)
+
+
+def test_a_later_run_of_the_task_fences_off_one_that_is_still_at_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a task that Airflow has lost, and whose retry does all there is within its first batch
+    clock = ManualClock()
+    batches = planned(run, name="default", clock=clock)
+    again = PythonBatches(run.staged, run.pipeline, batches.plan, name="default", try_number=2)
+    handle = Sums.handle_batch
+
+    def lost(self: Sums, *given: Any) -> Any:
+        if not run.calls():
+            monkeypatch.setattr(Sums, "handle_batch", handle)
+            assert again.run()["without_outcome"] == 0
+            clock.advance(1)
+        return handle(self, *given)
+
+    monkeypatch.setattr(Sums, "handle_batch", lost)
+
+    # Then it stops there, and handles nothing of what has an outcome
+    with pytest.raises(Fenced, match="try 2 of 'default' has begun, so try 1 stops here"):
+        batches.run()
+    assert len(run.calls()) == 25 + 10
+    assert {outcome.try_number for outcome in recorded(batches, run) if outcome} == {2}
+
+    # And another task's runs are nothing to it
+    other = PythonBatches(run.staged, run.pipeline, batches.plan, name="default!1")
+    assert other.run() == again.run()
+
+
+def test_a_batch_that_raised_is_recorded_as_one_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = planned(run)
+
+    def broken(self: Sums, *given: Any) -> Any:
+        raise ValueError("no such table")
+
+    monkeypatch.setattr(Sums, "handle_batch", broken)
+
+    counts = batches.run()
+
+    assert (counts["failed"], counts["without_outcome"]) == (25, 0)
+    errors = [outcome.error for outcome in recorded(batches, run) if outcome]
+    assert errors == ["ValueError: no such table"] * 3
+    assert run.ack()["totals"]["dead_lettered"] == 25

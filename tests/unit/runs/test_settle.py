@@ -1,0 +1,403 @@
+"""A step killed at an instant of its own choosing, tried again: nothing lost, nothing unmarked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.formats import record_batch as recording
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
+from tests.unit.operators.steps import PlainSums, Point, Run, Sums, dies
+
+COUNT = 60
+SEVENS = [n for n in range(COUNT) if n % 7 == 0]
+FIVES = [n for n in range(COUNT) if n % 5 == 0 and n % 7]
+DEAD = sorted(SEVENS + FIVES)
+
+_FOLDER = "airflow_broadway.staging.store:Folder"
+
+
+def creates(part: str) -> Any:
+    """Whether a call of ``Folder.create`` writes a file of this name."""
+    return lambda folder, path, *_: part in path
+
+
+PROCESS = [
+    Point("airflow_broadway.producers.sqlite.queue:SqliteQueue.receive", "after"),
+    Point(f"{_FOLDER}.create", "before", when=creates("_open/")),
+    Point(f"{_FOLDER}.create", "after", when=creates("_open/")),
+    Point(f"{_FOLDER}.create", "after", when=creates("generations/")),
+    Point("tests.unit.operators.steps:Sums.handle_message", "before", 37),
+    Point("airflow_broadway.staging.writer:ProcessWriter.close", "after"),
+    Point(f"{_FOLDER}.create", "before", when=creates("manifest.json")),
+    Point(f"{_FOLDER}.create", "after", when=creates("manifest.json")),
+]
+BATCH = [
+    Point(f"{_FOLDER}.create_own", "after"),
+    Point(f"{_FOLDER}.create", "before", when=creates("tries/")),
+    Point(f"{_FOLDER}.create", "after", when=creates("tries/")),
+    Point("tests.unit.operators.steps.note", "before", 2),
+    Point("tests.unit.operators.steps.note", "after", 2),
+    Point(f"{_FOLDER}.create", "before", 2, when=creates("outcomes/")),
+    Point(f"{_FOLDER}.create", "after", 2, when=creates("outcomes/")),
+    Point(f"{_FOLDER}.create", "before", when=creates("gathered-")),
+    Point(f"{_FOLDER}.create", "after", when=creates("gathered-")),
+    Point("airflow_broadway.runs.python_batches:PythonBatches.run", "after"),
+]
+SETTLE = [
+    Point(f"{_FOLDER}.create", "before", when=creates("journal-intent")),
+    Point(f"{_FOLDER}.create", "after", when=creates("journal-intent")),
+    Point("airflow_broadway.producers.sqlite.queue:SqliteQueue.settle", "after"),
+    Point(f"{_FOLDER}.create", "after", when=creates("journal-settled")),
+    Point("airflow_broadway.staging.run_folder:StagedRun.forget_open", "after"),
+    Point("airflow_broadway.runs.account.mark_balanced", "before"),
+]
+PLAIN = [point for point in SETTLE if "mark_balanced" not in point.function]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path)
+    with made.queue() as queue:
+        queue.send([b"%d" % number for number in range(COUNT)])
+    return made
+
+
+def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
+    """Everything is settled once, and the witnesses agree."""
+    totals = report["totals"]
+    assert report["balanced"], totals
+    assert (totals["acked"], totals["dead_lettered"]) == (COUNT - len(dead), len(dead)), totals
+    assert (totals["lapsed"], totals["settle_failed"], totals["still_leased"]) == (0, 0, 0)
+    assert run.dead() == dead
+    assert run.depth() == (0, 0, 0, len(dead))
+    assert run.unmarked() == []
+    # A death is no failure: nothing has used an attempt.
+    assert {call.attempt for call in run.calls()} <= {1}
+    with run.queue() as queue:
+        assert queue.leases() == []
+    # A settled generation may still be on the list of sweeps, which take it off then.
+    assert list(iter_unsettled(run.staged.store, "Sums", "sums")) == []
+    assert run.staged.dag.list("_open") == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", PROCESS, ids=str)
+def test_a_process_task_killed_is_tried_again_from_nothing(run: Run, point: Point) -> None:
+    dies(run.process, point)
+
+    reference = run.process(try_number=2)
+    run.batch(reference)
+    check(run, run.ack())
+
+    handled = sorted(call.number for call in run.calls())
+    assert handled == [number for number in range(COUNT) if number % 7]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", BATCH, ids=str)
+def test_a_batcher_killed_keeps_its_outcomes_and_runs_the_rest(run: Run, point: Point) -> None:
+    reference = run.process()
+    dies(lambda: run.batch(reference), point)
+
+    recorded = {path.stem for path in run.folder.rglob("outcomes/default/*/*.json")}
+    before = len(run.calls())
+    run.batch(reference, try_number=2)
+    check(run, run.ack())
+
+    # What had an outcome was not run again.
+    assert not recorded & {call.batch_id for call in run.calls()[before:]}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_batcher_killed_beside_a_file_of_its_exceptions(
+    run: Run, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    # Given exceptions that are too many for an outcome to hold
+    monkeypatch.setattr(recording, "INLINE_BYTES", 0)
+    reference = run.process()
+    entries = Point(f"{_FOLDER}.write_lines", moment, 2, when=creates("outcomes/"))
+    dies(lambda: run.batch(reference), entries)
+    recorded = {path.stem for path in run.folder.rglob("outcomes/default/*/*.json")}
+    assert len(recorded) == 1
+
+    before = len(run.calls())
+    run.batch(reference, try_number=2)
+    check(run, run.ack())
+    assert not recorded & {call.batch_id for call in run.calls()[before:]}
+
+
+@pytest.mark.faults
+def test_a_batcher_killed_runs_the_same_batches_though_its_options_have_changed(run: Run) -> None:
+    # Given a batcher that was killed in its first batch, before any outcome
+    reference = run.process()
+    dies(lambda: run.batch(reference), Point("tests.unit.operators.steps.note", "after", 1))
+    seen = {call.batch_id for call in run.calls()}
+
+    # When its retry finds another batch_size
+    changed = Run(run.folder, batchers={"default": {"batch_size": 7}})
+    changed.batch(reference, try_number=2)
+    check(changed, changed.ack())
+
+    # Then what came again came under the id that it had
+    again = [call for call in run.calls() if call.batch_id in seen]
+    assert len(again) == 2 * 10
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", SETTLE, ids=str)
+def test_a_sensor_killed_while_it_settles_settles_once(run: Run, point: Point) -> None:
+    reference = run.process()
+    run.batch(reference)
+    dies(run.ack, point)
+
+    first = run.ack()
+    check(run, first)
+
+    # And whoever looks again sees the same.
+    again = run.ack()
+    assert {**again, "at": ""} == {**first, "at": ""}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", PLAIN, ids=str)
+def test_a_pipeline_without_batchers_killed_while_it_settles(tmp_path: Path, point: Point) -> None:
+    run = Run(tmp_path, pipeline=PlainSums)
+    with run.queue() as queue:
+        queue.send([b"%d" % number for number in range(COUNT)])
+    dies(run.process, point)
+
+    # The retry finds what the dead try had decided, and does not undo it.
+    run.process(try_number=2)
+    report = run.ack()
+
+    assert report["balanced"]
+    assert run.dead() == SEVENS
+    assert run.depth() == (0, 0, 0, len(SEVENS))
+    assert report["totals"]["acked"] == COUNT - len(SEVENS)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_at_settling_one_message_at_once(tmp_path: Path, moment: str) -> None:
+    run = Run(tmp_path, context={"now": 13, "now_in_batch": 33})
+    with run.queue() as queue:
+        queue.send([b"%d" % number for number in range(COUNT)])
+    now = "airflow_broadway.producers.sqlite.queue:SqliteQueue.settle_now"
+    dies(run.process, Point(now, moment))
+
+    reference = run.process(try_number=2)
+    dies(lambda: run.batch(reference), Point(now, moment))
+    run.batch(reference, try_number=2)
+    report = run.ack()
+
+    assert report["balanced"], report["totals"]
+    assert report["totals"]["lapsed"] == 0
+    assert run.dead() == DEAD
+    assert run.depth() == (0, 0, 0, len(DEAD))
+    assert run.unmarked() == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("point", PLAIN, ids=str)
+def test_a_sweep_killed_while_it_gives_back(run: Run, point: Point) -> None:
+    # Given a run that Airflow shows finished, and that still holds its messages
+    run.process()
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    dies(later.sweep, point)
+
+    # When the next process task sweeps
+    reference = later.process()
+    later.batch(reference)
+    report = later.ack()
+
+    # Then what had no outcome came back, and what had failed before any batch was a dead letter
+    assert report["balanced"]
+    assert report["totals"]["received"] == COUNT - len(SEVENS)
+    assert run.dead() == DEAD
+    assert run.depth() == (0, 0, 0, len(DEAD))
+    assert len(run.calls()) == COUNT - len(SEVENS)
+    assert all(call.redelivered and call.attempt == 1 for call in run.calls())
+
+
+# --------------------------------------------------------------------------------- who has outcomes
+
+
+def test_outcomes_of_a_run_that_nobody_settled_count_when_it_is_swept(run: Run) -> None:
+    # Given a run whose batches are done and whose sensor somebody marked
+    reference = run.process(max_messages=30)
+    run.batch(reference)
+
+    # When the next run sweeps
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later.batch(later.process())
+    report = later.ack()
+
+    # Then its outcomes were carried out: nothing is handled again
+    assert len(run.calls()) == len({call.message_id for call in run.calls()})
+    assert report["totals"]["received"] == 30
+    assert run.dead() == DEAD
+    assert run.depth() == (0, 0, 0, len(DEAD))
+
+
+def test_what_has_no_outcome_is_released_when_its_run_is_swept(run: Run) -> None:
+    run.process(max_messages=30)
+
+    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later.batch(later.process())
+    report = later.ack()
+
+    # Only what had failed before any batch had an outcome.
+    assert report["totals"]["received"] == COUNT - 5
+    redelivered = [call for call in later.calls() if call.redelivered]
+    assert len(redelivered) == len([n for n in range(30) if n % 7])
+    assert run.dead() == DEAD
+
+
+def test_clearing_process_gives_back_even_what_has_an_outcome(run: Run) -> None:
+    # Given a run whose batches are done, not yet settled
+    reference = run.process()
+    run.batch(reference)
+
+    # When somebody clears the process task
+    reference = run.process(try_number=2)
+    run.batch(reference, try_number=2)
+    check(run, run.ack())
+
+    # Then all was received and handled again, marked
+    assert len(run.calls()) == 2 * len([n for n in range(COUNT) if n % 7])
+
+
+def test_a_plan_that_clearing_process_made_void_counts_no_batches(run: Run) -> None:
+    # Given batches that were planned, none of them handled
+    generation = run.process()["generation"]
+    plan_batches(run.staged, run.pipeline, "default", [generation], try_label="1")
+
+    # When process is cleared
+    reference = run.process(try_number=2)
+    run.batch(reference, try_number=2)
+    report = run.ack()
+
+    # Then the report counts each message in one batch
+    check(run, report)
+    assert report["batchers"]["default"]["messages"] == len(run.calls())
+
+
+def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(run: Run) -> None:
+    # Given a process task that is about to publish when its retry starts beside it
+    from airflow_broadway.core.errors import LeaseLapsed
+
+    publish = StagedRun.publish
+    references: list[dict[str, Any]] = []
+
+    def late(self: StagedRun, manifest: Any) -> bool:
+        StagedRun.publish = publish  # type: ignore[method-assign]
+        references.append(run.process(try_number=2))
+        return publish(self, manifest)
+
+    StagedRun.publish = late  # type: ignore[method-assign]
+    try:
+        with pytest.raises(LeaseLapsed, match="settled before it was done"):
+            run.process()
+    finally:
+        StagedRun.publish = publish  # type: ignore[method-assign]
+
+    run.batch(*references)
+    check(run, run.ack())
+
+
+def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(run: Run) -> None:
+    # Given a try whose supervisor died: it works on while the next begins, at its second batch
+    reference = run.process()
+    handle = Sums.handle_batch
+    begun: list[int] = []
+
+    def overtaken(self: Sums, *given: Any) -> Any:
+        begun.append(1)
+        if len(begun) == 2:
+            run.batch(reference, try_number=2)
+        return handle(self, *given)
+
+    Sums.handle_batch = overtaken  # type: ignore[method-assign, assignment]
+    try:
+        run.batch(reference)
+    finally:
+        Sums.handle_batch = handle  # type: ignore[method-assign]
+
+    check(run, run.ack())
+
+
+def test_a_sensor_and_a_guard_that_settle_at_once_agree(run: Run) -> None:
+    reference = run.process()
+    run.batch(reference)
+    settle = Run.ack
+    from airflow_broadway.producers.sqlite.queue import SqliteQueue
+
+    original = SqliteQueue.settle
+    nested: list[dict[str, Any]] = []
+
+    def beside(self: SqliteQueue, *given: Any, **named: Any) -> Any:
+        SqliteQueue.settle = original  # type: ignore[method-assign]
+        nested.append(settle(run))
+        return original(self, *given, **named)
+
+    SqliteQueue.settle = beside  # type: ignore[method-assign]
+    try:
+        report = run.ack()
+    finally:
+        SqliteQueue.settle = original  # type: ignore[method-assign]
+
+    check(run, report)
+    assert nested[0]["totals"] == report["totals"]
+
+
+def test_the_last_look_gives_back_what_a_running_process_task_holds(run: Run) -> None:
+    from airflow_broadway.core.errors import BroadwayError
+
+    handle = Sums.handle_message
+    reports: list[dict[str, Any]] = []
+
+    def timed_out(self: Sums, processor: str, message: Any, context: Any) -> Any:
+        if int(message.data) == 20 and not reports:
+            reports.append(run.ack())
+        return handle(self, processor, message, context)
+
+    Sums.handle_message = timed_out  # type: ignore[method-assign]
+    try:
+        with pytest.raises(BroadwayError):
+            run.process()
+    finally:
+        Sums.handle_message = handle  # type: ignore[method-assign]
+
+    assert run.depth() == (COUNT, 0, 0, 0)
+    assert run.ack()["balanced"]
+
+
+def test_a_lapsed_lease_is_reported_loudly_and_balances(run: Run) -> None:
+    # Given a run whose lease another receiver found lapsed
+    short = Run(run.folder, pipeline=Sums)
+    short.pipeline = Sums(
+        producer={"path": str(run.folder / "queue.db"), "lease": 0.2},
+        context={"calls": run.calls_path},
+    )
+    reference = short.process()
+    import time
+
+    time.sleep(0.3)
+    with run.queue() as queue:
+        taken = queue.receive("another", 5)
+    assert len(taken) == 5
+
+    # When its batcher comes: no callback gets messages that are not held
+    counts = short.batch(reference)
+    assert counts is not None
+    assert counts["without_outcome"] == counts["batches"]
+    assert short.calls() == []
+
+    report = short.ack()
+    assert report["balanced"]
+    assert report["totals"]["lapsed"] == COUNT

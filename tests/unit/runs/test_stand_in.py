@@ -1,0 +1,108 @@
+"""A run that nobody looks at any more: its Dag is paused, or its sensor has its last look."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.staging.plan_choice import plans_of
+from tests.unit.operators.steps import Run
+
+
+def filled(run: Run, count: int = 10) -> Run:
+    with run.queue() as queue:
+        queue.send([b"%d" % number for number in range(1, count + 1)])
+    return run
+
+
+def context_of(run: Run, started: datetime, states: dict[str, str | None]) -> Any:
+    ti = SimpleNamespace(
+        dag_id="sums",
+        run_id=run.run_id,
+        task_id="ack",
+        map_index=-1,
+        try_number=1,
+        start_date=started,
+        get_first_reschedule_date=lambda context: None,
+        get_task_states=lambda dag_id, run_ids, task_ids: {run_ids[0]: states},
+    )
+    dag_run = SimpleNamespace(
+        run_id=run.run_id,
+        run_type="manual",
+        logical_date=None,
+        data_interval_start=None,
+        data_interval_end=None,
+    )
+    dag = SimpleNamespace(task_ids=list(states), tasks=[])
+    return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": {}}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
+    tmp_path: Path, watched: bool
+) -> None:
+    # Given a task whose application is about to start; a paused Dag's sensor looks no more
+    run = filled(Run(tmp_path))
+    reference = run.process()
+    operator = BroadwaySparkSubmitOperator(
+        task_id="handle_batches", pipeline=run.pipeline, batches=[]
+    )
+    run.batch(reference)  # what the application records
+    heads = list(plans_of(run.staged, run.pipeline, reference["generation"]))
+    plans = [SimpleNamespace(head=head) for head in heads]
+    operator._submitted = (run.staged, plans)  # type: ignore[assignment]
+    context = context_of(run, datetime.now(UTC), {})
+    if watched:
+        settler = run.settler()
+        settler.beat()
+        settler.close()
+    with run.queue() as queue:
+        [before] = queue.leases()
+
+    # When it starts
+    operator._before_submit(context, run.staged)
+    end = time.monotonic() + 10.0
+    deadline = before.lease.deadline
+    while not watched and deadline == before.lease.deadline and time.monotonic() < end:
+        with run.queue() as queue:
+            deadline = queue.leases()[0].lease.deadline
+    # Then it renews what nobody else does
+    assert (deadline > before.lease.deadline) is not watched
+
+    # And when it has ended, it settles what has an outcome; a sensor that looks does that itself
+    operator._after_submit(context, run.staged)
+    assert (run.depth()[2] == 0) is not watched
+    assert run.ack()["balanced"]
+    assert run.depth() == (0, 0, 0, 3)
+
+
+@pytest.mark.parametrize(("timeout", "settles"), [(3600.0, False), (60.0, True)])
+def test_the_sensors_last_look_settles_what_is_done_and_gives_back_the_rest(
+    tmp_path: Path, timeout: float, settles: bool
+) -> None:
+    # Given a run of which one task still works, and a sensor that began two minutes ago
+    run = filled(Run(tmp_path))
+    run.process()
+    states: dict[str, str | None] = {"process": "success", "batch.default": "running"}
+    sensor = BroadwayAckSensor(
+        task_id="ack",
+        pipeline=run.pipeline,
+        watch=["process", "batch.default"],
+        staging=f"file://{tmp_path}/staging",
+        timeout=timeout,
+        poke_interval=10.0,
+    )
+    started = datetime.now(UTC) - timedelta(minutes=2)
+
+    # When it looks, and no look comes after it within its time
+    assert sensor._look(context_of(run, started, states)) is None
+
+    # Then nothing is held any more: what failed is dead, what no batch has handled comes again
+    assert run.depth() == ((9, 0, 0, 1) if settles else (0, 0, 10, 0))

@@ -1,0 +1,186 @@
+"""What a worker needs to start Spark, found and checked before a JVM starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.submit import environment as _spark_home
+from airflow_broadway.submit.environment import (
+    SparkMissing,
+    check_java,
+    default_conf,
+    file_settings,
+    find_spark,
+    s3_settings,
+)
+
+
+def program(path: Path, text: str = "exit 0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def java(home: Path, version: str, *modules: str) -> dict[str, str]:
+    lines = "\n".join([f"java.base@{version}", *(f"{name}@{version}" for name in modules)])
+    program(home / "bin" / "java", f"cat <<END\n{lines}\nEND")
+    return {"JAVA_HOME": str(home)}
+
+
+def test_spark_home_wins(tmp_path: Path) -> None:
+    binary = program(tmp_path / "bin" / "spark-submit")
+    found = find_spark("spark-submit", {"SPARK_HOME": str(tmp_path), "PATH": ""})
+    assert (found.binary, found.bundled, found.env) == (str(binary), False, {})
+
+
+def test_a_program_on_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    binary = program(tmp_path / "spark3-submit")
+    found = find_spark("spark3-submit", {"PATH": str(tmp_path)})
+    assert (found.binary, found.env) == (str(binary), {})
+
+
+def test_else_the_pyspark_of_this_python(tmp_path: Path) -> None:
+    found = find_spark("spark-submit", {"PATH": str(tmp_path)})
+    assert found.bundled
+    assert found.binary == f"{found.env['SPARK_HOME']}/bin/spark-submit"
+
+
+def test_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spark_home, "_bundled", lambda: None)
+    with pytest.raises(SparkMissing, match="'spark2-submit' is neither on PATH nor in SPARK_HOME"):
+        find_spark("spark2-submit", {"PATH": "/nowhere"})
+
+
+def test_a_good_java(tmp_path: Path) -> None:
+    check_java(java(tmp_path, "17.0.15", "jdk.incubator.vector"))
+    check_java(java(tmp_path, "21", "jdk.incubator.vector"))
+
+
+def test_no_java(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"no java program was found \(there is no JAVA_HOME\)"):
+        check_java({"PATH": str(tmp_path)})
+
+
+def test_a_wrong_java_home_is_named_with_the_program_that_is_not_there(tmp_path: Path) -> None:
+    home = tmp_path / "jdk"
+    (home / "bin").mkdir(parents=True)
+    expected = rf"JAVA_HOME is '{home}', but there is no program {home}/bin/java: set JAVA_HOME to"
+    with pytest.raises(SparkMissing, match=expected):
+        check_java({"JAVA_HOME": str(home)})
+    (home / "bin" / "java").write_text("no program")
+    with pytest.raises(SparkMissing, match=expected):
+        check_java({"JAVA_HOME": str(home)})
+
+
+def test_an_old_java(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"is too old for Spark \(16.0.2; JAVA_HOME is"):
+        check_java(java(tmp_path, "16.0.2", "jdk.incubator.vector"))
+    program(tmp_path / "bin" / "java", "echo 'Unrecognized option: --list-modules' >&2; exit 1")
+    with pytest.raises(SparkMissing, match=r"is too old for Spark .Unrecognized option"):
+        check_java({"JAVA_HOME": str(tmp_path)})
+
+
+def test_a_java_without_the_vector_module(tmp_path: Path) -> None:
+    with pytest.raises(SparkMissing, match=r"lacks the module jdk.incubator.vector, without which"):
+        check_java(java(tmp_path, "17.0.15"))
+
+
+EXIT = "-XX:+ExitOnOutOfMemoryError"
+OPTIONS = "spark.driver.defaultJavaOptions"
+
+
+@pytest.mark.parametrize("master", ["local[2]", "yarn", "k8s://https://host"])
+def test_java_ends_when_its_memory_has_run_out_before_whatever_else_it_is_told(master: str) -> None:
+    def options(given: dict[str, str]) -> str:
+        return default_conf(master, given, {})[OPTIONS]
+
+    assert options({}) == EXIT
+    assert options({OPTIONS: "-Da=1"}) == f"{EXIT} -Da=1"
+    assert options({OPTIONS: f"-Da=1 {EXIT}"}) == f"-Da=1 {EXIT}"
+    assert options({OPTIONS: "-XX:-ExitOnOutOfMemoryError"}) == "-XX:-ExitOnOutOfMemoryError"
+
+
+@pytest.mark.parametrize("place", ["given", "SPARK_CONF_DIR", "SPARK_HOME", "beside the program"])
+def test_the_default_options_of_java_in_a_settings_file_stay(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "conf" / "spark-defaults.conf"
+    file.parent.mkdir()
+    file.write_text(f"{OPTIONS} = -Da=1 \\\n  -Db=2\nspark.log.level\tINFO\n")
+    env = {
+        "SPARK_CONF_DIR": {"SPARK_CONF_DIR": str(file.parent)},
+        "SPARK_HOME": {"SPARK_HOME": str(tmp_path)},
+    }.get(place, {})
+    binary = str(tmp_path / "bin" / "spark-submit") if place == "beside the program" else ""
+    found = file_settings(str(file) if place == "given" else None, env, binary)
+    made = default_conf("local[2]", {}, found)
+    assert made[OPTIONS] == f"{EXIT} -Da=1 -Db=2"
+    assert "spark.log.level" not in made
+
+
+@pytest.mark.parametrize("master", ["yarn", "spark://host:7077", "k8s://https://host"])
+def test_a_cluster_gets_no_light_settings(master: str) -> None:
+    assert default_conf(master, {}, {}) == {"spark.scheduler.mode": "FAIR", OPTIONS: EXIT}
+
+
+def test_a_local_master_gets_what_the_guide_lists() -> None:
+    assert default_conf("local[*]", {}, {}) == {
+        "spark.scheduler.mode": "FAIR",
+        OPTIONS: EXIT,
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.sql.shuffle.partitions": "8",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "WARN",
+    }
+
+
+AWS = Connection(
+    conn_id="aws",
+    conn_type="aws",
+    login="AKIA",
+    password="hush",
+    extra={"endpoint_url": "http://minio:9000", "region_name": "eu-central-1"},
+)
+
+
+def test_the_arguments_for_a_root_in_s3() -> None:
+    conf, secret = s3_settings("s3a://bucket/broadway/run", AWS, {})
+    prefix = "spark.hadoop.fs.s3a.bucket.bucket"
+    assert conf == {
+        f"{prefix}.endpoint": "http://minio:9000",
+        f"{prefix}.path.style.access": "true",
+        f"{prefix}.connection.ssl.enabled": "false",
+        f"{prefix}.endpoint.region": "eu-central-1",
+    }
+    assert secret == {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "hush"}
+    assert "hush" not in str(conf)
+
+
+def test_own_settings_of_s3_stay() -> None:
+    name = "spark.hadoop.fs.s3a.bucket.bucket.endpoint"
+    conf, _ = s3_settings("s3a://bucket/x", AWS, {name: "mine"})
+    assert name not in conf
+
+
+def test_amazon_itself_needs_no_path_style_and_temporary_keys_have_a_token() -> None:
+    connection = Connection(
+        conn_id="aws",
+        login="ASIA",
+        password="p",
+        extra={
+            "service_config": {"s3": {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}},
+            "aws_session_token": "t",
+        },
+    )
+    conf, secret = s3_settings("s3a://b/x", connection, {})
+    assert "spark.hadoop.fs.s3a.bucket.b.path.style.access" not in conf
+    assert conf["spark.hadoop.fs.s3a.bucket.b.connection.ssl.enabled"] == "true"
+    assert secret["AWS_SESSION_TOKEN"] == "t"
+
+
+def test_a_connection_without_keys_leaves_it_to_the_chain_of_providers() -> None:
+    assert s3_settings("s3a://b/x", Connection(conn_id="aws"), {}) == ({}, {})
+    assert s3_settings("s3a://b/x", None, {}) == ({}, {})

@@ -1,0 +1,226 @@
+"""What is zipped for Spark, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.submit import package as _shipping
+from airflow_broadway.submit.package import check_import, ship
+
+CLASS = """
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.core.custody.producer import Producer
+{more}
+
+class {name}(Broadway):
+    producer = Producer()
+    batchers = {{"default": Batcher(schema="n bigint")}}
+"""
+
+
+def write(path: Path, name: str = "Shop", more: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(CLASS.format(name=name, more=more))
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def names(path: Path) -> set[str]:
+    with zipfile.ZipFile(path) as file:
+        return {name for name in file.namelist() if not name.endswith("/")}
+
+
+def in_a_driver(zip_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code with nothing but the zip file, and what is installed, on the path."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(zip_path)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_our_rooms_that_run_in_the_driver_are_in_it(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_module.py")
+    shipment = ship("ship_module:Shop", tmp_path / "out")
+    found = names(shipment.zip)
+    assert {
+        "airflow_broadway/__init__.py",
+        "airflow_broadway/types.py",
+        "airflow_broadway/core/model/pipeline.py",
+        "airflow_broadway/spark/job.py",
+        "airflow_broadway/producers/__init__.py",
+        "ship_module.py",
+    } <= found
+    assert not [name for name in found if "/operators/" in name or "/staging/" in name]
+    assert not [name for name in found if name.endswith(".pyc")]
+    assert shipment.packages == ["airflow_broadway", "ship_module"]
+
+
+def test_the_driver_runs_what_was_shipped_not_what_is_installed(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_own.py")
+    shipment = ship("ship_own:Shop", tmp_path / "out")
+    done = in_a_driver(
+        shipment.zip,
+        "import airflow_broadway.spark.job as j, ship_own; print(j.__file__, ship_own.__file__)",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(shipment.zip)) == 2
+
+
+def test_a_package_goes_whole_without_caches(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_package" / "deep" / "flights.py")
+    (code / "ship_package" / "__init__.py").write_text("")
+    (code / "ship_package" / "deep" / "__init__.py").write_text("")
+    (code / "ship_package" / "airports.csv").write_text("EWR")
+    (code / "ship_package" / ".secret").write_text("x")
+    (code / "ship_package" / ".git").mkdir()
+    (code / "ship_package" / ".git" / "config").write_text("x")
+    shipment = ship("ship_package.deep.flights:Shop", tmp_path / "out")
+    assert {name for name in names(shipment.zip) if name.startswith("ship_package")} == {
+        "ship_package/__init__.py",
+        "ship_package/airports.csv",
+        "ship_package/deep/__init__.py",
+        "ship_package/deep/flights.py",
+    }
+
+
+def test_a_namespace_package_goes_too(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_space" / "inner" / "flights.py")
+    other = tmp_path / "elsewhere" / "ship_space"
+    other.mkdir(parents=True)
+    (other / "unrelated.py").write_text("")
+    sys.path.append(str(other.parent))
+    try:
+        shipment = ship("ship_space.inner.flights:Shop", tmp_path / "out")
+    finally:
+        sys.path.remove(str(other.parent))
+    assert "ship_space/inner/flights.py" in names(shipment.zip)
+    assert "ship_space/unrelated.py" not in names(shipment.zip)
+    done = in_a_driver(shipment.zip, "import ship_space.inner.flights as f; print(f.Shop().name)")
+    assert done.stdout == "Shop\n", done.stderr
+
+
+def test_equal_files_give_equal_bytes(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_same.py")
+    first = ship("ship_same:Shop", tmp_path / "one").zip.read_bytes()
+    time.sleep(0.01)
+    (code / "ship_same.py").touch()
+    assert ship("ship_same:Shop", tmp_path / "two").zip.read_bytes() == first
+
+
+def test_too_much_is_refused_naming_the_largest(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shipping, "MAX_BYTES", 5_000)
+    write(code / "ship_large" / "flights.py")
+    (code / "ship_large" / "__init__.py").write_text("")
+    (code / "ship_large" / "data.bin").write_bytes(b"x" * 10_000)
+    with pytest.raises(PipelineError, match=r"at most 5,000 are .*: ship_large/data.bin \(10,000"):
+        ship("ship_large.flights:Shop", tmp_path / "out")
+
+
+def test_what_is_just_small_enough_is_shipped_and_one_byte_more_is_not(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _shipping.MAX_BYTES == 32 * 1024 * 1024
+    write(code / "ship_edge" / "flights.py")
+    (code / "ship_edge" / "data.bin").write_bytes(b"x" * 1_000)
+    size = sum(path.stat().st_size for path in (code / "ship_edge").iterdir())
+    monkeypatch.setattr(_shipping, "MAX_BYTES", size)
+    assert "ship_edge" in ship("ship_edge.flights:Shop", tmp_path / "out").packages
+    monkeypatch.setattr(_shipping, "MAX_BYTES", size - 1)
+    with pytest.raises(PipelineError, match=f"has {size:,} bytes in 2 files; at most {size - 1:,}"):
+        ship("ship_edge.flights:Shop", tmp_path / "out")
+
+
+def test_compiled_code_must_be_installed_there(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_native" / "flights.py")
+    (code / "ship_native" / "__init__.py").write_text("")
+    (code / "ship_native" / "fast.so").write_bytes(b"")
+    shipment = ship("ship_native.flights:Shop", tmp_path / "out")
+    assert shipment.packages == ["airflow_broadway"]
+    assert not [name for name in names(shipment.zip) if name.startswith("ship_native")]
+
+
+def test_a_module_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="no_such_module_at_all"):
+        ship("no_such_module_at_all:Shop", tmp_path)
+
+
+def test_a_good_pipeline_passes_quickly(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_good.py")
+    shipment = ship("ship_good:Shop", tmp_path / "out")
+    assert check_import({"class": "ship_good:Shop", "options": {}}, shipment) == []
+
+
+def test_rendered_options_are_on_no_command_line(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(code / "ship_secret.py")
+    shipment = ship("ship_secret:Shop", tmp_path / "out")
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def recorded(command: list[str], **kwargs: Any) -> Any:
+        commands.append(command)
+        return run(command, **kwargs)
+
+    monkeypatch.setattr(
+        _shipping,
+        "subprocess",
+        SimpleNamespace(run=recorded, TimeoutExpired=subprocess.TimeoutExpired),
+    )
+    with pytest.raises(PipelineError, match="unknown option 'hush'"):
+        check_import({"class": "ship_secret:Shop", "options": {"hush": "hush"}}, shipment)
+    assert "hush" not in str(commands)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ("import helper_of_ship", "No module named 'helper_of_ship'"),
+        ("raise RuntimeError('at import')", "RuntimeError: at import"),
+    ],
+)
+def test_a_pipeline_that_the_driver_cannot_import(
+    code: Path, tmp_path: Path, more: str, text: str
+) -> None:
+    (code / "helper_of_ship.py").write_text("")
+    write(code / "ship_bad.py")
+    shipment = ship("ship_bad:Shop", tmp_path / "out")
+    write(code / "ship_bad.py", more=more)
+    _shipping._write(
+        shipment.zip,
+        dict(_shipping._pipeline_files("ship_bad:Shop")) | dict(_shipping._own_files()),
+    )
+    with pytest.raises(PipelineError) as found:
+        check_import({"class": "ship_bad:Shop", "options": {}}, shipment)
+    assert text in str(found.value)
+    assert "must be installed in the driver's Python, or be given in py_files" in str(found.value)
+    assert "Traceback" not in str(found.value)
+    sys.modules.pop("ship_bad", None)
+
+
+def test_a_pipeline_that_imports_airflow_is_warned_of(code: Path, tmp_path: Path) -> None:
+    write(code / "ship_airflow.py", more="import airflow")
+    shipment = ship("ship_airflow:Shop", tmp_path / "out")
+    [warning] = check_import({"class": "ship_airflow:Shop", "options": {}}, shipment)
+    assert "imports Airflow" in warning
