@@ -11,7 +11,7 @@ import json
 import sys
 
 from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of_uri
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from scripts.load_flights import flights
@@ -23,7 +23,7 @@ QUEUE = "flights"
 
 def load(address: Address, messages: int | None = None, seed: int | None = None) -> int:
     """Send flights, each confirmed by the broker; how many."""
-    link = Link(address)
+    link = ConnectionThread(address)
     try:
         arguments = {"x-queue-type": "quorum"}
         link.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)

@@ -29,7 +29,7 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
-from airflow_broadway.producers.rabbitmq.broker.names import Queues
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import Mark, republished
 from airflow_broadway.testing.contract import settlement_of
@@ -67,7 +67,7 @@ class Place:
         self.server = server
         self.host, self.port = server.address
         self.name = f"test-{uuid.uuid4().hex}"
-        self.queues = Queues(self.name)
+        self.queues = QueueNames(self.name)
         self.folder = folder
 
     @contextmanager

@@ -14,7 +14,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators._common import AirflowConnections
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.connection import Address
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.checks import (
     ERROR,
     NOTE,
@@ -82,7 +82,7 @@ def _look(producer: RabbitMQProducer, address: Address) -> tuple[str, _Depths, l
     :raises CommandError: If the source queue is not there.
     """
     topology = Topology(producer)
-    link = Link.to(address)
+    link = ConnectionThread.to(address)
     try:
         version = link.version
         findings = []

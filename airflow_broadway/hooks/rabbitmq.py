@@ -74,10 +74,10 @@ class RabbitMQHook(BaseHook):
 
     def test_connection(self) -> tuple[bool, str]:
         """Whether one can log in, and why not."""
-        from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+        from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 
         try:
-            link = Link.to(self.address)
+            link = ConnectionThread.to(self.address)
         except BroadwayError as error:
             return False, str(error)
         properties = link.raw.server_properties or {}

@@ -114,12 +114,12 @@ class BroadwayBatcherOperator(BaseOperator):
 
     def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
         from airflow_broadway.runs.python_batches import PythonBatches
-        from airflow_broadway.runs.stand_in import Guard
+        from airflow_broadway.runs.stand_in import StandIn
 
         ti = context["ti"]
         batches = PythonBatches(run, pipeline, plan, name=task_name(ti), try_number=ti.try_number)
         self._batches = batches
-        guard = Guard(run, pipeline, plan.generations)
+        guard = StandIn(run, pipeline, plan.generations)
         guard.start()
         try:
             counts = batches.run()

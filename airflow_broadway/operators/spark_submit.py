@@ -22,7 +22,7 @@ from airflow.providers.common.compat.sdk import (
 import airflow_broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
 from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch, Work, paths
-from airflow_broadway.core.formats.ownership import CURE, Fence, highest_try
+from airflow_broadway.core.formats.ownership import CURE, Ownership, highest_try
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.operators import _docs
@@ -37,7 +37,7 @@ from airflow_broadway.operators._common import (
     task_name,
 )
 from airflow_broadway.runs.outcomes import is_settled, outcomes, tell_settled
-from airflow_broadway.runs.stand_in import Guard
+from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.submit.environment import (
     check_classic,
     check_java,
@@ -130,7 +130,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         """
         _, plans = self._submitted
         generations = {name for plan in plans for name in plan.head.generations}
-        self._guard = Guard(run, load_pipeline(self.pipeline, context), generations)
+        self._guard = StandIn(run, load_pipeline(self.pipeline, context), generations)
         self._guard.start()
 
     def _after_submit(self, context: Context, run: StagedRun) -> None:
@@ -186,7 +186,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     def _void(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, str]:
         """Batches without an outcome whose messages this run no longer holds, and why."""
-        fence = Fence(run.files, clock=run.clock, fresh_for=float("inf"))
+        fence = Ownership(run.files, clock=run.clock, fresh_for=float("inf"))
         void: dict[str, str] = {}
         for plan in plans:
             for batch in plan.open:

@@ -22,7 +22,7 @@ from airflow_broadway.core.custody.acknowledger import (
     is_settled,
 )
 from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
-from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     ACK,
@@ -41,7 +41,7 @@ from airflow_broadway.core.stages.failures import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
-from airflow_broadway.core.stages.receiving import Budget, Intake, demand_of
+from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
@@ -97,7 +97,7 @@ class Process:
         self._custodian: Custodian | None = None
         #: Why people should look at what was settled here; empty if nothing is wrong with it.
         self.trouble = ""
-        self._intake_now: Intake | None = None
+        self._intake_now: Receiving | None = None
         self._renewed: Lease | None = None
 
     def stop(self, reason: str) -> None:
@@ -147,14 +147,14 @@ class Process:
         self._finish(manifest)
         return self._reference(manifest)
 
-    def _keeper(self, source: Source) -> Keeper:
+    def _keeper(self, source: Source) -> LeaseRenewer:
         producer = self._pipeline.producer
 
         def held() -> list[Lease]:
             intake = self._intake_now
             return [source.lease] if producer.renews and intake and intake.received else []
 
-        return Keeper(
+        return LeaseRenewer(
             lambda: producer.custodian(self._env),
             source.lease.seconds,
             held,
@@ -175,7 +175,7 @@ class Process:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _handle_all(self, source: Source, writer: ProcessWriter) -> Intake:
+    def _handle_all(self, source: Source, writer: ProcessWriter) -> Receiving:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
         # Verdicts are kept when a result is staged: one that nobody takes has none.
         pool = ProcessorPool(
@@ -207,7 +207,7 @@ class Process:
         return intake
 
     def _results(
-        self, pool: ProcessorPool, intake: Intake
+        self, pool: ProcessorPool, intake: Receiving
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Each chunk with its result; a time-out while callbacks are at work ends them."""
         try:
@@ -266,9 +266,9 @@ class Process:
             if is_settled(message):
                 writer.entry(entry_of(message, ACK), settled=True)
 
-    def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Intake:
+    def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
         producer = self._pipeline.producer
-        return Intake(
+        return Receiving(
             source,
             self._budget,
             clock=self._clock,
@@ -300,7 +300,7 @@ class Process:
     # -- the end -------------------------------------------------------------------------------
 
     def _publish(
-        self, lease: Lease, writer: ProcessWriter, intake: Intake, started_at: str
+        self, lease: Lease, writer: ProcessWriter, intake: Receiving, started_at: str
     ) -> Manifest:
         written: Written = writer.close()
         staged = sum(written.batchers.values()) + written.entry_count

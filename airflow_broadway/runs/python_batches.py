@@ -27,7 +27,7 @@ from airflow_broadway.core.formats.manifest import (
     dump_entry,
     paths,
 )
-from airflow_broadway.core.formats.ownership import Fence, Fenced, highest_try
+from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
 from airflow_broadway.core.formats.record_batch import Recorder
 from airflow_broadway.core.model.message import AckRef, BatchInfo, Message, Trigger
 from airflow_broadway.core.model.pipeline import Broadway
@@ -81,7 +81,7 @@ class PythonBatches:
         self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._recorder = Recorder(run.files, plan, self._writer)
         self._stop = Stop(self._clock, min(pipeline.shutdown, MAX_SHUTDOWN))
-        self._fence = Fence(run.files, clock=self._clock)
+        self._fence = Ownership(run.files, clock=self._clock)
 
     def stop(self) -> None:
         """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
@@ -93,7 +93,7 @@ class PythonBatches:
     def run(self) -> dict[str, int]:
         """Run them; counts of batches, of messages by result, and of batches without an outcome.
 
-        :raises Fenced: If a later run of the task has begun.
+        :raises OwnershipLost: If a later run of the task has begun.
         """
         options = self.pipeline.batchers[self.plan.batcher]
         counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
@@ -146,7 +146,7 @@ class PythonBatches:
             number = highest_try(files, self._name, "tries") + 1
             if files.create(paths.python_try(self._name, number), text):
                 break
-        self._fence = Fence(files, self._name, number, folder="tries", clock=self._clock)
+        self._fence = Ownership(files, self._name, number, folder="tries", clock=self._clock)
 
     def _batches(self) -> Iterator[PlannedBatch]:
         _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
@@ -189,7 +189,7 @@ class PythonBatches:
     def _held(self, planned: PlannedBatch) -> bool:
         try:
             self._fence.check(planned.sources)
-        except Fenced:
+        except OwnershipLost:
             raise
         except LeaseLapsed as error:
             log.error("Batch %s: %s.", planned.batch_id, error)

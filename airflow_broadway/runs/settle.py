@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.manifest import paths
@@ -227,7 +227,7 @@ class RunSettler:
         if not leases:
             yield renewing
             return
-        with Keeper(
+        with LeaseRenewer(
             renewing.opened,
             min(lease.seconds for lease in leases),
             lambda: [lease for lease in leases if lease.generation not in renewing.left],

@@ -10,19 +10,19 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.pipeline import Broadway
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["Guard"]
+__all__ = ["StandIn"]
 
 log = logging.getLogger(__name__)
 
 
-class Guard:
+class StandIn:
     """Looks after published generations of a run, from :meth:`start` to :meth:`finish`.
 
     :param generations: Those whose batches the task runs; a run may hold others', on other queues.
@@ -37,7 +37,7 @@ class Guard:
         if not pipeline.producer.renews:
             open_ones = []
         leases = [run.lease(each.generation) for each in open_ones]
-        self._keeper = Keeper(
+        self._keeper = LeaseRenewer(
             self._settler.custodian,
             min((lease.seconds for lease in leases), default=3600.0),
             lambda: [] if self._settler.watched() else leases,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
 from airflow_broadway.core.formats.manifest import BatchPlan, Files, PlannedBatch, Work, paths
-from airflow_broadway.core.formats.ownership import Fence, Fenced
+from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.core.stages.batch_order import Turns
+from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 
@@ -95,7 +95,7 @@ class _Run:
         self.plans = plans
         self.stop = stop
         self.connect = is_connect(spark)
-        self.fence = Fence(files, work.name, work.try_number)
+        self.fence = Ownership(files, work.name, work.try_number)
         self.fence.check_try(fresh=True)
         self.app = Application(
             spark=spark,
@@ -178,7 +178,7 @@ class _Run:
                 os._exit(INCOMPLETE)
             try:
                 self.fence.check_try(fresh=True)
-            except Fenced as error:
+            except OwnershipLost as error:
                 self._give_up(error)
             except Exception as error:
                 log.debug("Could not look for later tries: %s", error)
@@ -225,7 +225,7 @@ class _Run:
         from airflow_broadway.spark.batch import BatchRunner
 
         options = self.pipeline.batchers[plan.batcher]
-        turns = Turns(self._open(plan), merged=options.merge_keys)
+        turns = BatchOrder(self._open(plan), merged=options.merge_keys)
         runner = BatchRunner(self.app, plan)
         count = min(options.concurrency, plan.batches)
         progress = _Progress(plan)
@@ -252,7 +252,9 @@ class _Run:
             else:
                 yield batch
 
-    def _work_off(self, turns: Turns, runner: BatchRunner, progress: _Progress, lane: int) -> None:
+    def _work_off(
+        self, turns: BatchOrder, runner: BatchRunner, progress: _Progress, lane: int
+    ) -> None:
         while (batch := self._next(turns)) is not None:
             try:
                 self._handle(runner, batch, progress, lane)
@@ -262,7 +264,7 @@ class _Run:
                     self.running.discard(batch.batch_id)
                     self.changed.notify_all()
 
-    def _next(self, turns: Turns) -> PlannedBatch | None:
+    def _next(self, turns: BatchOrder) -> PlannedBatch | None:
         with self.changed:
             while not self.stop.is_set():
                 batch = turns.take()
@@ -281,7 +283,7 @@ class _Run:
 
         try:
             outcome = runner.run(batch, lane=lane)
-        except Fenced:
+        except OwnershipLost:
             raise
         except (LeaseLapsed, Unreadable) as error:
             # Only these messages are gone, or lost to reading; other batches may have theirs.

@@ -35,7 +35,7 @@ from airflow_broadway.core.formats.manifest import (
     dump_entry,
     plain_key,
 )
-from airflow_broadway.core.formats.ownership import Fence
+from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.record_batch import Exceptions, Recorder
 from airflow_broadway.core.model.message import BatchInfo, Status, Trigger
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
@@ -90,7 +90,7 @@ class Application:
     work: Work
     pipeline: Broadway
     context: Any
-    fence: Fence
+    fence: Ownership
     stopping: Callable[[], bool] = lambda: False
     application_id: str = ""
     host: str = field(default_factory=socket.gethostname)

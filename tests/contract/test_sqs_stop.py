@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import ACK, Lease
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Intake
+from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.testing.harness import settlement_of
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.contract.test_sqs import harness_of
@@ -67,7 +67,9 @@ def one_run(harness: SqsHarness, number: int, budget: Budget) -> tuple[Lease, li
     clock, (server, _) = env.clock, moved_server()
     source = producer.source(env)
     try:
-        intake = Intake(source, budget, clock=clock, limiter=RateLimiter(None, clock), demand=1000)
+        intake = Receiving(
+            source, budget, clock=clock, limiter=RateLimiter(None, clock), demand=1000
+        )
         messages = [message for dispatch in intake for message in dispatch]
         messages += intake.stop()  # received, and its time was over before it was handed out
         assert intake.received == len(messages)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pika
 
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from tests.faults.broker import Dead
 from tests.rabbitmq_server import RabbitServer
 
 __all__ = ["RabbitMQ", "counted", "dead_letters", "queue_names"]
 
-_QUEUES = Queues("killed")
+_QUEUES = QueueNames("killed")
 
 
 class RabbitMQ:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import pika
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.faults.brokers_rabbitmq import counted, queue_names
 from tests.rabbitmq_fixtures import wanted_server
@@ -97,7 +97,7 @@ class _Rabbit:
 class _RabbitQueue:
     def __init__(self, rabbit: _Rabbit, name: str) -> None:
         self._server = rabbit.server
-        self._queues = Queues(name)
+        self._queues = QueueNames(name)
 
     def fill(self, count: int) -> None:
         with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:

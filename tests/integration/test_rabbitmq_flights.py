@@ -74,14 +74,14 @@ def files_with(text: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("messages", [5_000, FLIGHTS])
 def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
     from airflow_broadway.producers.rabbitmq.amqp.connection import address_of_uri
-    from airflow_broadway.producers.rabbitmq.broker.names import Queues
+    from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 
     server = wanted_server()
     host, port = server.address
     expected = list(flights(messages))
     departed = [flight for flight in expected if flight["dep_delay"] is not None]
     load(address_of_uri(server.url, name="test"), messages)
-    dead_before = counted(server, [Queues(QUEUE).dead])
+    dead_before = counted(server, [QueueNames(QUEUE).dead])
     api = free_port()
     env = airflow_env(home=tmp_path / "airflow", port=api)
     parts = ("api-server", "scheduler", "dag-processor")
@@ -106,8 +106,8 @@ def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
         ("delayed" if flight["dep_delay"] > 15 else "on_time", flight["origin"])
         for flight in departed
     )
-    assert counted(server, [QUEUE, Queues(QUEUE).returns]) == 0
-    assert counted(server, [Queues(QUEUE).dead]) - dead_before == messages - len(departed)
+    assert counted(server, [QUEUE, QueueNames(QUEUE).returns]) == 0
+    assert counted(server, [QueueNames(QUEUE).dead]) - dead_before == messages - len(departed)
     assert commands == []
     # Airflow's logs and database, with every XCom; staging; what Spark was given.
     assert list(tmp_path.rglob("manifest*.json"))

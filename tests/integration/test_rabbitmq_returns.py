@@ -15,7 +15,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Action, SettleReport, Verdict
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, marked
@@ -70,12 +70,15 @@ def test_what_cannot_be_read_is_moved_away_and_dams_nothing(
 
 
 def test_headers_that_pika_cannot_read_are_moved_away_too(place: Place) -> None:
-    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link, raw_properties
+    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+        ConnectionThread,
+        raw_properties,
+    )
 
     put_into_returns(place)
     table = b"\x02\xff\xfet\x01"
     raw = b"\x20\x00" + struct.pack(">I", len(table)) + table
-    link = Link(place.producer().address(place.env()))
+    link = ConnectionThread(place.producer().address(place.env()))
     channel = link.channel()
     queue = place.queues.returns
     link.post(lambda: channel.raw.basic_publish("", queue, b"odd", raw_properties(raw)))
@@ -102,7 +105,7 @@ def forged(place: Place, **staged: Any) -> bytes:
 def test_a_forged_bundle_makes_nobody_read_what_it_names(
     place: Place, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Notes, "get", lambda notes, name: pytest.fail(f"read {name}"))
+    monkeypatch.setattr(StateFiles, "get", lambda notes, name: pytest.fail(f"read {name}"))
     put_into_returns(place, forged(place, path=path, sha256="0" * 64))
 
     messages, _ = place.settle("g1", custody="staged")
@@ -121,7 +124,7 @@ def test_a_staged_bundle_is_read_only_if_it_has_the_size_that_was_noted(
         lease = source.lease
     [file] = place.folder.rglob("*.bundle")
     file.write_bytes(file.read_bytes() + b"more")
-    monkeypatch.setattr(Notes, "get", lambda notes, name: pytest.fail(f"read {name}"))
+    monkeypatch.setattr(StateFiles, "get", lambda notes, name: pytest.fail(f"read {name}"))
 
     # As it lapses, or is read when it is settled
     body = place.get(lease.state["lease_queue"])

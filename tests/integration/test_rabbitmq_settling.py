@@ -28,7 +28,7 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, join_fields
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker import topology
@@ -88,7 +88,7 @@ def everything_in(place: Place, queue: str) -> Counter[bytes]:
 
 def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
     """Publish bodies with properties that are sent as the bytes they are, if the queue is there."""
-    link = Link(place.producer().address(place.env()))
+    link = ConnectionThread(place.producer().address(place.env()))
     publisher = Publisher(link)
     for number, (body, properties) in enumerate(sent):
         publisher.publish("", queue, properties, body, key=str(number))
@@ -173,7 +173,7 @@ def test_a_settlement_that_finds_the_queue_just_deleted_publishes_nothing_again(
     inside = topology.Topology.depth
     first: list[SettleReport | None] = []
 
-    def depth(self: Any, link: Link, name: str) -> int | None:
+    def depth(self: Any, link: ConnectionThread, name: str) -> int | None:
         if name == lease.state["lease_queue"] and not first:
             first.append(None)
             first[0] = place.carry_out(lease, settlement)  # another, from its begin to its end
@@ -271,7 +271,7 @@ def test_bundles_that_nobody_counted_are_told_when_their_queue_is_deleted(
     lease, messages = hold(place, "g1", 3)
     inside = topology.Topology.delete
 
-    def delete(self: Any, link: Link, name: str) -> int:
+    def delete(self: Any, link: ConnectionThread, name: str) -> int:
         publish_raw(place, name, (b"one more", b"\x00\x00"))
         return inside(self, link, name)
 
@@ -496,15 +496,15 @@ def test_settling_tries_again_while_the_broker_cannot_be_reached(
     place.declare()
     lease, messages = hold(place, "g1", 3)
     tried: list[int] = []
-    connect = Link.to
+    connect = ConnectionThread.to
 
-    def link(address: Any) -> Link:
+    def link(address: Any) -> ConnectionThread:
         tried.append(1)
         if len(tried) <= 2:
             raise ProducerUnavailable("RabbitMQ cannot be reached")
         return connect(address)
 
-    monkeypatch.setattr(Link, "to", link)
+    monkeypatch.setattr(ConnectionThread, "to", link)
 
     report = place.carry_out(lease, settlement_of(messages), backoff_min=0.01, backoff_max=0.02)
 

@@ -17,7 +17,7 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUna
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Intake
+from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.receive import ending
@@ -106,7 +106,7 @@ def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
         return messages
 
     with sender(place) as sent, place.source(**options) as source:
-        intake = Intake(
+        intake = Receiving(
             source,
             budget,
             clock=clock,

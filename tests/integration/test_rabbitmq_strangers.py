@@ -24,7 +24,7 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker.names import Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Place, marked, permitted
@@ -37,7 +37,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "rabbitmq.md"
 @pytest.fixture
 def victim(place: Place) -> Iterator[str]:
     """Another pipeline's queue for dead letters, empty as yet."""
-    queues = Queues(f"victim-{uuid.uuid4().hex}")
+    queues = QueueNames(f"victim-{uuid.uuid4().hex}")
     with place.channel() as channel:
         channel.queue_declare(queues.dead, durable=True, arguments=queues.returns_arguments())
         yield queues.dead
@@ -83,7 +83,7 @@ def depth(place: Place, queue: str) -> int | None:
 
 
 def spares_of(place: Place) -> str:
-    return Queues(place.name).spares(21600.0)
+    return QueueNames(place.name).spares(21600.0)
 
 
 def forge(place: Place, *names: object, **user: str) -> None:

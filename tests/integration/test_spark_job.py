@@ -21,7 +21,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.protocol import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.formats.manifest import Outcome, paths
-from airflow_broadway.core.formats.ownership import Fenced
+from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
 from airflow_broadway.spark import batch, failed, job
 from airflow_broadway.spark import entries as outcome
@@ -962,7 +962,7 @@ def test_it_starts_no_batch_if_a_later_try_is_there_already(
 ) -> None:
     plan = staged.plan("default", [Planned("b0", rows(2))])
     staged.files.create(paths.work("handle_batches", 2), "{}")
-    with pytest.raises(Fenced):
+    with pytest.raises(OwnershipLost):
         run(spark, staged, lambda messages, info: None, plan)
     assert Counting.calls == []
 

@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import ACK, Entry, SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.staging.batch_reader import read_batch
 from airflow_broadway.staging.planner import plan_batches
@@ -220,7 +220,7 @@ def test_of_two_settlers_at_once_the_first_ones_report_stands(
 ) -> None:
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     # Given two who have both seen that there is none
-    both = [Notes(uri, "sqs/orders"), Notes(uri, "sqs/orders")]
+    both = [StateFiles(uri, "sqs/orders"), StateFiles(uri, "sqs/orders")]
     assert not any(notes.exists("settled.json") for notes in both)
     start = threading.Barrier(2)
     won: dict[int, bool] = {}
@@ -247,8 +247,8 @@ def test_failures_on_record_are_merged_and_read_in_a_bucket(
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     clock = ManualClock()
     for run in range(20):
-        Failures(Notes(uri, "sqs/orders")).note({f"m{run}": run + 1}, clock.now())
-    notes = Notes(uri, "sqs/orders")
+        Failures(StateFiles(uri, "sqs/orders")).note({f"m{run}": run + 1}, clock.now())
+    notes = StateFiles(uri, "sqs/orders")
 
     Failures(notes).merge(clock.now())
 

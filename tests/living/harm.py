@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.staging.backends import Disk
 
@@ -94,7 +94,9 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
         for name in _STAGING:
             slow = harm.get("slow_staging", 0.0)
             change(Disk, name, around(getattr(Disk, name), slow, staging=True))
-        change(Notes, "put", around(Notes.put, harm.get("slow_journal", 0.0), staging=False))
+        change(
+            StateFiles, "put", around(StateFiles.put, harm.get("slow_journal", 0.0), staging=False)
+        )
         change(sqlite3, "connect", partial(sqlite3.connect, factory=Committing))
         for name in ("send", "sendall"):
             change(socket.socket, name, sending(getattr(socket.socket, name)))

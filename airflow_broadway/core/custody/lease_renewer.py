@@ -10,7 +10,7 @@ from typing import Protocol
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 
-__all__ = ["Keeper"]
+__all__ = ["LeaseRenewer"]
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Renewer(Protocol):
     def close(self) -> None: ...
 
 
-class Keeper:
+class LeaseRenewer:
     """Renews leases from :meth:`start` to :meth:`stop`, or within ``with``.
 
     :param custodian: Opens the custodian; called in the thread that then uses it alone.
@@ -56,7 +56,7 @@ class Keeper:
         self._lapsed: set[str] = set()
         self._thread = threading.Thread(target=self._keep, name="broadway-keeper", daemon=True)
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> LeaseRenewer:
         self.start()
         return self
 

@@ -26,13 +26,13 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.manifest import Files, paths
 
-__all__ = ["Fence", "Fenced", "highest_try"]
+__all__ = ["Ownership", "OwnershipLost", "highest_try"]
 
 #: What people are told to do when a run no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
 
 
-class Fenced(LeaseLapsed):
+class OwnershipLost(LeaseLapsed):
     """A later try of the task is at work, so this application stops."""
 
 
@@ -43,7 +43,7 @@ def highest_try(files: Files, name: str, folder: str = "work") -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-class Fence:
+class Ownership:
     """The right of one application; used from many threads.
 
     :param name: The task's name in the staging folder; empty: there are no tries to look for.
@@ -74,13 +74,13 @@ class Fence:
     def check_try(self, *, fresh: bool = False) -> None:
         """Return if no later try has begun.
 
-        :raises Fenced: Naming the later try.
+        :raises OwnershipLost: Naming the later try.
         """
         if not self._name or (not fresh and self._is_fine("try")):
             return
         highest = highest_try(self._files, self._name, self._folder)
         if highest > self._try_number:
-            raise Fenced(
+            raise OwnershipLost(
                 f"try {highest} of {self._name!r} has begun, so try {self._try_number}"
                 " stops here and records nothing more"
             )
@@ -90,7 +90,7 @@ class Fence:
         """Return if this application may handle, or record, a batch of these generations.
 
         :param fresh: Read, whatever was read just now.
-        :raises Fenced: If a later try has begun.
+        :raises OwnershipLost: If a later try has begun.
         :raises LeaseLapsed: If a generation is settled, released or lapsed.
         """
         self.check_try(fresh=fresh)

@@ -26,7 +26,7 @@ from airflow_broadway.core.custody.account import (
 )
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger, ack_messages, is_settled
 from airflow_broadway.core.custody.in_process import Settler, Tally
-from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import Connection, Connections, ProducerEnv
 from airflow_broadway.core.custody.protocol import SettleReport, Source
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
@@ -34,7 +34,7 @@ from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Intake, demand_of
+from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
@@ -225,13 +225,13 @@ class _Run:
             lambda: source.lease,
             threaded=_is_threaded(self._pipeline),
         )
-        keeper = Keeper(
+        keeper = LeaseRenewer(
             lambda: producer.custodian(env),
             source.lease.seconds,
             lambda: [source.lease] if settler.received else [],
         )
         acknowledger = RunAcknowledger(producer, settler)
-        intake = Intake(
+        intake = Receiving(
             source,
             budget,
             clock=self._clock,
@@ -273,7 +273,7 @@ class _Run:
             )
         return report
 
-    def _feed(self, engine: Engine, intake: Intake, settler: Settler, budget: Budget) -> None:
+    def _feed(self, engine: Engine, intake: Receiving, settler: Settler, budget: Budget) -> None:
         """Handle all that comes; on return, or an error, nothing more does."""
         try:
             self._stop.bound(budget.max_seconds)
@@ -325,7 +325,7 @@ class _Run:
         return report
 
 
-def _settling(intake: Intake, settler: Settler) -> Iterator[list[Message]]:
+def _settling(intake: Receiving, settler: Settler) -> Iterator[list[Message]]:
     """The dispatches; before each next one, acks that have waited are carried out."""
     for dispatch in intake:
         yield dispatch

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from airflow_broadway.core.formats.manifest import PlannedBatch
 
-__all__ = ["Turns", "chains"]
+__all__ = ["BatchOrder", "chains"]
 
 #: Batches read ahead in search of one that may run.
 WINDOW = 1000
@@ -31,7 +31,7 @@ def chains(batch: PlannedBatch, *, merged: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-class Turns:
+class BatchOrder:
     """Hands out the batches of one plan; the caller locks.
 
     :param merged: Whether the batcher merges keys.

@@ -21,7 +21,7 @@ from airflow_broadway.core.text import many
 if TYPE_CHECKING:
     from airflow_broadway.core.model.pipeline import Broadway
 
-__all__ = ["Budget", "Intake", "demand_of", "transformed"]
+__all__ = ["Budget", "Receiving", "demand_of", "transformed"]
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _of_delivery(made: Message, delivery: Message) -> Message:
     )
 
 
-class Intake:
+class Receiving:
     """Iterates over dispatches: what the processors can take, or nothing when nothing came.
 
     Asks its source for as much as is handled in half a second, so that a broker's round trip is

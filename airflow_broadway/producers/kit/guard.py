@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.formats.entries import cut
 
-__all__ = ["Guard"]
+__all__ = ["MessageGuard"]
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _TOLD = 500
 
 
-class Guard:
+class MessageGuard:
     """What could not be done for single messages, and why."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Small files of a producer's own, below the pipeline's staging folder.
 
-They are read by other processes, so each is whole or absent: durable when :meth:`Notes.write`
+They are read by other processes, so each is whole or absent: durable when :meth:`StateFiles.write`
 returns.  Without a staging folder there are none, and a producer keeps what it needs in memory.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import make_folders, new_file, put_new
 
-__all__ = ["Damaged", "Notes", "day_of", "digest"]
+__all__ = ["Damaged", "StateFiles", "day_of", "digest"]
 
 
 class Damaged(StagingError):
@@ -35,7 +35,7 @@ def day_of(now: datetime, *, before: int = 0) -> str:
     return (now.astimezone(timezone.utc) - timedelta(days=before)).date().isoformat()
 
 
-class Notes:
+class StateFiles:
     """A folder of small JSON files, and of files of bytes beside them.
 
     :param staging: The pipeline's folder, as a URI.

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.state_files import Notes, digest
+from airflow_broadway.producers.kit.state_files import StateFiles, digest
 
 __all__ = ["Due", "Journal", "Turns", "digest"]
 
@@ -58,7 +58,7 @@ class Journal:
 
     def __init__(self, staging: str | None, queue: str) -> None:
         self._memory: dict[str, dict[str, Any]] = {}
-        self._notes = None if staging is None else Notes(staging, f"rabbitmq/{digest(queue)}")
+        self._notes = None if staging is None else StateFiles(staging, f"rabbitmq/{digest(queue)}")
 
     @property
     def durable(self) -> bool:

@@ -23,7 +23,7 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.formats.entries import MAX_REASON, cut
-from airflow_broadway.producers.kit.guard import Guard
+from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow
 
@@ -287,12 +287,12 @@ class _Work:
         return _report([(code, self.db.execute(statement, values).rowcount)])
 
 
-def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> Guard:
+def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> MessageGuard:
     """Stream entries into the temporary table; return those that are not of this queue.
 
     What is held under the id that they should name is in nobody's list then, and given back.
     """
-    guard = Guard()
+    guard = MessageGuard()
 
     def rows() -> Iterator[tuple[int, int, int, str, str]]:
         for entry in entries:
@@ -358,5 +358,5 @@ def _report(counts: Iterable[tuple[int, int]]) -> SettleReport:
     return SettleReport(**named)
 
 
-def _refused(guard: Guard) -> SettleReport:
+def _refused(guard: MessageGuard) -> SettleReport:
     return SettleReport(failed=len(guard.refused), errors=guard.errors())

@@ -22,7 +22,7 @@ from airflow_broadway.producers.sqs.client import Told
 from airflow_broadway.producers.sqs.errors import Refused, retryable
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 
-__all__ = ["GONE", "LAPSED", "Bulk", "Call", "Refusal"]
+__all__ = ["GONE", "LAPSED", "BatchRequests", "Call", "Refusal"]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
         return self.code in GONE and "Total VisibilityTimeout" not in self.text
 
 
-class Bulk:
+class BatchRequests:
     """Sends many entries to one queue; used from one thread.
 
     :param concurrency: Requests at a time.

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from airflow_broadway.core.custody.protocol import Action, Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.state_files import day_of
-from airflow_broadway.producers.sqs.batch_requests import Bulk
+from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
-from airflow_broadway.producers.sqs.receipts import COUNTED, Book, Shelf, report_of
-from airflow_broadway.producers.sqs.settlement import Plan, Settling, plan
+from airflow_broadway.producers.sqs.receipts import COUNTED, Receipts, ReceiptsFolder, report_of
+from airflow_broadway.producers.sqs.settlement import Plan, QueueSettlement, plan
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -40,10 +40,10 @@ class SqsCustodian:
         self._producer = producer
         self._env = env
         self._clock = env.clock
-        self._shelf = Shelf(env.staging, producer.place)
-        self._bulk = Bulk(producer.receive_concurrency, env.clock)
+        self._shelf = ReceiptsFolder(env.staging, producer.place)
+        self._bulk = BatchRequests(producer.receive_concurrency, env.clock)
         self._opened: Queue | None = None
-        self._books: dict[str, Book] = {}
+        self._books: dict[str, Receipts] = {}
         self._told: set[str] = set()
 
     # -- holding -------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class SqsCustodian:
                 return None
         return replace(lease, deadline=_instant(self._until(lease, book)))
 
-    def _renew(self, book: Book, due: list[str], seconds: int) -> None:
+    def _renew(self, book: Receipts, due: list[str], seconds: int) -> None:
         refused = self._bulk.send(
             self._queue.change,
             (
@@ -122,7 +122,7 @@ class SqsCustodian:
             return book.end(report, day_of(self._clock.now()))
         return report
 
-    def _settle(self, lease: Lease, book: Book, settlement: Settlement) -> SettleReport:
+    def _settle(self, lease: Lease, book: Receipts, settlement: Settlement) -> SettleReport:
         planned = plan(book, lease, settlement)
         lapsed = SettleReport(lapsed=planned.lapsed, errors=planned.errors)
         if not book.receipts:
@@ -140,7 +140,7 @@ class SqsCustodian:
         report = settling.report(done.values()) + lapsed
         return report + SettleReport(errors=self._nearly_lapsed(book))
 
-    def _nearly_lapsed(self, book: Book) -> tuple[str, ...]:
+    def _nearly_lapsed(self, book: Receipts) -> tuple[str, ...]:
         """Tell in the report too that there was little time left: the next run may have none."""
         now = self._clock.now().timestamp()
         left = (book.since or now) + LONGEST_VISIBILITY - now
@@ -152,7 +152,7 @@ class SqsCustodian:
         )
         return (told,)
 
-    def _why_lapsed(self, book: Book) -> tuple[str, ...]:
+    def _why_lapsed(self, book: Receipts) -> tuple[str, ...]:
         now = self._clock.now().timestamp()
         if book.since is not None and now >= book.since + LONGEST_VISIBILITY - 2:
             return ("the lease had reached SQS's limit of 12 hours from receipt",)
@@ -189,7 +189,7 @@ class SqsCustodian:
 
     # -- what is known -------------------------------------------------------------------------
 
-    def _book(self, lease: Lease, *, fresh: bool = False) -> Book:
+    def _book(self, lease: Lease, *, fresh: bool = False) -> Receipts:
         here = self._producer.place
         if lease.kind != self._producer.kind or lease.state.get("queue", here) != here:
             raise ProducerError(
@@ -203,18 +203,18 @@ class SqsCustodian:
         return book
 
     @staticmethod
-    def _until(lease: Lease, book: Book) -> float:
+    def _until(lease: Lease, book: Receipts) -> float:
         """Until when all of it is held, by whichever note is the latest."""
         deadline = lease.deadline.timestamp()
         held = book.until
         return deadline if held is None else max(deadline, held)
 
-    def _until_by_now(self, lease: Lease, book: Book) -> float:
+    def _until_by_now(self, lease: Lease, book: Receipts) -> float:
         book.refresh()
         return self._until(lease, book)
 
-    def _settling(self, lease: Lease, book: Book) -> Settling:
-        return Settling(
+    def _settling(self, lease: Lease, book: Receipts) -> QueueSettlement:
+        return QueueSettlement(
             self._producer,
             self._queue,
             self._shelf,
@@ -231,7 +231,7 @@ class SqsCustodian:
         return self._opened
 
 
-def _beyond(book: Book, settlement: Settlement) -> SettleReport:
+def _beyond(book: Receipts, settlement: Settlement) -> SettleReport:
     """What callbacks settled at once beyond what their caller could still say."""
     if settlement.settled_now is None or not book.now:
         return SettleReport()

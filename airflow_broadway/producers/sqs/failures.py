@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Final
 
-from airflow_broadway.producers.kit.state_files import Notes, day_of
+from airflow_broadway.producers.kit.state_files import StateFiles, day_of
 
 __all__ = ["Failures"]
 
@@ -40,7 +40,7 @@ class Failures:
     :param notes: Where they are written down; ``None``: nowhere.
     """
 
-    def __init__(self, notes: Notes | None) -> None:
+    def __init__(self, notes: StateFiles | None) -> None:
         self._notes = notes
         self._known: dict[str, int] = {}
         self._look_at = 0.0
@@ -93,7 +93,7 @@ class Failures:
                 self._write(notes, day, merged)
                 notes.discard(read)
 
-    def _learn(self, notes: Notes) -> bool:
+    def _learn(self, notes: StateFiles) -> bool:
         """Read what is there and has not been read; whether some of it was gone before that."""
         names = (f"{_FOLDER}/{name}" for name in notes.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
@@ -104,7 +104,7 @@ class Failures:
         return len(found) < len(fresh)
 
     @staticmethod
-    def _write(notes: Notes, day: str, failures: Mapping[str, int]) -> None:
+    def _write(notes: StateFiles, day: str, failures: Mapping[str, int]) -> None:
         notes.write(f"{_FOLDER}/{day}.{uuid.uuid4().hex}.json", dict(failures))
 
 
@@ -113,7 +113,7 @@ def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
         known[message_id] = max(count, known.get(message_id, 0))
 
 
-def _counts(notes: Notes, paths: Iterable[str]) -> dict[str, dict[str, int]]:
+def _counts(notes: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
     """What is in files, by path: nothing in one that is damaged; what is gone is left out."""
     found: dict[str, dict[str, int]] = {}
     for path, value in notes.read_all(paths):

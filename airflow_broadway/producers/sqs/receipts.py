@@ -32,10 +32,10 @@ from typing import Any
 
 from airflow_broadway.core.custody.protocol import Action, SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.state_files import Damaged, Notes, digest
+from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest
 from airflow_broadway.producers.sqs.failures import Failures
 
-__all__ = ["COUNTED", "KEPT_REPORTS", "Book", "Shelf", "report_of"]
+__all__ = ["COUNTED", "KEPT_REPORTS", "Receipts", "ReceiptsFolder", "report_of"]
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +66,14 @@ def report_of(
     return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
 
 
-class Book:
+class Receipts:
     """One generation's receipts; shared by the threads of a process.
 
     :param notes: Where they are written down; ``None``: nowhere.
     :param name: The generation's folder there.
     """
 
-    def __init__(self, notes: Notes | None, name: str) -> None:
+    def __init__(self, notes: StateFiles | None, name: str) -> None:
         self._notes = notes
         self._name = name
         self._lock = threading.Lock()
@@ -294,11 +294,11 @@ class Book:
 
 
 #: Books of the generations that this process receives, and of some that it has ended.
-_here: dict[tuple[str | None, str, str], Book] = {}
+_here: dict[tuple[str | None, str, str], Receipts] = {}
 _here_lock = threading.Lock()
 
 
-class Shelf:
+class ReceiptsFolder:
     """The books of one queue.
 
     :param staging: The pipeline's folder, as a URI; ``None``: books live in this process alone.
@@ -307,7 +307,7 @@ class Shelf:
     def __init__(self, staging: str | None, queue: str) -> None:
         self._staging = staging
         self._queue = queue
-        self._notes = None if staging is None else Notes(staging, f"sqs/{digest(queue)}")
+        self._notes = None if staging is None else StateFiles(staging, f"sqs/{digest(queue)}")
         self.failures = Failures(self._notes)
 
     @property
@@ -315,7 +315,7 @@ class Shelf:
         """Whether other processes see its books."""
         return self._notes is not None
 
-    def open(self, generation: str, oldest: str) -> Book:
+    def open(self, generation: str, oldest: str) -> Receipts:
         """A new book, for the source; this process finds it from now on.
 
         :param oldest: What ended before this day is forgotten.
@@ -326,7 +326,7 @@ class Shelf:
                     for name in self._notes.names(f"ended/{day}"):
                         self._notes.remove(name.removesuffix(".json"))
                     self._notes.remove(f"ended/{day}")
-        book = Book(self._notes, digest(generation))
+        book = Receipts(self._notes, digest(generation))
         with _here_lock:
             while len(_here) >= _KEPT:
                 old = next((key for key, each in _here.items() if each.report is not None), None)
@@ -336,12 +336,12 @@ class Shelf:
             _here[self._staging, self._queue, generation] = book
         return book
 
-    def book(self, generation: str) -> Book:
+    def book(self, generation: str) -> Receipts:
         """The book of a generation, as it is now."""
         with _here_lock:
             book = _here.get((self._staging, self._queue, generation))
         if book is None:
-            book = Book(self._notes, digest(generation))
+            book = Receipts(self._notes, digest(generation))
             book.load()
         return book
 
@@ -354,7 +354,7 @@ class Shelf:
         """Whether a generation has been settled, by anybody."""
         with _here_lock:
             book = _here.get((self._staging, self._queue, generation))
-        return (book or Book(self._notes, digest(generation))).ended()
+        return (book or Receipts(self._notes, digest(generation))).ended()
 
     def close(self, generation: str) -> None:
         """The source has ended: from now on the book is read from its notes, if it has any."""

@@ -24,18 +24,18 @@ from airflow_broadway.core.custody.protocol import (
     Verdict,
 )
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kit.guard import Guard
+from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.sqs import dead_letters as dead
-from airflow_broadway.producers.sqs.batch_requests import LAPSED, Bulk, Call, Refusal
+from airflow_broadway.producers.sqs.batch_requests import LAPSED, BatchRequests, Call, Refusal
 from airflow_broadway.producers.sqs.client import Queue, Told
 from airflow_broadway.producers.sqs.inspect import dead_letter_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
-from airflow_broadway.producers.sqs.receipts import Book, Shelf, report_of
+from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder, report_of
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqs.producer import SqsProducer
 
-__all__ = ["Plan", "Settling", "plan"]
+__all__ = ["Plan", "QueueSettlement", "plan"]
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     errors: tuple[str, ...] = ()
 
 
-def plan(book: Book, lease: Lease, settlement: Settlement) -> Plan:
+def plan(book: Receipts, lease: Lease, settlement: Settlement) -> Plan:
     """The verdict on each message that the book holds.
 
     What is in the book is compared with what the source says that it wrote, and with the manifest.
@@ -108,7 +108,7 @@ def plan(book: Book, lease: Lease, settlement: Settlement) -> Plan:
     return Plan(verdicts, entries, max(len(gone), missing + len(lost)), errors)
 
 
-class Settling:
+class QueueSettlement:
     """Carries verdicts out on what one book holds; used from one thread.
 
     :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
@@ -119,9 +119,9 @@ class Settling:
         self,
         producer: SqsProducer,
         queue: Queue,
-        shelf: Shelf,
-        bulk: Bulk,
-        book: Book,
+        shelf: ReceiptsFolder,
+        bulk: BatchRequests,
+        book: Receipts,
         clock: Clock,
         *,
         held_until: Callable[[], float],
@@ -253,7 +253,7 @@ class Settling:
             raise
         except BroadwayError as error:
             return dict.fromkeys(verdicts, Refusal("", str(error)))
-        guard = Guard()
+        guard = MessageGuard()
         letters: dict[str, dict[str, Any]] = {}
         refused: dict[str, Refusal] = {}
         for key in verdicts:

@@ -17,7 +17,7 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.state_files import day_of
-from airflow_broadway.producers.sqs.batch_requests import Bulk
+from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import open_queue
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
 from airflow_broadway.producers.sqs.inspect import check, look_at_empty
@@ -27,7 +27,7 @@ from airflow_broadway.producers.sqs.reading import (
     group_of,
     receives_of,
 )
-from airflow_broadway.producers.sqs.receipts import KEPT_REPORTS, Shelf
+from airflow_broadway.producers.sqs.receipts import KEPT_REPORTS, ReceiptsFolder
 from airflow_broadway.producers.sqs.receives import Receives
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class SqsSource:
         self._queue = open_queue(producer, env)
         try:
             check(producer, self._queue, env.clock)
-            self._shelf = Shelf(env.staging, producer.place)
+            self._shelf = ReceiptsFolder(env.staging, producer.place)
             self._shelf.failures.merge(env.clock.now())
             oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
             self._book = self._shelf.open(env.generation, oldest)
@@ -86,7 +86,7 @@ class SqsSource:
             late=self._give_back_late,
             hurry=env.stopping,
         )
-        self._bulk = Bulk(producer.receive_concurrency, env.clock)
+        self._bulk = BatchRequests(producer.receive_concurrency, env.clock)
         #: Received and not handed out yet, each with the instant it was asked for.
         self._ready: list[tuple[float, Any]] = []
         #: Receipts of messages that are not for this run any more: given back at the end.

@@ -27,7 +27,7 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import counted, dead_letters, queue_names
@@ -57,7 +57,7 @@ class Place:
         self.server, self.folder = server, folder
         self.url = server.url
         self.queue = f"faults-{uuid.uuid4().hex}"
-        self.queues = Queues(self.queue)
+        self.queues = QueueNames(self.queue)
         self.producer = self.producer_of()
         self._taken: dict[tuple[int, int], list[bool]] = defaultdict(list)
         self._done: set[int] = set()

@@ -11,7 +11,7 @@ from airflow_broadway.core.custody.protocol import RELEASE, Action, Settlement, 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.broker import topology
-from airflow_broadway.producers.rabbitmq.broker.names import Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_cases.registry import case
@@ -71,7 +71,7 @@ def the_lease_queue_refuses(place: Place, name: str) -> Found:
     place.fill(4_000)
     handed = 0
 
-    def small(queues: Queues, seconds: float, *, quorum: bool = True) -> dict[str, object]:
+    def small(queues: QueueNames, seconds: float, *, quorum: bool = True) -> dict[str, object]:
         return {**lease_arguments(queues, seconds, quorum=quorum), "x-max-length": 2}
 
     with pytest.MonkeyPatch.context() as patch:

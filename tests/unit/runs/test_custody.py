@@ -23,7 +23,7 @@ from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.settle import RunSettler
-from airflow_broadway.runs.stand_in import Guard
+from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches
@@ -194,7 +194,7 @@ def test_a_guard_looks_after_the_generations_of_its_own_batches_alone(tmp_path: 
     run.batch(own)
 
     # When the one's batches end and no sensor looks
-    guard = Guard(run.staged, run.pipeline, [own["generation"]])
+    guard = StandIn(run.staged, run.pipeline, [own["generation"]])
     guard.start()
     guard.finish()
 

@@ -9,7 +9,7 @@ import pytest
 
 from airflow_broadway import BatchInfo
 from airflow_broadway.core.formats.manifest import Outcome, paths
-from airflow_broadway.core.formats.ownership import Fenced
+from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.staging.plan_choice import outcomes_of
 from airflow_broadway.staging.planner import plan_batches
@@ -188,7 +188,7 @@ def test_a_later_run_of_the_task_fences_off_one_that_is_still_at_work(
     monkeypatch.setattr(Sums, "handle_batch", lost)
 
     # Then it stops there, and handles nothing of what has an outcome
-    with pytest.raises(Fenced, match="try 2 of 'default' has begun, so try 1 stops here"):
+    with pytest.raises(OwnershipLost, match="try 2 of 'default' has begun, so try 1 stops here"):
         batches.run()
     assert len(run.calls()) == 25 + 10
     assert {outcome.try_number for outcome in recorded(batches, run) if outcome} == {2}

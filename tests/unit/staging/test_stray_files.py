@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.staging.plan_choice import plans_of, standing_plans
 from airflow_broadway.staging.planner import plan_batches
@@ -81,7 +81,7 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
 
 def test_strays_do_not_keep_a_lease_queue_from_being_deleted(tmp_path: Path) -> None:
     journal = Journal(f"file://{tmp_path}", "flights")
-    notes = Notes(f"file://{tmp_path}", "x")
+    notes = StateFiles(f"file://{tmp_path}", "x")
     notes.write("y/1.json", {})
     litter(tmp_path)
     assert [name for name in notes.names("y") if name.startswith(".")] == []

@@ -3,7 +3,7 @@
 What was published may be relied on once it is confirmed and was not returned: a return comes before
 its confirm and cancels it, a nack is a refusal, and confirms come out of order.  A delivery may be
 acknowledged once everything up to its own last publication may be relied on: in the order of the
-deliveries, which is that of :meth:`Window.reserve`, and not that of publishing.
+deliveries, which is that of :meth:`ConfirmWindow.reserve`, and not that of publishing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Place", "Window"]
+__all__ = ["ConfirmWindow", "Place"]
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Place:
     refused: bool = False
 
 
-class Window:
+class ConfirmWindow:
     """What was published on one channel, or is about to be, and is not yet relied on."""
 
     def __init__(self) -> None:

@@ -11,12 +11,12 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place, Window
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow, Place
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, raw_properties
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode
 from airflow_broadway.producers.rabbitmq.marks import mark_of
 
-__all__ = ["Lane", "confirming", "key_of"]
+__all__ = ["ConfirmChannel", "confirming", "key_of"]
 
 
 def key_of(properties: bytes) -> str | None:
@@ -54,7 +54,7 @@ def confirming(
     channel.call("confirm_delivery", ack_nack_callback=answered)
 
 
-class Lane:
+class ConfirmChannel:
     """One channel's confirm rule at work; all but the constructor is for the link's thread.
 
     :param multiple: Whether all deliveries up to one are acknowledged together.
@@ -73,7 +73,7 @@ class Lane:
         what: str,
     ) -> None:
         self.channel = channel
-        self.window = Window()
+        self.window = ConfirmWindow()
         self.failure: BroadwayError | None = None
         self._multiple = multiple
         self._secured = secured

@@ -1,8 +1,8 @@
 """One connection to RabbitMQ, run by a thread of its own.
 
 The thread keeps heartbeats going while callbacks take their time.  pika is not thread-safe: every
-use of it happens in that thread, by :meth:`Link.post`, and the other threads wait for replies.  A
-link is opened once and, once lost, stays lost; who wants to go on opens another.
+use of it happens in that thread, by :meth:`ConnectionThread.post`, and the other threads wait for
+replies.  One is opened once and, once lost, stays lost; who wants to go on opens another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 
 __all__ = [
     "Channel",
-    "Link",
+    "ConnectionThread",
     "Reply",
     "raw_properties",
 ]
@@ -75,7 +75,7 @@ def _quiet() -> None:
         logger.setLevel(logging.CRITICAL)
 
 
-class Link:
+class ConnectionThread:
     """A connection and its thread.
 
     :param on_lost: Called in the thread, with why, when the connection is lost.
@@ -110,7 +110,7 @@ class Link:
     @classmethod
     def to(
         cls, address: Address, *, on_lost: Callable[[ProducerError], None] = lambda error: None
-    ) -> Link:
+    ) -> ConnectionThread:
         """One to the first of the address's hosts that answers.
 
         :raises ProducerUnavailable: If none does.
@@ -288,7 +288,7 @@ class Channel:
     :param raw: pika's; to be used in the link's thread.
     """
 
-    def __init__(self, link: Link, raw: Any) -> None:
+    def __init__(self, link: ConnectionThread, raw: Any) -> None:
         self.link = link
         self.raw = raw
         self.lost: ProducerError | None = None

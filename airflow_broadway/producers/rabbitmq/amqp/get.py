@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ANSWER, Channel, Link, Reply
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    ANSWER,
+    Channel,
+    ConnectionThread,
+    Reply,
+)
 from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
@@ -22,7 +27,7 @@ class Getter:
     :param channel: The channel; one of its own, unless given.
     """
 
-    def __init__(self, link: Link, queue: str, channel: Channel | None = None) -> None:
+    def __init__(self, link: ConnectionThread, queue: str, channel: Channel | None = None) -> None:
         from pika import spec
 
         self._channel = channel or link.channel()

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Window
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
 from airflow_broadway.producers.rabbitmq.amqp.confirms import confirming
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ANSWER, Link, raw_properties
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    ANSWER,
+    ConnectionThread,
+    raw_properties,
+)
 
 __all__ = ["Publisher"]
 
@@ -23,10 +27,10 @@ _Item = tuple[str, str, bytes, bytes, str]
 class Publisher:
     """A channel for publishing alone; every message is mandatory and confirmed."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ConnectionThread) -> None:
         self._link = link
         self._channel = link.channel()
-        self._window = Window()
+        self._window = ConfirmWindow()
         self._changed = threading.Condition()
         self._items: list[_Item] = []
         self._bytes = 0

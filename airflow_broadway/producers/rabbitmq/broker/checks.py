@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def roles_of(producer: RabbitMQProducer, *, lease: str = "") -> list[Role]:
 
     :param lease: The lease queue, if it is known; else one like it.
     """
-    queues, quorum = Queues(producer.queue), producer.queue_type == "quorum"
+    queues, quorum = QueueNames(producer.queue), producer.queue_type == "quorum"
     plain = queues.returns_arguments(quorum=quorum)
     found = [
         Role("source", queues.source),

@@ -23,7 +23,7 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 
-__all__ = ["EXCHANGE", "LADDER", "Queues", "lease_arguments", "rung"]
+__all__ = ["EXCHANGE", "LADDER", "QueueNames", "lease_arguments", "rung"]
 
 #: The exchange that routes bundles: direct, by the lease queue's name.
 EXCHANGE = "broadway.leases"
@@ -58,7 +58,7 @@ def rung(delay: float) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Queues:
+class QueueNames:
     """The names that belong to one source queue."""
 
     source: str
@@ -141,7 +141,7 @@ class Queues:
         }
 
 
-def lease_arguments(queues: Queues, seconds: float, *, quorum: bool = True) -> dict[str, Any]:
+def lease_arguments(queues: QueueNames, seconds: float, *, quorum: bool = True) -> dict[str, Any]:
     """What a lease queue is declared with.
 
     No ``x-expires``: a publisher does not keep a queue from expiring.

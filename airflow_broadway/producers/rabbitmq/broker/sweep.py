@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.connection import Address
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Due, Journal
@@ -44,7 +44,7 @@ def due_at(deadline: float, seconds: float) -> tuple[float, float]:
 
 
 def sweep(
-    link: Link,
+    link: ConnectionThread,
     topology: Topology,
     journal: Journal,
     now: float,
@@ -82,7 +82,7 @@ def sweep(
 
 
 def _forget(
-    link: Link,
+    link: ConnectionThread,
     topology: Topology,
     journal: Journal,
     due: Due,
@@ -127,7 +127,7 @@ def counting(address: Address) -> Callable[[str], int | None]:
     return count
 
 
-def _look_at(link: Link, topology: Topology, queue: str) -> bool:
+def _look_at(link: ConnectionThread, topology: Topology, queue: str) -> bool:
     """Whether a lease queue is gone now."""
     depth = topology.depth(link, queue)
     if depth:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused, explained
 from airflow_broadway.producers.rabbitmq.broker.checks import act_on, check_queues, refuse_version
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, Queues, lease_arguments
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
 from airflow_broadway.producers.rabbitmq.marks import split_route
 
@@ -59,7 +59,7 @@ class Topology:
         self._spares_answer = True
         #: Lease queues that were declared and do not answer.
         self._dead_leases: set[str] = set()
-        self.queues = Queues(producer.queue)
+        self.queues = QueueNames(producer.queue)
 
     @property
     def dead(self) -> tuple[str, str]:
@@ -79,7 +79,7 @@ class Topology:
             key = split_route(route)[1]
         return exchange, key
 
-    def missing_exchange(self, link: Link, name: str) -> str:
+    def missing_exchange(self, link: ConnectionThread, name: str) -> str:
         """What to tell if there is no such exchange; else nothing."""
         if name not in self._exchanges:
             channel = link.channel()
@@ -94,7 +94,7 @@ class Topology:
 
     # -- the source ----------------------------------------------------------------------------
 
-    def prepare(self, link: Link, channel: Channel, options: RabbitMQProducer) -> int:
+    def prepare(self, link: ConnectionThread, channel: Channel, options: RabbitMQProducer) -> int:
         """Do what the options ask for, and see that the source queue is there; its depth.
 
         :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.
@@ -124,7 +124,7 @@ class Topology:
             raise explained(error, f"the source queue {queue!r}") from None
         return int(declared.method.message_count)
 
-    def refuse_stream(self, link: Link) -> None:
+    def refuse_stream(self, link: ConnectionThread) -> None:
         """Refuse to read a stream: what is acknowledged there is not removed.
 
         A stream alone takes an offset from its consumers; the answer needs no more permission than
@@ -151,7 +151,7 @@ class Topology:
 
     # -- our own -------------------------------------------------------------------------------
 
-    def check(self, link: Link, journal: Journal, generation: str, now: float) -> None:
+    def check(self, link: ConnectionThread, journal: Journal, generation: str, now: float) -> None:
         """See that no policy makes our queues lose messages, as far as the broker tells.
 
         Once in ten minutes for a queue, whatever came of it, unless that was an error: what an
@@ -174,7 +174,7 @@ class Topology:
             act_on(check_queues(producer, address, version=link.version, lease=lease))
         journal.note_checked(now, what)
 
-    def open_lease(self, link: Link, journal: Journal, generation: str) -> str:
+    def open_lease(self, link: ConnectionThread, journal: Journal, generation: str) -> str:
         """A lease queue of the generation's own, reachable and empty; its name.
 
         :raises ProducerUnavailable: If the broker dies meanwhile.
@@ -209,7 +209,7 @@ class Topology:
             " its log"
         )
 
-    def _bind_lease(self, link: Link, name: str) -> None:
+    def _bind_lease(self, link: ConnectionThread, name: str) -> None:
         channel = link.channel()
         try:
             channel.call(
@@ -220,7 +220,7 @@ class Topology:
             raise explained(error, f"the lease queue {name!r}") from None
         channel.close()
 
-    def leave_spare(self, link: Link) -> None:
+    def leave_spare(self, link: ConnectionThread) -> None:
         """Declare a lease queue for the next run, unless enough of them wait already."""
         spares = self._spares
         if not self._spares_answer or (self.depth(link, spares) or 0) >= self._producer.concurrency:
@@ -235,7 +235,7 @@ class Topology:
         publisher.publish("", spares, properties, token, key=name)
         publisher.flush()
 
-    def _claim_spare(self, link: Link, journal: Journal, generation: str) -> str | None:
+    def _claim_spare(self, link: ConnectionThread, journal: Journal, generation: str) -> str | None:
         """A lease queue that an earlier run left, ours alone from now on; ``None`` without one."""
         for _ in range(_TOKENS):
             if not self.depth(link, self._spares):
@@ -263,7 +263,7 @@ class Topology:
                 return name
         return None
 
-    def _is_spare(self, link: Link, name: str) -> bool:
+    def _is_spare(self, link: ConnectionThread, name: str) -> bool:
         """Whether a queue is there, empty, alive, and declared as this run would declare it."""
         if not self.is_empty(link, name):
             return False
@@ -280,7 +280,7 @@ class Topology:
     def _spares(self) -> str:
         return self.queues.spares(self._producer.lease)
 
-    def is_empty(self, link: Link, name: str) -> bool:
+    def is_empty(self, link: ConnectionThread, name: str) -> bool:
         """Whether a lease queue is there, alive and empty by its own word.
 
         One that is dead, or slow to answer, has a count too: 0.
@@ -288,7 +288,7 @@ class Topology:
         return self.depth(link, name) == 0 and self._is_empty(link, name) is True
 
     @staticmethod
-    def _is_empty(link: Link, name: str) -> bool | None:
+    def _is_empty(link: ConnectionThread, name: str) -> bool | None:
         """Whether there is nothing to get from a queue; ``None`` if it does not answer."""
         try:
             getter = Getter(link, name)
@@ -301,7 +301,7 @@ class Topology:
     def _lease_arguments(self) -> dict[str, Any]:
         return lease_arguments(self.queues, self._producer.lease, quorum=self._quorum)
 
-    def _declare_lease(self, link: Link, name: str) -> None:
+    def _declare_lease(self, link: ConnectionThread, name: str) -> None:
         channel = link.channel()
         try:
             channel.call(
@@ -311,7 +311,7 @@ class Topology:
             raise explained(error, f"the lease queue {name!r}") from None
         channel.close()
 
-    def ensure_returns(self, link: Link, *, rely: bool = True) -> None:
+    def ensure_returns(self, link: ConnectionThread, *, rely: bool = True) -> None:
         """Declare the returns queue.
 
         :param rely: Whether something is published to it next, so that it must be old enough.
@@ -319,24 +319,26 @@ class Topology:
         arguments = self.queues.returns_arguments(quorum=self._quorum)
         self._ensure(link, self.queues.returns, arguments, rely=rely)
 
-    def ensure_quarantine(self, link: Link) -> None:
+    def ensure_quarantine(self, link: ConnectionThread) -> None:
         """Declare the quarantine queue."""
         arguments = self.queues.returns_arguments(quorum=self._quorum)
         self._ensure(link, self.queues.quarantine, arguments)
 
-    def ensure_dead(self, link: Link, wanted: bool = True, *, rely: bool = True) -> None:
+    def ensure_dead(
+        self, link: ConnectionThread, wanted: bool = True, *, rely: bool = True
+    ) -> None:
         """Declare the dead-letter queue, if it is ours."""
         if wanted and self._producer.dead_letter is None:
             arguments = self.queues.returns_arguments(quorum=self._quorum)
             self._ensure(link, self.queues.dead, arguments, rely=rely)
 
-    def ensure_delay(self, link: Link, step: int) -> str:
+    def ensure_delay(self, link: ConnectionThread, step: int) -> str:
         """Declare a step of the delay ladder; its name."""
         name = self.queues.delay(step)
         self._ensure(link, name, self.queues.delay_arguments(step, quorum=self._quorum))
         return name
 
-    def depth(self, link: Link, name: str) -> int | None:
+    def depth(self, link: ConnectionThread, name: str) -> int | None:
         """Messages that are ready in a queue; ``None`` if there is no such queue."""
         channel = link.channel()
         try:
@@ -348,7 +350,7 @@ class Topology:
         channel.close()
         return int(declared.method.message_count)
 
-    def fence(self, link: Link, name: str) -> None:
+    def fence(self, link: ConnectionThread, name: str) -> None:
         """Let nobody publish to a lease queue any more.
 
         :raises ProducerError: If it is none of this source's.
@@ -363,7 +365,7 @@ class Topology:
             return
         channel.close()
 
-    def delete(self, link: Link, name: str) -> int:
+    def delete(self, link: ConnectionThread, name: str) -> int:
         """Delete a lease queue; how many bundles it held.
 
         :raises ProducerError: If it is none of this source's.
@@ -371,7 +373,7 @@ class Topology:
         return self._delete(link, self.queues.own_lease(name))
 
     @staticmethod
-    def _delete(link: Link, name: str) -> int:
+    def _delete(link: ConnectionThread, name: str) -> int:
         channel = link.channel()
         try:
             deleted = channel.call("queue_delete", queue=name)
@@ -383,7 +385,7 @@ class Topology:
         return int(deleted.method.message_count)
 
     def _ensure(
-        self, link: Link, name: str, arguments: dict[str, Any], *, rely: bool = True
+        self, link: ConnectionThread, name: str, arguments: dict[str, Any], *, rely: bool = True
     ) -> None:
         key = f"{id(link)} {name}"
         if key not in self._made:
@@ -398,7 +400,7 @@ class Topology:
             self._rely(link)
 
     @staticmethod
-    def _declare(link: Link, name: str, arguments: dict[str, Any]) -> None:
+    def _declare(link: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
         channel = link.channel()
         try:
             channel.call("queue_declare", queue=name, durable=True, arguments=arguments)
@@ -406,7 +408,7 @@ class Topology:
             raise explained(error, f"the queue {name!r}") from None
         channel.close()
 
-    def _rely(self, link: Link) -> None:
+    def _rely(self, link: ConnectionThread) -> None:
         """Wait until queues that may be new are old enough, and see that they answer.
 
         :raises ProducerUnavailable: If one does not.
@@ -418,12 +420,12 @@ class Topology:
             self._journal.note_relied(name)
             del self._young[name]
 
-    def _is_alive(self, link: Link, name: str) -> bool:
+    def _is_alive(self, link: ConnectionThread, name: str) -> bool:
         """Whether a queue answers; one that has messages and may not give them up is not asked."""
         depth = self.depth(link, name)
         return bool(depth) or (depth == 0 and self._is_empty(link, name) is not None)
 
-    def _declare_anew(self, link: Link, name: str, arguments: dict[str, Any]) -> None:
+    def _declare_anew(self, link: ConnectionThread, name: str, arguments: dict[str, Any]) -> None:
         """Replace a queue that never answered since it was declared, and so holds nothing."""
         for _ in range(_TRIES):
             # Whoever relies on a queue has noted that before: this one was declared by a run of

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Lane
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, Queues
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Turns
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
-__all__ = ["Aside", "Ready", "Sealer"]
+__all__ = ["Aside", "Bundler", "Ready"]
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Ready:
         return taken
 
 
-class Sealer:
+class Bundler:
     """Makes bundles of one generation, and publishes them to its lease queue.
 
     :param ids: The ids of its messages.
@@ -109,7 +109,7 @@ class Sealer:
     def __init__(
         self,
         generation: str,
-        queues: Queues,
+        queues: QueueNames,
         owner: dict[str, Any],
         ids: Ids,
         turns: Turns,
@@ -145,7 +145,7 @@ class Sealer:
             self.largest = room
         return before != (self.capacity, self.largest)
 
-    def publish(self, lane: Lane, messages: list[Held], tag: int | None) -> None:
+    def publish(self, lane: ConfirmChannel, messages: list[Held], tag: int | None) -> None:
         """Secure ``messages``; then ``tag`` may be acknowledged.  For the link's thread."""
         self._count += 1
         name = f"{self.ids.prefix}.{self._count:x}"
@@ -170,7 +170,9 @@ class Sealer:
         if self._writer is not None:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
-    def _stored(self, future: Future[dict[str, Any]], lane: Lane, place: Place, count: int) -> None:
+    def _stored(
+        self, future: Future[dict[str, Any]], lane: ConfirmChannel, place: Place, count: int
+    ) -> None:
         if future.cancelled():
             return
         error = future.exception()
@@ -193,7 +195,7 @@ class Sealer:
             staged=staged,
         )
 
-    def _send(self, lane: Lane, place: Place, body: bytes) -> None:
+    def _send(self, lane: ConfirmChannel, place: Place, body: bytes) -> None:
         properties = encode(
             {
                 "content_type": "application/x-broadway-bundle",

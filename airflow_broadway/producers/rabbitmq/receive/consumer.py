@@ -15,14 +15,14 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Lane
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import Mark, buried, is_of, mark_of, restored
-from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Ready, Sealer
+from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Bundler, Ready
 
-__all__ = ["Intake"]
+__all__ = ["Consumer"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LINGER = 0.02
 SLOW = 10.0
 
 
-class Intake:
+class Consumer:
     """The source queue's consumer; all but the constructor is for the link's thread.
 
     :param max_bytes: A message with a larger body is set aside as a dead letter.
@@ -46,7 +46,7 @@ class Intake:
         self,
         channel: Channel,
         ready: Ready,
-        sealer: Sealer,
+        sealer: Bundler,
         *,
         prefetch: int,
         max_bytes: int,
@@ -80,7 +80,7 @@ class Intake:
         self._timer: Any = None
         self._idle_timer: Any = None
         self._asked = 0
-        self.lane = Lane(
+        self.lane = ConfirmChannel(
             channel,
             multiple=True,
             secured=self._secured,

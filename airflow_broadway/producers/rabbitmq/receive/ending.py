@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable, StagingError
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Lane
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link, Reply
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread, Reply
 from airflow_broadway.producers.rabbitmq.receive.bundler import Ready
 
 __all__ = ["await_confirms", "end_lanes", "in_thread", "patience"]
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 _CLOSED = 5.0
 
 
-def patience(link: Link, lanes: Sequence[Lane], end: float, clock: Clock) -> float:
+def patience(
+    link: ConnectionThread, lanes: Sequence[ConfirmChannel], end: float, clock: Clock
+) -> float:
     """Seconds to wait for confirms that were due at ``end``.
 
     :raises ProducerUnavailable: If they take too long, and nothing explains it.
@@ -39,7 +41,9 @@ def patience(link: Link, lanes: Sequence[Lane], end: float, clock: Clock) -> flo
     raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
 
-def await_confirms(link: Link, lanes: Sequence[Lane], ready: Ready, clock: Clock) -> None:
+def await_confirms(
+    link: ConnectionThread, lanes: Sequence[ConfirmChannel], ready: Ready, clock: Clock
+) -> None:
     """Wait until all that was taken is secured, as long as that may still be."""
     end = clock.monotonic()
     with ready.changed:
@@ -53,7 +57,7 @@ def await_confirms(link: Link, lanes: Sequence[Lane], ready: Ready, clock: Clock
                 end = clock.monotonic()
 
 
-def end_lanes(link: Link, lanes: Sequence[Lane], clock: Clock) -> bool:
+def end_lanes(link: ConnectionThread, lanes: Sequence[ConfirmChannel], clock: Clock) -> bool:
     """See to it that no confirm is heeded, and nothing acknowledged, from now on.
 
     :return: Whether the lease queue may hold a bundle that is not secured.
@@ -71,7 +75,7 @@ def end_lanes(link: Link, lanes: Sequence[Lane], clock: Clock) -> bool:
     return any(lane.window.uncertain for lane in lanes)
 
 
-def in_thread(link: Link, function: Callable[[], None]) -> None:
+def in_thread(link: ConnectionThread, function: Callable[[], None]) -> None:
     """Have ``function`` called in the link's thread, and wait for it.
 
     A link that is lost has no thread any more that could do anything.

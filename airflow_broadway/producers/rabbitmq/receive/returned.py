@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Lane
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
@@ -22,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.marks import Mark, buried
-from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Ready, Sealer
+from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Bundler, Ready
 from airflow_broadway.producers.rabbitmq.returned_bundles import (
     Portion,
     examine,
@@ -56,7 +56,7 @@ class Returns:
         topology: Topology,
         journal: Journal,
         ready: Ready,
-        sealer: Sealer,
+        sealer: Bundler,
     ) -> None:
         self._producer = producer
         self._topology = topology
@@ -65,7 +65,7 @@ class Returns:
         self._ready = ready
         self._sealer = sealer
         #: ``None`` on a connection that found nothing in the queue.
-        self.lane: Lane | None = None
+        self.lane: ConfirmChannel | None = None
         self._getter: Getter | None = None
         # Deliveries that go back once all is read: sooner, they would come again.
         self._put_off: list[int] = []
@@ -79,7 +79,7 @@ class Returns:
         #: Whether this generation holds suspects, and must take nothing else.
         self.alone = False
 
-    def open(self, link: Link) -> None:
+    def open(self, link: ConnectionThread) -> None:
         """Begin to read, on a new connection; nothing happens if nothing came back."""
         self.lane = self._getter = None
         self._taken, self._put_off = {}, []
@@ -87,7 +87,7 @@ class Returns:
         if not self.left:
             return
         channel = link.channel()
-        self.lane = Lane(
+        self.lane = ConfirmChannel(
             channel,
             multiple=False,
             secured=self._secured,
@@ -96,7 +96,9 @@ class Returns:
         )
         self._getter = Getter(link, self._queue, channel)
 
-    def drain(self, link: Link, most: int, *, fresh: bool, open_lease: Callable[[], None]) -> None:
+    def drain(
+        self, link: ConnectionThread, most: int, *, fresh: bool, open_lease: Callable[[], None]
+    ) -> None:
         """Read one bundle, and have what may be taken of it secured.
 
         :param most: Messages that may be on their way together.
@@ -124,8 +126,8 @@ class Returns:
 
     def _handle(
         self,
-        link: Link,
-        lane: Lane,
+        link: ConnectionThread,
+        lane: ConfirmChannel,
         delivered: Delivered,
         room: int,
         fresh: bool,
@@ -158,7 +160,7 @@ class Returns:
         self._topology.ensure_dead(link, bool(portion.crashed))
         link.post(lambda: self._secure(lane, delivered.tag, print_, read.header, portion, rests))
 
-    def _next(self, link: Link, getter: Getter) -> Delivered | None:
+    def _next(self, link: ConnectionThread, getter: Getter) -> Delivered | None:
         try:
             return getter.next(_ANSWER)
         except ProducerUnavailable as error:
@@ -167,7 +169,9 @@ class Returns:
             log.warning("The returns queue %r does not answer: %s.", self._queue, error)
             return None
 
-    def _quarantine(self, link: Link, lane: Lane, delivered: Delivered, error: BundleError) -> None:
+    def _quarantine(
+        self, link: ConnectionThread, lane: ConfirmChannel, delivered: Delivered, error: BundleError
+    ) -> None:
         """Move what cannot be read out of the way, and say so."""
         place = self._topology.queues.quarantine
         self._topology.ensure_quarantine(link)
@@ -200,7 +204,7 @@ class Returns:
 
     def _secure(
         self,
-        lane: Lane,
+        lane: ConfirmChannel,
         tag: int,
         print_: bytes,
         header: Header,

@@ -24,9 +24,9 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
-from airflow_broadway.producers.rabbitmq.amqp.confirms import Lane
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.refusals import (
     Refused,
     acknowledged_too_late,
@@ -37,8 +37,8 @@ from airflow_broadway.producers.rabbitmq.broker.sweep import counting, due_at, s
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
-from airflow_broadway.producers.rabbitmq.receive.bundler import Ready, Sealer
-from airflow_broadway.producers.rabbitmq.receive.consumer import Intake
+from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler, Ready
+from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
 from airflow_broadway.producers.rabbitmq.receive.ending import (
     await_confirms,
     end_lanes,
@@ -86,7 +86,7 @@ class RabbitSource:
         self._topology = Topology(producer, self._journal)
         self._queues = self._topology.queues
         self._ready = Ready()
-        self._sealer = Sealer(
+        self._sealer = Bundler(
             env.generation,
             self._topology.queues,
             dict(env.owner),
@@ -104,8 +104,8 @@ class RabbitSource:
         self._extra = 0
         self._declared = False
         self._fenced: LeaseLapsed | None = None
-        self._link: Link | None = None
-        self._intake: Intake | None = None
+        self._link: ConnectionThread | None = None
+        self._intake: Consumer | None = None
         self._returns = Returns(producer, self._topology, self._journal, self._ready, self._sealer)
         self._has_messages = False
         self._slow = False
@@ -208,7 +208,7 @@ class RabbitSource:
                 with self._unless_lost():
                     self._open_lease(intake)
 
-    def _drain(self, intake: Intake, demand: int) -> None:
+    def _drain(self, intake: Consumer, demand: int) -> None:
         """Have returned messages secured: at most half of what is wanted, if there are others."""
         assert self._link is not None
         most = max(1, demand // 2) if self._has_messages else demand
@@ -250,11 +250,11 @@ class RabbitSource:
             ready.outstanding = 0
         return self._messages(held) if held else []
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[ConfirmChannel]:
         intake = None if self._intake is None else self._intake.lane
         return [lane for lane in (intake, self._returns.lane) if lane is not None]
 
-    def _end_lanes(self, link: Link) -> None:
+    def _end_lanes(self, link: ConnectionThread) -> None:
         if end_lanes(link, self._lanes(), self._clock):
             self._extra += 1
 
@@ -275,7 +275,7 @@ class RabbitSource:
             log.warning("No lease queue could be declared for the next run: %s", error)
         link.close()
 
-    def _more(self, intake: Intake) -> bool:
+    def _more(self, intake: Consumer) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
         if intake.stopped or self._returns.alone:
             return False
@@ -303,7 +303,7 @@ class RabbitSource:
             self._topology.refuse_stream(self._link)
             self._journal.note_type(now)
 
-    def _stirred(self, intake: Intake) -> bool:
+    def _stirred(self, intake: Consumer) -> bool:
         ready = self._ready
         return bool(
             ready.bundles
@@ -331,17 +331,17 @@ class RabbitSource:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def _connect(self) -> Link:
+    def _connect(self) -> ConnectionThread:
         ready = self._ready
         with ready.changed:
             ready.error = None
-        link = Link.to(self._address, on_lost=ready.fail)
+        link = ConnectionThread.to(self._address, on_lost=ready.fail)
         try:
             options = self._producer
             channel = link.channel()
             depth = self._topology.prepare(link, channel, options)
             self._has_messages = depth > 0
-            self._intake = Intake(
+            self._intake = Consumer(
                 channel,
                 ready,
                 self._sealer,
@@ -359,7 +359,7 @@ class RabbitSource:
             raise
         return link
 
-    def _connect_in_time(self) -> Link:
+    def _connect_in_time(self) -> ConnectionThread:
         """Connect, by the back-off's delays, for as long as the option allows."""
         try:
             return keep_trying(self._connect, self._attempts)
@@ -417,7 +417,7 @@ class RabbitSource:
         )
         self._journal.note_limit(limit)
 
-    def _open_lease(self, intake: Intake) -> None:
+    def _open_lease(self, intake: Consumer) -> None:
         """Declare the lease queue: at the first message, so that an empty run declares nothing."""
         if self._declared:
             return

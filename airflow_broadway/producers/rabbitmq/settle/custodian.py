@@ -20,14 +20,14 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.receive.source import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import report_of, untold
-from airflow_broadway.producers.rabbitmq.settle.settlement import Settling
+from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -56,7 +56,7 @@ class RabbitCustodian:
         self._env = env
         self._clock = env.clock
         self._journal = Journal(env.staging, producer.queue)
-        self._opened: Link | None = None
+        self._opened: ConnectionThread | None = None
         self._shape: Topology | None = None
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
@@ -261,8 +261,8 @@ class RabbitCustodian:
             )
         return lease
 
-    def _settling(self, lease: Lease) -> Settling:
-        return Settling(
+    def _settling(self, lease: Lease) -> LeaseSettlement:
+        return LeaseSettlement(
             self._link,
             self._topology,
             self._journal,
@@ -279,13 +279,13 @@ class RabbitCustodian:
         return self._shape
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> ConnectionThread:
         if self._opened is not None and self._opened.lost is not None:
             self.close()
         if self._opened is None:
             address = self._producer.address(self._env)
             self._unreachable = True
-            self._opened = keep_trying(lambda: Link.to(address), self._attempts())
+            self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
         return self._opened
 
@@ -317,7 +317,7 @@ def depth(producers: Iterable[RabbitMQProducer], env: ProducerEnv) -> QueueDepth
 
 def _depth(producer: RabbitMQProducer, env: ProducerEnv) -> QueueDepth:
     topology = Topology(producer)
-    link = Link.to(producer.address(env))
+    link = ConnectionThread.to(producer.address(env))
     try:
         queues = topology.queues
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.protocol import Action, Entry, Lease, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kit.guard import Guard
+from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq import bundle as bundles
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode, load
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker.names import rung
@@ -62,7 +62,7 @@ class Outbox:
 
     def __init__(
         self,
-        link: Link,
+        link: ConnectionThread,
         topology: Topology,
         lease: Lease,
         clock: Clock,
@@ -71,7 +71,7 @@ class Outbox:
         *,
         gives_back: bool = True,
     ) -> None:
-        self.guard = Guard()
+        self.guard = MessageGuard()
         self._link = link
         self._topology = topology
         self._lease = lease

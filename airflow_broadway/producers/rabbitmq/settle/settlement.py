@@ -28,14 +28,14 @@ from airflow_broadway.core.custody.protocol import (
     Settlement,
     SettleReport,
 )
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Link
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import Read, report_of, together, untold
 
-__all__ = ["Settling"]
+__all__ = ["LeaseSettlement"]
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _PATIENCE = 3.0
 
 
-class Settling:
+class LeaseSettlement:
     """One settlement of a whole lease at work.
 
     :param queue: The lease queue.
@@ -52,7 +52,7 @@ class Settling:
 
     def __init__(
         self,
-        link: Link,
+        link: ConnectionThread,
         topology: Topology,
         journal: Journal,
         lease: Lease,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.lease_renewer import Keeper
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
 
@@ -42,7 +42,7 @@ def test_leases_are_renewed_until_the_keeper_is_stopped() -> None:
     custodian = Custodian(later)
     renewed: list[Lease] = []
 
-    with Keeper(lambda: custodian, 0.02, lambda: [LEASE], renewed=renewed.append):
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE], renewed=renewed.append):
         assert custodian.enough.wait(10)
 
     assert renewed[0].deadline == later
@@ -52,7 +52,7 @@ def test_leases_are_renewed_until_the_keeper_is_stopped() -> None:
 def test_a_broker_that_cannot_be_reached_is_asked_again() -> None:
     custodian = Custodian(ProducerUnavailable("away"), LEASE.deadline)
 
-    with Keeper(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
         assert custodian.enough.wait(10)
 
     keeper.check()
@@ -61,7 +61,7 @@ def test_a_broker_that_cannot_be_reached_is_asked_again() -> None:
 def test_a_lapsed_lease_is_told_and_not_renewed_again() -> None:
     custodian = Custodian(None, done=1)
 
-    with Keeper(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
         assert custodian.enough.wait(10)
 
     assert keeper.lapsed
@@ -77,12 +77,12 @@ def test_nothing_is_opened_while_there_is_nothing_to_renew() -> None:
         asked.set()
         return []
 
-    with Keeper(lambda: pytest.fail("opened"), 0.02, none):
+    with LeaseRenewer(lambda: pytest.fail("opened"), 0.02, none):
         assert asked.wait(10)
 
 
 def test_a_lease_that_nobody_looked_after_is_renewed_at_once() -> None:
     custodian = Custodian(LEASE.deadline, done=1)
 
-    with Keeper(lambda: custodian, 86_400.0, lambda: [LEASE], at_once=True):
+    with LeaseRenewer(lambda: custodian, 86_400.0, lambda: [LEASE], at_once=True):
         assert custodian.enough.wait(10)

@@ -9,7 +9,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.manifest import Work, paths
-from airflow_broadway.core.formats.ownership import Fence, Fenced, highest_try
+from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
 from airflow_broadway.spark.files import LocalFiles
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -49,10 +49,12 @@ def lease(files: LocalFiles, generation: str = "g", *, seconds: float) -> None:
     files.replace(paths.lease(generation), json.dumps(made.to_json()))
 
 
-def fence(files: LocalFiles, clock: ManualClock, *, name: str = "task", number: int = 1) -> Fence:
+def fence(
+    files: LocalFiles, clock: ManualClock, *, name: str = "task", number: int = 1
+) -> Ownership:
     work = Work(name=name, try_number=number, pipeline={}, run={}, plans=[])
     assert files.create(paths.work(name, number), work.dumps())
-    return Fence(files, name, number, clock=clock)
+    return Ownership(files, name, number, clock=clock)
 
 
 def test_a_run_that_holds_its_messages_passes(files: LocalFiles, clock: ManualClock) -> None:
@@ -65,7 +67,7 @@ def test_a_later_try_fences_off(files: LocalFiles, clock: ManualClock) -> None:
     given = fence(files, clock)
     given.check(["g"])
     files.create(paths.work("task", 2), "{}")
-    with pytest.raises(Fenced, match="try 2 of 'task' has begun, so try 1 stops here"):
+    with pytest.raises(OwnershipLost, match="try 2 of 'task' has begun, so try 1 stops here"):
         given.check(["g"], fresh=True)
 
 
@@ -76,7 +78,7 @@ def test_what_was_read_serves_for_a_second_only(files: LocalFiles, clock: Manual
     files.create(paths.work("task", 2), "{}")
     given.check(["g"])
     clock.sleep(1.1)
-    with pytest.raises(Fenced):
+    with pytest.raises(OwnershipLost):
         given.check(["g"])
 
 
@@ -169,7 +171,7 @@ def test_without_a_name_there_are_no_tries_to_look_for(
     lease(files, seconds=10)
     files.create(paths.work("task", 7), "{}")
     files.create(paths.python_try("task", 9), "{}")
-    Fence(files, clock=clock).check(["g"], fresh=True)
-    Fence(files, "task", 9, folder="tries", clock=clock).check(["g"], fresh=True)
-    with pytest.raises(Fenced, match="try 9 of 'task'"):
-        Fence(files, "task", 8, folder="tries", clock=clock).check(["g"], fresh=True)
+    Ownership(files, clock=clock).check(["g"], fresh=True)
+    Ownership(files, "task", 9, folder="tries", clock=clock).check(["g"], fresh=True)
+    with pytest.raises(OwnershipLost, match="try 9 of 'task'"):
+        Ownership(files, "task", 8, folder="tries", clock=clock).check(["g"], fresh=True)

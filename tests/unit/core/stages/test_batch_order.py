@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_broadway.core.formats.manifest import PlannedBatch
-from airflow_broadway.core.stages.batch_order import Turns
+from airflow_broadway.core.stages.batch_order import BatchOrder
 
 
 def batch(batch_id: str, key: Any = "default", partition: int | None = None) -> PlannedBatch:
@@ -25,11 +25,11 @@ def batch(batch_id: str, key: Any = "default", partition: int | None = None) -> 
     )
 
 
-def turns(*batches: PlannedBatch, merged: bool = False) -> Turns:
-    return Turns(iter(batches), merged=merged)
+def turns(*batches: PlannedBatch, merged: bool = False) -> BatchOrder:
+    return BatchOrder(iter(batches), merged=merged)
 
 
-def take(given: Turns) -> str | None:
+def take(given: BatchOrder) -> str | None:
     found = given.take()
     return None if found is None else found.batch_id
 
@@ -87,7 +87,7 @@ def test_a_long_plan_is_not_read_further_than_needed() -> None:
             yield batch(str(n), n)
             n += 1
 
-    given = Turns(endless(), merged=False)
+    given = BatchOrder(endless(), merged=False)
     assert [take(given) for _ in range(3)] == ["0", "1", "2"]
     assert len(read) <= 4
 

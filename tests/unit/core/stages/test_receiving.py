@@ -11,7 +11,7 @@ from airflow_broadway.core.errors import PipelineError, ProducerUnavailable
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.model.options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Intake, transformed
+from airflow_broadway.core.stages.receiving import Budget, Receiving, transformed
 from airflow_broadway.testing import ManualClock
 
 DELIVERED = Message(
@@ -74,7 +74,7 @@ class _Broken:
 def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
     limiter = RateLimiter(RateLimiting(allowed_messages=10, interval=60.0), ManualClock())
     source: Any = _Broken()
-    intake = Intake(source, Budget(), clock=ManualClock(), limiter=limiter, demand=8)
+    intake = Receiving(source, Budget(), clock=ManualClock(), limiter=limiter, demand=8)
 
     with pytest.raises(ProducerUnavailable):
         next(iter(intake))
@@ -96,7 +96,7 @@ class _Told(_Broken):
 def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty() -> None:
     source: Any = _Told()
     clock = ManualClock()
-    intake = Intake(
+    intake = Receiving(
         source,
         Budget(),
         clock=clock,
@@ -134,7 +134,7 @@ def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
 ) -> None:
     source: Any = _Asked()
     clock = ManualClock()
-    intake = Intake(source, Budget(), clock=clock, limiter=RateLimiter(None), demand=processors)
+    intake = Receiving(source, Budget(), clock=clock, limiter=RateLimiter(None), demand=processors)
 
     for dispatch in intake:
         # What is handed out at a time is what the processors can take
@@ -172,7 +172,7 @@ def test_only_what_is_secured_goes_on_and_only_then() -> None:
         return messages
 
     limiter = RateLimiter(None, clock)
-    intake = Intake(source, Budget(), clock=clock, limiter=limiter, demand=8, accept=accept)
+    intake = Receiving(source, Budget(), clock=clock, limiter=limiter, demand=8, accept=accept)
     assert [message.data for dispatch in intake for message in dispatch] == [b"1", b"2"]
     assert source.calls[:3] == ["receive", "secure 3", "accept 2"]
     assert source.calls[3:5] == [

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Window
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
 from airflow_broadway.producers.rabbitmq.receive.ending import patience
 from airflow_broadway.testing.clock import ManualClock
 
 
-def waited(*windows: Window, blocked: bool = False) -> float:
+def waited(*windows: ConfirmWindow, blocked: bool = False) -> float:
     """Wait for lanes that have been waited for as long as a connection may take: 30 s."""
     link: Any = SimpleNamespace(address=SimpleNamespace(timeout=30.0), blocked=blocked)
     lanes: Any = [SimpleNamespace(window=window) for window in windows]
@@ -23,34 +23,34 @@ def waited(*windows: Window, blocked: bool = False) -> float:
 
 
 @pytest.fixture
-def stored() -> Window:
+def stored() -> ConfirmWindow:
     """A lane whose bundle is published, and not confirmed."""
-    window = Window()
+    window = ConfirmWindow()
     window.publish("b1")
     return window
 
 
 @pytest.fixture
-def unstored() -> Window:
+def unstored() -> ConfirmWindow:
     """A lane whose bundle is not in the staging folder yet."""
-    window = Window()
+    window = ConfirmWindow()
     window.reserve("b1")
     return window
 
 
-def test_a_broker_that_does_not_confirm_is_named(stored: Window) -> None:
+def test_a_broker_that_does_not_confirm_is_named(stored: ConfirmWindow) -> None:
     stored.reserve("b2")
 
     with pytest.raises(ProducerUnavailable, match="RabbitMQ does not confirm"):
-        waited(Window(), stored)
+        waited(ConfirmWindow(), stored)
 
 
-def test_a_staging_folder_that_is_slow_is_named_and_not_the_broker(unstored: Window) -> None:
+def test_a_staging_folder_that_is_slow_is_named_and_not_the_broker(unstored: ConfirmWindow) -> None:
     unstored.publish("b2")
 
     with pytest.raises(StagingError, match=r"the staging folder takes too long .*\(30 s\)"):
-        waited(unstored, Window())
+        waited(unstored, ConfirmWindow())
 
 
-def test_a_broker_that_is_short_of_memory_is_waited_for(stored: Window) -> None:
+def test_a_broker_that_is_short_of_memory_is_waited_for(stored: ConfirmWindow) -> None:
     assert waited(stored, blocked=True) == 1.0

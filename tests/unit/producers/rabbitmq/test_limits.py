@@ -15,7 +15,7 @@ from airflow_broadway.core.errors import ConnectionMissing, OptionsError, Produc
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER, Queues, rung
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, rung
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.receive import source
 from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Ready
@@ -31,13 +31,13 @@ def test_a_delay_may_come_a_tenth_early_and_no_more() -> None:
 
 def test_a_name_of_255_bytes_stays_and_a_longer_one_is_hashed() -> None:
     room = 255 - len("broadway.returns.")
-    assert Queues("q" * room).returns == "broadway.returns." + "q" * room
-    hashed = Queues("q" * (room + 1)).returns
+    assert QueueNames("q" * room).returns == "broadway.returns." + "q" * room
+    hashed = QueueNames("q" * (room + 1)).returns
     assert len(hashed) == len("broadway.returns.") + 32
     assert "q" not in hashed.removeprefix("broadway.returns.")
     # Bytes, not characters
-    assert "ż" in Queues("ż" * (room // 2)).returns
-    assert "ż" not in Queues("ż" * (room // 2 + 1)).returns
+    assert "ż" in QueueNames("ż" * (room // 2)).returns
+    assert "ż" not in QueueNames("ż" * (room // 2 + 1)).returns
 
 
 def test_a_lease_queue_is_looked_at_a_minute_after_its_last_bundle_can_have_lapsed() -> None:
@@ -103,7 +103,7 @@ def test_a_lease_has_a_fixed_bound_which_no_renewal_moves() -> None:
         generation="g",
         seconds=600.0,
         deadline=clock.now() + timedelta(seconds=600.0),
-        state={"queue": "q", "lease_queue": Queues("q").lease("g"), "index": 0},
+        state={"queue": "q", "lease_queue": QueueNames("q").lease("g"), "index": 0},
     )
     clock.advance(599.0)
     assert custodian.renew(lease) == lease

@@ -12,7 +12,7 @@ from airflow_broadway.core.model.message import AckRef, Message, Status
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff, bounds
 from airflow_broadway.producers.rabbitmq.amqp.connection import address_of, address_of_uri
-from airflow_broadway.producers.rabbitmq.broker.names import Queues, rung
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, rung
 
 
 class Connections:
@@ -206,8 +206,8 @@ def test_a_delay_takes_the_step_that_is_no_more_than_a_tenth_too_short() -> None
 
 
 def test_names_of_queues_stay_within_the_limit() -> None:
-    queues = Queues("ż" * 120)
+    queues = QueueNames("ż" * 120)
 
     for name in (queues.lease("g"), queues.returns, queues.dead, queues.delay(21600)):
         assert len(name.encode()) <= 255
-    assert Queues("a").lease("g") != Queues("b").lease("g")
+    assert QueueNames("a").lease("g") != QueueNames("b").lease("g")

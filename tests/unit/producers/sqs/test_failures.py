@@ -11,7 +11,7 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.state_files import Notes
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs
@@ -61,11 +61,11 @@ def store() -> type[Counted]:
     return Counted
 
 
-def notes() -> Notes:
-    return Notes(STAGING, "sqs/orders")
+def notes() -> StateFiles:
+    return StateFiles(STAGING, "sqs/orders")
 
 
-def noted_for_days(clock: ManualClock, place: Notes) -> None:
+def noted_for_days(clock: ManualClock, place: StateFiles) -> None:
     """As runs leave it: the n-th message of a run has failed n times."""
     for day in range(DAYS):
         for run in range(RUNS_A_DAY):
@@ -151,15 +151,15 @@ def test_who_reads_while_another_merges_misses_nothing(
     for run in range(20):
         Failures(notes()).note({f"m{run}": 2}, clock.now())
     failures = Failures(notes())
-    listed = Notes.names
+    listed = StateFiles.names
 
-    def then_merged(self: Notes, folder: str = "") -> list[str]:
+    def then_merged(self: StateFiles, folder: str = "") -> list[str]:
         names = listed(self, folder)
-        monkeypatch.setattr(Notes, "names", listed)
+        monkeypatch.setattr(StateFiles, "names", listed)
         Failures(notes()).merge(clock.now())
         return names
 
-    monkeypatch.setattr(Notes, "names", then_merged)
+    monkeypatch.setattr(StateFiles, "names", then_merged)
 
     assert failures.of(["m0", "m19"], clock.now()) == {"m0": 2, "m19": 2}
 
@@ -170,14 +170,14 @@ def test_two_who_merge_at_once_lose_nothing(
     clock = ManualClock()
     for run in range(20):
         Failures(notes()).note({f"m{run}": run + 1}, clock.now())
-    write = Notes.write
+    write = StateFiles.write
 
-    def merged_before(self: Notes, name: str, value: Any) -> None:
-        monkeypatch.setattr(Notes, "write", write)
+    def merged_before(self: StateFiles, name: str, value: Any) -> None:
+        monkeypatch.setattr(StateFiles, "write", write)
         Failures(notes()).merge(clock.now())
         write(self, name, value)
 
-    monkeypatch.setattr(Notes, "write", merged_before)
+    monkeypatch.setattr(StateFiles, "write", merged_before)
 
     Failures(notes()).merge(clock.now())
 

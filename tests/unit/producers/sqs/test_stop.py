@@ -15,7 +15,7 @@ from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, Sta
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer, polling
-from airflow_broadway.producers.sqs.receipts import Book
+from airflow_broadway.producers.sqs.receipts import Receipts
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing import ManualClock
@@ -124,15 +124,15 @@ def process(
 
 def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The portion of receipts of that number cannot be written."""
-    write, calls = Book.write, [0]
+    write, calls = Receipts.write, [0]
 
-    def failing(self: Book, *arguments: Any) -> None:
+    def failing(self: Receipts, *arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == number:
             raise StagingError("no room is left")
         write(self, *arguments)
 
-    monkeypatch.setattr(Book, "write", failing)
+    monkeypatch.setattr(Receipts, "write", failing)
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])

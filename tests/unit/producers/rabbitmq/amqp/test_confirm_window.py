@@ -3,11 +3,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Window
+from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
 
 
-def window(count: int) -> Window:
-    made = Window()
+def window(count: int) -> ConfirmWindow:
+    made = ConfirmWindow()
     for number in range(1, count + 1):
         made.publish(f"b{number}", number * 10, f"load {number}")
     return made

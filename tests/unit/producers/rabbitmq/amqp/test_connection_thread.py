@@ -10,7 +10,11 @@ from pika.exceptions import ChannelClosedByBroker, ConnectionClosedByBroker
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection import Address
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, Link, Reply
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
+    Channel,
+    ConnectionThread,
+    Reply,
+)
 from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
 
 NOBODY = Address(host="127.0.0.1", port=1)
@@ -25,7 +29,7 @@ def test_pika_keeps_to_itself_unless_somebody_has_set_its_level(given: int, then
     pika.setLevel(given)
     try:
         with pytest.raises(ProducerUnavailable, match="cannot be reached"):
-            Link(NOBODY)
+            ConnectionThread(NOBODY)
         assert pika.level == then
     finally:
         pika.setLevel(before)
@@ -35,7 +39,7 @@ def test_what_it_could_not_do_is_told_once_in_our_own_words(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(ProducerUnavailable) as raised:
-        Link(NOBODY)
+        ConnectionThread(NOBODY)
 
     assert str(raised.value).startswith("RabbitMQ at 127.0.0.1:1 cannot be reached: ")
     assert caplog.messages == []

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.rabbitmq.broker.names import Queues
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
 
 HOUR, DAY = 3600.0, 86_400.0
-LEASE = Queues("q").lease("g1")
+LEASE = QueueNames("q").lease("g1")
 LINK: Any = None
 #: From when on the lease queue may be looked at, and from when on it may be deleted unasked.
 DUE, SURE = due_at(1_000.0, 60.0)
@@ -26,7 +26,7 @@ class Broker:
 
     def __init__(self, lease: int | None = None) -> None:
         self.depths = {} if lease is None else {LEASE: lease}
-        self.queues = Queues("q")
+        self.queues = QueueNames("q")
         #: Those that do not answer, or have more than they count.
         self.silent: set[str] = set()
 
@@ -157,7 +157,7 @@ def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: 
 
 def test_what_is_no_lease_queue_of_this_source_is_not_looked_at(journal: Journal) -> None:
     broker: Any = Broker(lease=0)
-    foreign = Queues("another").lease("g1")
+    foreign = QueueNames("another").lease("g1")
     broker.depths[foreign] = 0
     journal.note_opened("forged", foreign, DUE, SURE)
 
@@ -196,4 +196,4 @@ def test_a_lease_queue_is_claimed_by_one_generation_alone(journal: Journal) -> N
     assert journal.claim(LEASE, "g1")
     assert journal.claim(LEASE, "g1")
     assert not journal.claim(LEASE, "g2")
-    assert journal.claim(Queues("q").lease("g2"), "g2")
+    assert journal.claim(QueueNames("q").lease("g2"), "g2")

@@ -12,14 +12,14 @@ from airflow_broadway.core.custody.protocol import Action, Lease, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
-from airflow_broadway.producers.rabbitmq.broker.names import Queues
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.testing.clock import ManualClock
 
 MIB = 1024 * 1024
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
-QUEUES = Queues("orders")
+QUEUES = QueueNames("orders")
 
 
 class Broker:
