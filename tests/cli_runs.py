@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from airflow_broadway.cli import main
-from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.stages.receiving import Budget

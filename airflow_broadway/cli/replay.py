@@ -17,8 +17,12 @@ from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_js
 from airflow_broadway.cli.runs import find_run, open_root
 from airflow_broadway.core.custody.protocol import Entry, SettleReport
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, load_line, paths
+from airflow_broadway.core.formats.entries import load_line
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.record_batch import entry_lines
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Broadway, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.text import many

@@ -16,7 +16,8 @@ from airflow_broadway.core.custody.account import (
     settling_trouble,
 )
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.manifest import Manifest, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
 from airflow_broadway.operators._common import open_store, staging_root
 from airflow_broadway.runs.account import REPORT

@@ -10,7 +10,9 @@ from typing import Any, cast
 from airflow.providers.common.compat.sdk import AirflowException
 
 import airflow_broadway
-from airflow_broadway.core.formats.manifest import BatchPlan, Work, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun

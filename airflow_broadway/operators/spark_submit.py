@@ -21,8 +21,10 @@ from airflow.providers.common.compat.sdk import (
 
 import airflow_broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
-from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch, Work, paths
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import CURE, Ownership, highest_try
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.operators import _docs

@@ -12,7 +12,7 @@ from typing import Any, Final
 from airflow_broadway.core.custody.account import CLASSES, REASONS, handled_of
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import paths
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced

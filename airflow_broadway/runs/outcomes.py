@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun

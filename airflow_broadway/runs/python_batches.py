@@ -19,15 +19,11 @@ from airflow_broadway.core.custody.acknowledger import (
 from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
 from airflow_broadway.core.custody.protocol import RELEASE, Action, Entry, SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.formats.manifest import (
-    VERSION,
-    BatchPlan,
-    Outcome,
-    PlannedBatch,
-    dump_entry,
-    paths,
-)
+from airflow_broadway.core.formats.entries import dump_entry
+from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import Recorder
 from airflow_broadway.core.model.message import AckRef, BatchInfo, Message, Trigger
 from airflow_broadway.core.model.pipeline import Broadway

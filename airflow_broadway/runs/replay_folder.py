@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 from airflow_broadway.cli.output import CommandError
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.formats.files import make_folders, new_file
-from airflow_broadway.core.formats.manifest import VERSION, BatchPlan, Outcome, PlannedBatch, paths
+from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated

@@ -14,7 +14,7 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, StagingError
-from airflow_broadway.core.formats.manifest import paths
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.operators._metrics import Metric, Metrics

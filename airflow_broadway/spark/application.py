@@ -17,8 +17,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
-from airflow_broadway.core.formats.manifest import BatchPlan, Files, PlannedBatch, Work, paths
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.stages.batch_order import BatchOrder

@@ -25,18 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.formats.entries import MAX_REASON, cut
-from airflow_broadway.core.formats.manifest import (
-    BatchPlan,
-    Files,
-    Outcome,
-    PlannedBatch,
-    Work,
-    dump_entry,
-    plain_key,
-)
+from airflow_broadway.core.formats.entries import MAX_REASON, cut, dump_entry
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.formats.record_batch import Exceptions, Recorder
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.message import BatchInfo, Status, Trigger
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
 from airflow_broadway.core.text import many

@@ -23,8 +23,8 @@ from airflow_broadway.core.custody.acknowledger import (
 )
 from airflow_broadway.core.custody.protocol import RELEASE, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.entries import MAX_REASON
-from airflow_broadway.core.formats.manifest import EntryLine, PlannedBatch, plain_key
+from airflow_broadway.core.formats.entries import MAX_REASON, EntryLine
+from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
 from airflow_broadway.core.model.message import NO_ACK, AckRef, Message, Status
 from airflow_broadway.core.schema.ddl import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.core.stages.callbacks import run_handle_failed

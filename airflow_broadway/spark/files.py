@@ -1,4 +1,4 @@
-"""A run's folder as the Spark driver reaches it: :class:`core.formats.manifest.Files`, three times.
+"""A run's folder as the Spark driver reaches it: :class:`core.formats.files.Files`, three times.
 
 ====================  ==============================================================================
 plain files           ``file://``: the driver sees the folder itself
@@ -14,18 +14,15 @@ conditional write where the store has one (S3).
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import check_path, make_folders, new_file
-from airflow_broadway.core.formats.manifest import Files
+from airflow_broadway.core.formats.files import Files, LocalFiles, check_path
 
-__all__ = ["FsspecFiles", "HadoopFiles", "LocalFiles", "local_path", "open_files"]
+__all__ = ["FsspecFiles", "HadoopFiles", "local_path", "open_files"]
 
 #: Characters handed to the JVM in one call.
 CHUNK = 1 << 18
@@ -68,95 +65,6 @@ def local_path(uri: str) -> str | None:
 
 def _is_connect(spark: Any) -> bool:
     return ".connect." in type(spark).__module__
-
-
-class LocalFiles:
-    """Plain files below ``root``."""
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-
-    def read(self, path: str) -> str:
-        """The file's text."""
-        return self._path(path).read_text(encoding="utf-8")
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
-        return self._path(path).exists()
-
-    def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
-        try:
-            return sorted(os.listdir(self._path(folder)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists; whether it was written."""
-        target = self._path(path)
-        # A link fails if the name is taken, and names a file that is already whole and on disk.
-        aside = self._aside(target, text)
-        try:
-            os.link(aside, target)
-        except FileExistsError:
-            return False
-        finally:
-            aside.unlink()
-        _sync_folder(target.parent)
-        return True
-
-    def replace(self, path: str, text: str) -> None:
-        """Write a whole file, replacing any."""
-        target = self._path(path)
-        os.replace(self._aside(target, text), target)
-        _sync_folder(target.parent)
-
-    def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many."""
-        target = self._path(path)
-        make_folders(str(target.parent))
-        count = 0
-        with new_file(str(target)) as file:
-            for line in lines:
-                file.write(f"{line}\n".encode())
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(target.parent)
-        return count
-
-    def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed."""
-        with self._path(path).open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield line.rstrip("\n")
-
-    def _path(self, path: str) -> Path:
-        return self.root / check_path(path, str(self.root))
-
-    @staticmethod
-    def _aside(target: Path, text: str) -> Path:
-        make_folders(str(target.parent))
-        # The leading dot keeps it out of listings by Spark; other readers know their names.
-        aside = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-        try:
-            with new_file(str(aside)) as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        return aside
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in ``folder`` outlast a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class HadoopFiles:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
 from pyspark.sql import types as T  # noqa: N812
 
-from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.schema.ddl import (
     Array,
     Atomic,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 
 from airflow_broadway.core.custody.protocol import Delivery
-from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch, plain_key
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.model.message import AckRef, BatchMode, Message
 from airflow_broadway.core.schema.plain import load, load_key, load_metadata
 from airflow_broadway.staging.arrow_schema import from_arrow

@@ -13,14 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.manifest import (
-    BatchPlan,
-    EntryLine,
-    Outcome,
-    PlannedBatch,
-    load_line,
-    paths,
-)
+from airflow_broadway.core.formats.entries import EntryLine, load_line
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, PlannedBatch
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.options import Batcher

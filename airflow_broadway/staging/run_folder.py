@@ -19,7 +19,8 @@ from typing import Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
-from airflow_broadway.core.formats.manifest import VERSION, Manifest, paths, read_json
+from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.staging.names import encode_name, encode_run_id
 from airflow_broadway.staging.store import Folder, Store, host_name
 

@@ -28,13 +28,10 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.custody.verdicts import COUNTED, Facts
 from airflow_broadway.core.errors import StagingDamaged
-from airflow_broadway.core.formats.manifest import (
-    VERSION,
-    BatchPlan,
-    EntryLine,
-    Manifest,
-    paths,
-)
+from airflow_broadway.core.formats.entries import EntryLine
+from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import VERSION, check_version, paths
+from airflow_broadway.core.formats.layout import VERSION, check_version, paths
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 

@@ -4,7 +4,7 @@ A :class:`Store` is one root: a folder of a disk (``file://``) or of a bucket (`
 else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id
 goes into manifests and plans, so that a task that sees *another* disk under the same path says so
 instead of finding nothing.  A :class:`Folder` is one folder of it, and implements
-:class:`airflow_broadway.core.formats.manifest.Files`.
+:class:`airflow_broadway.core.formats.files.Files`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Store:
 
 
 class Folder:
-    """One folder below a root; see :class:`airflow_broadway.core.formats.manifest.Files`.
+    """One folder below a root; see :class:`airflow_broadway.core.formats.files.Files`.
 
     Every error of the file system leaves here as :class:`StagingError`, except that what is not
     there raises ``FileNotFoundError``.

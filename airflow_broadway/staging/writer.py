@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from airflow_broadway.core.custody.acknowledger import is_settled
 from airflow_broadway.core.custody.protocol import Delivery, Entry
-from airflow_broadway.core.formats.manifest import dump_entry
+from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.schema.ddl import Schema, parse_schema

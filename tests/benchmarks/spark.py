@@ -28,7 +28,7 @@ def bench_spark() -> list[dict[str, Any]]:
         staged = Staged(folder / "frames")
         plan = staged.plan("default", _planned())
         frames = BatchFrames(staged.uri, plan)
-        from airflow_broadway.core.formats.manifest import BatchPlan
+        from airflow_broadway.core.formats.plan import BatchPlan
 
         first = next(BatchPlan.read(staged.files, plan.path)[1])
         session = new_session(spark)

@@ -103,7 +103,8 @@ def _plan(folder: str, ref: dict[str, Any], batcher: str) -> Any:
 
 def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
     from airflow_broadway import __version__
-    from airflow_broadway.core.formats.manifest import Work, paths
+    from airflow_broadway.core.formats.layout import paths
+    from airflow_broadway.core.formats.work import Work
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)

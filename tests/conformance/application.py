@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway import BatchInfo, Broadway, Message
-from airflow_broadway.core.formats.manifest import Work, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work

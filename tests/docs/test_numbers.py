@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway.cli import queue as queues
 from airflow_broadway.cli import runs as cli_staged
-from airflow_broadway.core.formats import manifest
+from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.operators import _common
@@ -48,7 +48,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "ask for nothing for {:g} seconds", rabbit_intake.SLOW),
         ("rabbitmq.md", "A look counts for {} minutes", {600.0: "ten"}[topology._CHECKED]),
         ("rabbitmq.md", "{:g} s per request at most", management.TIMEOUT),
-        ("staging.md", "`version`, now {}", manifest.VERSION),
+        ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),
         ("staging.md", "up to {:,} in a file", recording.GATHERED),
         ("staging.md", "memory holds {:g} MiB", plans.KEPT_BYTES / MIB),

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from airflow_broadway.core.formats.manifest import digest_of
+from airflow_broadway.core.formats.work import digest_of
 from airflow_broadway.submit.environment import LIGHT_JVM, find_spark
 from airflow_broadway.submit.package import Shipment, ship
 from tests.unit.spark.plans import Planned, Staged, rows

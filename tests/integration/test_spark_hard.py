@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.core.formats.manifest import Work, paths
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.message import BatchInfo
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
-from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.planner import plan_batches
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows

@@ -20,7 +20,8 @@ import pytest
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.protocol import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.formats.manifest import Outcome, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
 from airflow_broadway.spark import batch, failed, job
@@ -254,7 +255,7 @@ def test_a_batch_opens_no_file_and_no_row_group_of_another(
 def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged) -> None:
     from dataclasses import replace
 
-    from airflow_broadway.core.formats.manifest import BatchPlan
+    from airflow_broadway.core.formats.plan import BatchPlan
 
     seen: list[Any] = []
 

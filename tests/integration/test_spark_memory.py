@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
-from airflow_broadway.core.formats.manifest import BatchPlan
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA

@@ -1,6 +1,6 @@
 """Lines of entries files: the verdict on one message each.
 
-Part of the formats of :mod:`airflow_broadway.core.formats.manifest`.
+Part of the formats of :mod:`airflow_broadway.core.formats.layout`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from collections.abc import Iterable
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.formats.manifest import Files, paths
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import paths
 
 __all__ = ["Ownership", "OwnershipLost", "highest_try"]
 

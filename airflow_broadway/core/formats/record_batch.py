@@ -19,7 +19,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import StagingDamaged
-from airflow_broadway.core.formats.manifest import BatchPlan, Files, Outcome, paths
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import Summing, checked
 
 __all__ = ["GATHERED", "GATHERED_BYTES", "INLINE_BYTES", "Exceptions", "Recorder", "entry_lines"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from airflow_broadway.core.formats.manifest import PlannedBatch
+from airflow_broadway.core.formats.plan import PlannedBatch
 
 __all__ = ["BatchOrder", "chains"]
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from airflow_broadway.core.formats.manifest import plain_key
+from airflow_broadway.core.formats.plan import plain_key
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.schema.ddl import encode_json, encode_metadata, parse_schema

@@ -31,11 +31,14 @@ from airflow_broadway.core.errors import (
     OptionsError,
     PipelineError,
 )
-from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, Work, paths
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.operators import spark_submit
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
-from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
 from tests.unit.spark.pipelines import Counting

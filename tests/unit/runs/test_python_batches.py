@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway import BatchInfo
-from airflow_broadway.core.formats.manifest import Outcome, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.staging.plan_choice import outcomes_of

@@ -18,7 +18,7 @@ from airflow_broadway.core.custody.account import lines_of
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats import record_batch as recording
-from airflow_broadway.core.formats.manifest import Outcome
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.run_folder import StagedRun

@@ -13,19 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from airflow_broadway.core.custody.protocol import Entry, Lease
-from airflow_broadway.core.formats.manifest import (
-    BatchPlan,
-    EntryLine,
-    Outcome,
-    PlannedBatch,
-    Work,
-    load_line,
-    paths,
-)
+from airflow_broadway.core.formats.entries import EntryLine, load_line
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import entry_lines
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.schema.ddl import parse_schema
-from airflow_broadway.spark.files import LocalFiles
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 from airflow_broadway.staging.plan_data_files import plain_key
 

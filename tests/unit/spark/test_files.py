@@ -8,14 +8,8 @@ from unittest import mock
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import Files
-from airflow_broadway.spark.files import (
-    FsspecFiles,
-    HadoopFiles,
-    LocalFiles,
-    local_path,
-    open_files,
-)
+from airflow_broadway.core.formats.files import Files, LocalFiles
+from airflow_broadway.spark.files import FsspecFiles, HadoopFiles, local_path, open_files
 
 
 @pytest.fixture(params=["plain", "fsspec"])

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import BatchPlan, Work, paths
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import sealed
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import job, launcher
 from airflow_broadway.spark.application import REFUSED
-from airflow_broadway.spark.files import LocalFiles
 from tests.unit.spark.plans import Planned, Staged, rows
 
 

@@ -10,8 +10,11 @@ from typing import Any
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement, SettleReport
-from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, Outcome, PlannedBatch, paths
-from airflow_broadway.core.formats.manifest import dump_entry as dump
+from airflow_broadway.core.formats.entries import dump_entry as dump
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.model.options import Batcher, options

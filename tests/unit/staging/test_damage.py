@@ -12,7 +12,9 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Action, Delivery, Entry, Settlement, Verdict
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.manifest import BatchPlan, Manifest, Outcome
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.model.pipeline import Broadway

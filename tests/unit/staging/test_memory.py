@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from airflow_broadway.core.formats.manifest import BatchPlan
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.model.pipeline import Broadway

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.manifest import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.model.pipeline import Broadway

@@ -8,7 +8,8 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import RELEASE, Settlement, SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.formats.manifest import Outcome, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement import record_settled, settle_generation
 from airflow_broadway.testing import ManualClock

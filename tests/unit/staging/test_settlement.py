@@ -16,7 +16,8 @@ from airflow_broadway.core.custody.protocol import (
     Verdict,
 )
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.formats.manifest import BatchPlan, paths
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import NO_ACK, Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.model.pipeline import Broadway

@@ -9,7 +9,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import ACK, Action, Delivery, Entry, Verdict
 from airflow_broadway.core.errors import ConversionError, PipelineError
-from airflow_broadway.core.formats.manifest import load_line
+from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.model.message import NO_ACK
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.stages.processor import ProcessorStage

@@ -6,7 +6,7 @@ import itertools
 import json
 
 from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
-from airflow_broadway.core.formats.manifest import dump_entry, load_line
+from airflow_broadway.core.formats.entries import dump_entry, load_line
 
 TEXTS = ["", "a", "zażółć \ud83d", 'x\n"\\\u2028', "é" * 3000, "x" * 3000]
 DELAYS = [0.0, 1, 1.23456, 1e10, 5e-324, 1e22, float("inf")]

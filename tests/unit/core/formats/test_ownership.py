@@ -8,9 +8,10 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.formats.manifest import Work, paths
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
-from airflow_broadway.spark.files import LocalFiles
+from airflow_broadway.core.formats.work import Work
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

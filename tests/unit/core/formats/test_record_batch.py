@@ -11,9 +11,11 @@ import pytest
 
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats import record_batch as recording
-from airflow_broadway.core.formats.manifest import BatchPlan, Outcome, paths
+from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.record_batch import Recorder, entry_lines
-from airflow_broadway.spark.files import LocalFiles
 
 PLAN = BatchPlan(
     path="batches/b/inputs/1-try",

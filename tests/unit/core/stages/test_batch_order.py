@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_broadway.core.formats.manifest import PlannedBatch
+from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.stages.batch_order import BatchOrder
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import SettleReport, Verdict
-from airflow_broadway.core.formats.manifest import dump_entry, load_line
+from airflow_broadway.core.formats.entries import dump_entry, load_line
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import Halves, halves, settlement
 from tests.unit.producers.sqs.test_settlement import DEAD

@@ -1,0 +1,134 @@
+"""The formats of a run's files, which the worker and the Spark driver both read and write.
+
+Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encoded run_id>/``::
+
+    generations/<generation>.json       a generation was opened (before its first receive)
+    <generation>/
+        messages/<batcher>/*.parquet    messages that wait for a batcher
+        failed-*.jsonl                  entries of messages that no batcher gets
+        manifest.json                   written once, exclusively: only now is the execution real
+        lease.json                      the lease as last renewed
+        journal-intent.json             settling has begun (exclusive)
+        journal-settled.json            settling is done: the report (exclusive)
+    batches/<batcher>/<inputs>/<try>/
+        data-*.parquet                  messages in batch order, with a ``batch`` column
+        plan.jsonl                      a header line, then a line per batch
+    outcomes/<batcher>/<inputs>/
+        <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
+        *.entries.jsonl                 entries of its exceptions, named by the outcome; few of them
+                                        are in the outcome itself
+        gathered-*.jsonl                copies of many outcomes, to be read at once
+    work/<task>-<try>.json              what a Spark application does; a higher try fences it off
+    tries/<task>-<try>.json             a task runs the batches of a Python batcher; the same
+    heartbeat.json                      when the ack sensor last looked
+
+All paths in these files are relative to the run's folder.  JSON lines and Parquet only: nothing
+that a reader executes.  ``version`` is raised when an old reader could misread a file; a reader
+that meets a newer one refuses with one clear error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.formats.sums import check_seal
+
+__all__ = ["VERSION", "check_version", "paths", "read_json"]
+
+#: The version of all formats here.
+VERSION = 1
+
+
+class paths:  # noqa: N801 - a namespace
+    """Where each file lies in the run's folder."""
+
+    HEARTBEAT = "heartbeat.json"
+    GENERATIONS = "generations"
+
+    @staticmethod
+    def generation(generation: str) -> str:
+        return f"generations/{generation}.json"
+
+    @staticmethod
+    def manifest(generation: str) -> str:
+        return f"{generation}/manifest.json"
+
+    @staticmethod
+    def lease(generation: str) -> str:
+        return f"{generation}/lease.json"
+
+    @staticmethod
+    def intent(generation: str) -> str:
+        return f"{generation}/journal-intent.json"
+
+    @staticmethod
+    def settled(generation: str) -> str:
+        return f"{generation}/journal-settled.json"
+
+    @staticmethod
+    def outcomes(plan: str) -> str:
+        """Where the outcomes of a plan lie, and of its rebuilds from the same generations.
+
+        Those of other generations lie elsewhere: messages that were received anew may come in the
+        same batches, under the same ids, and are to be handled all the same.
+        """
+        _, _, place = plan.rpartition("/")[0].partition("/")
+        return f"outcomes/{place}"
+
+    @staticmethod
+    def outcome(plan: str, batch_id: str) -> str:
+        return f"{paths.outcomes(plan)}/{batch_id}.json"
+
+    @staticmethod
+    def outcome_entries(plan: str, batch_id: str, writer: str) -> str:
+        return f"{paths.outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
+
+    @staticmethod
+    def gathered(plan: str, writer: str, number: int) -> str:
+        return f"{paths.outcomes(plan)}/gathered-{writer}-{number:04d}.jsonl"
+
+    @staticmethod
+    def is_gathered(name: str) -> bool:
+        """Whether a name in the folder of outcomes is one of :meth:`gathered`."""
+        return name.startswith("gathered-") and name.endswith(".jsonl")
+
+    @staticmethod
+    def work(name: str, try_number: int) -> str:
+        return f"work/{name}-{try_number:06d}.json"
+
+    @staticmethod
+    def python_try(name: str, try_number: int) -> str:
+        return f"tries/{name}-{try_number:06d}.json"
+
+
+def check_version(value: Mapping[str, Any], path: str) -> None:
+    """Refuse a file that a newer release wrote.
+
+    :raises StagingError: Naming the file, both versions and the cure.
+    """
+    version = value.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise StagingError(
+            f"{path} has format version {version!r}; this release reads up to {VERSION}:"
+            " use the release of airflow-broadway that wrote it, or a newer one"
+        )
+
+
+def read_json(text: str, path: str) -> dict[str, Any]:
+    """The JSON object of a versioned file.
+
+    :raises StagingDamaged: If it is not as it was written.
+    :raises StagingError: If a newer release wrote it; names the file.
+    """
+    try:
+        value: dict[str, Any] = json.loads(text)
+        value.get("version")
+    except (ValueError, AttributeError) as error:
+        raise StagingDamaged(f"{path} is damaged ({error})") from error
+    check_version(value, path)
+    if value.pop("seal", None):
+        check_seal(text, path)
+    return value

@@ -1,0 +1,59 @@
+"""The outcome of a batch: the file whose existence settles its messages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.sums import sealed
+
+__all__ = ["Outcome"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one batch; its existence is what settles its messages.
+
+    :param lines: Its exceptions, each message whose verdict is not that of a plain success, as the
+        lines of a file of entries; ``None`` if there are none, or too many.
+    :param entries: The file that has them if they are many.  ``entries_sum``: its lines, bytes and
+        SHA-256.
+    :param successful: Messages that succeeded.
+    :param failed: Messages that failed.
+    :param missing: Messages that ``handle_batch`` (Python) did not return: they have an entry that
+        releases them.
+    :param error: Why the whole batch failed; empty otherwise.
+    :param writer: Who wrote it: task try and host.
+    """
+
+    batch_id: str
+    batcher: str
+    plan: str
+    successful: int
+    failed: int
+    missing: int = 0
+    lines: list[str] | None = None
+    entries: str | None = None
+    entries_sum: dict[str, Any] | None = None
+    error: str = ""
+    writer: str = ""
+    try_number: int = 1
+    started_at: str = ""
+    seconds: float = 0.0
+    application_id: str = ""
+    settled_now: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    @property
+    def exceptions(self) -> str | None:
+        """The path of what has its exceptions: a file of entries, or the outcome itself."""
+        return paths.outcome(self.plan, self.batch_id) if self.lines else self.entries
+
+    def dumps(self) -> str:
+        """Return it as JSON, on one line."""
+        return sealed(asdict(self), sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Outcome:
+        return cls(**read_json(text, path))

@@ -1,0 +1,111 @@
+"""The plan of one batcher in one run: which staged messages make which batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from airflow_broadway.core.errors import StagingDamaged, StagingError
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.formats.sums import checked, sealed
+
+__all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """One batch of a plan.
+
+    :param rows: Inclusive ranges ``[first, last]`` of the ``batch`` column in the data files.
+    :param files: Indices into the plan's data files that hold any of its rows.
+    :param batch_key: JSON value; ``None`` for a merged batch.
+    :param keys: How many keys it carries; 1 unless merged.
+    :param sources: Generation → messages of it in the batch.
+    """
+
+    batch_id: str
+    rows: list[list[int]]
+    files: list[int]
+    batch_key: Any
+    keys: int
+    partition: int | None
+    size: int
+    bytes: int
+    trigger: str
+    redelivered: int
+    sources: dict[str, int]
+
+    def dumps(self) -> str:
+        # asdict copies deeply, and a plan may have 100,000 of these.
+        value = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(value, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The batches of one batcher in one run; the header of ``plan.jsonl``.
+
+    :param path: Where it lies: the folder, relative to the run's.
+    :param generations: Those whose messages it holds, in the order of the ``source`` column.
+    :param data: Names of the data files in the folder.
+    :param schema: The batcher's schema DDL; ``None`` without.
+    :param as_bytes: Without a schema: whether ``data`` is binary (else JSON text).
+    :param batches: How many lines follow.
+    :param triggers: Trigger → batches.
+    :param notes: What people should know, e.g. that there are very many batches, and the cure.
+    :param lines: Lines, bytes and SHA-256 of what follows the header.
+    """
+
+    path: str
+    pipeline: str
+    batcher: str
+    generations: list[str]
+    data: list[str]
+    schema: str | None
+    as_bytes: bool
+    messages: int
+    batches: int
+    triggers: dict[str, int]
+    root_id: str
+    host: str
+    notes: list[str] = field(default_factory=list)
+    lines: dict[str, Any] | None = None
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        return sealed(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, files: Files, path: str) -> tuple[BatchPlan, Iterator[PlannedBatch]]:
+        """The header, and the batches streamed in order.
+
+        :raises StagingDamaged: Now, or at the latest when the last batch has been streamed, if the
+            file is not as it was written.
+        :raises StagingError: If a newer release wrote it, or it names files elsewhere.
+        :raises FileNotFoundError: If there is none.
+        """
+        name = f"{path}/plan.jsonl"
+        lines = files.lines(name)
+        first = next(lines, None)
+        if first is None:
+            raise StagingDamaged(f"{name} is empty")
+        head = cls(**read_json(first, name))
+        if head.path != path or any("/" in each or "\\" in each for each in head.data):
+            raise StagingError(f"{name} names files outside its folder: somebody has changed it")
+        return head, head._batches(lines, name)
+
+    def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:
+        for line in checked(lines, self.lines, name):
+            try:
+                batch = PlannedBatch(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise StagingDamaged(f"{name} is damaged ({error})") from error
+            yield batch
+
+
+def plain_key(key: Any) -> Any:
+    """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
+    return tuple(plain_key(each) for each in key) if isinstance(key, list) else key
