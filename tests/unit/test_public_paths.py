@@ -1,0 +1,94 @@
+"""What users import stays where it is: the one list of it."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+#: Module → the names that pipelines, Dags and their tests import from it.
+PUBLIC = {
+    "airflow_broadway": [
+        "BatchInfo",
+        "BatchMode",
+        "Batcher",
+        "Broadway",
+        "Message",
+        "Processors",
+        "PythonBatch",
+        "RateLimiting",
+        "RetryPolicy",
+        "RunInfo",
+        "SparkBatch",
+        "Trigger",
+        "ack_immediately",
+        "failed",
+    ],
+    "airflow_broadway.core.errors": [
+        "BroadwayError",
+        "ConnectionMissing",
+        "ConversionError",
+        "LeaseLapsed",
+        "OptionsError",
+        "PipelineError",
+        "ProducerError",
+        "ProducerUnavailable",
+        "SchemaError",
+        "StagingDamaged",
+        "StagingError",
+    ],
+    "airflow_broadway.core.telemetry": ["EVENTS", "attach", "detach", "log_handler"],
+    "airflow_broadway.hooks.rabbitmq": ["RabbitMQHook"],
+    "airflow_broadway.hooks.sqlite": ["BroadwaySqliteHook"],
+    "airflow_broadway.operators.batch": ["BroadwayBatcherOperator"],
+    "airflow_broadway.operators.process": ["BroadwayProcessorOperator"],
+    "airflow_broadway.operators.run": ["BroadwayRunOperator"],
+    "airflow_broadway.operators.spark_submit": ["BroadwaySparkSubmitOperator"],
+    "airflow_broadway.producers": [
+        "RabbitMQProducer",
+        "SqliteProducer",
+        "SqliteQueue",
+        "SqsProducer",
+    ],
+    "airflow_broadway.producers.rabbitmq": ["Qos", "RabbitMQProducer"],
+    "airflow_broadway.producers.sqlite": [
+        "DeadLetter",
+        "LeaseRecord",
+        "SqliteProducer",
+        "SqliteQueue",
+    ],
+    "airflow_broadway.producers.sqs": ["SqsProducer"],
+    "airflow_broadway.sensors.ack": ["BroadwayAckSensor"],
+    "airflow_broadway.testing": [
+        "AckCall",
+        "DummyProducer",
+        "ManualClock",
+        "PipelineDriver",
+        "RecordingAcknowledger",
+        "Tested",
+        "test_batch",
+        "test_message",
+    ],
+    "airflow_broadway.testing.contract": [
+        "CustodyContract",
+        "Harness",
+        "entry_of",
+        "ids",
+        "settlement_of",
+    ],
+    "airflow_broadway.triggers.ack": ["BroadwayAckTrigger"],
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_stay_where_they_are(module: str) -> None:
+    names = PUBLIC[module]
+    loaded = importlib.import_module(module)
+    assert [name for name in names if not hasattr(loaded, name)] == []
+    # What a module offers to `import *` and to readers is that, and no less.
+    assert set(names) <= set(getattr(loaded, "__all__", names))
+
+
+@pytest.mark.parametrize("module", ["airflow_broadway", "airflow_broadway.producers"])
+def test_what_the_top_modules_offer_is_public(module: str) -> None:
+    assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]
