@@ -17,8 +17,8 @@ from airflow_broadway.core.model.message import (
     ack_immediately,
 )
 from airflow_broadway.core.model.options import Batcher, Processors, RateLimiting, RetryPolicy
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.pipeline import Broadway
 from airflow_broadway.types import PythonBatch, SparkBatch
 
 if TYPE_CHECKING:

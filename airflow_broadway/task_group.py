@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import DAG, Param, TaskGroup
 
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.operators._common import check_engine, declared
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -55,7 +56,7 @@ def make_params() -> dict[str, Param]:
 
 
 def make_task_group(
-    pipeline: Broadway,
+    pipeline: Pipeline,
     group_id: str = "broadway",
     *,
     process: Mapping[str, Any] | None = None,
@@ -77,7 +78,7 @@ def make_task_group(
     :param staging: URI of the staging root.
     :raises OptionsError: While the Dag is parsed.
     """
-    ref = pipeline.ref()
+    ref = make_ref(pipeline)
     check_engine(ref)
     merged: Any = {**DEFAULT_ARGS, **(default_args or {})}
     with TaskGroup(
@@ -123,7 +124,7 @@ def make_task_group(
 
 
 def _spark_tasks(
-    pipeline: Broadway,
+    pipeline: Pipeline,
     batchers: Mapping[str, BroadwayBatcherOperator],
     common: Mapping[str, Any],
     given: Mapping[str, Any],
@@ -152,7 +153,7 @@ def _spark_tasks(
     ]
 
 
-def _check_lease(pipeline: Broadway, group: TaskGroup, process: Mapping[str, Any]) -> None:
+def _check_lease(pipeline: Pipeline, group: TaskGroup, process: Mapping[str, Any]) -> None:
     """A lease that cannot be renewed must outlast what is known of the run's length."""
     producer = pipeline.producer
     if producer.renews:
@@ -172,7 +173,7 @@ def _check_lease(pipeline: Broadway, group: TaskGroup, process: Mapping[str, Any
             )
 
 
-def _check_name(pipeline: Broadway, group: TaskGroup) -> None:
+def _check_name(pipeline: Pipeline, group: TaskGroup) -> None:
     """Two pipelines of a Dag need two names: a run's report and its sensor's heartbeat go by it."""
     for task in group.dag.tasks if group.dag is not None else ():
         if not isinstance(task, BroadwayAckSensor) or task.task_group is group:
@@ -188,7 +189,7 @@ def _check_name(pipeline: Broadway, group: TaskGroup) -> None:
 
 
 def make_dag(
-    pipeline: Broadway,
+    pipeline: Pipeline,
     dag_id: str,
     *,
     process: Mapping[str, Any] | None = None,

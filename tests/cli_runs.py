@@ -17,7 +17,8 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import open_store, producer_env
@@ -115,9 +116,9 @@ class Shop:
 
     # -- a run, stage by stage -----------------------------------------------------------------
 
-    def load(self) -> Broadway:
+    def load(self) -> Pipeline:
         info = RunInfo(dag_id=DAG_ID, run_id=RUN_ID)
-        return Broadway.load({"class": self.ref, "options": {}}, info)
+        return load_ref({"class": self.ref, "options": {}}, info)
 
     def run(self, run_id: str = RUN_ID) -> StagedRun:
         store = open_store(self.staging)

@@ -9,7 +9,7 @@ from airflow_broadway.cli.output import CommandError, say, say_json, table
 from airflow_broadway.cli.replay import add_dag_folders, read_reference
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.model.pipeline import Broadway, make_ref
+from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators._common import AirflowConnections
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
@@ -117,7 +117,7 @@ def _producer(given: argparse.Namespace) -> RabbitMQProducer:
     if given.queue is not None:
         return RabbitMQProducer(queue=given.queue, dead_letter=given.dead_letter, **more)
     add_dag_folders()
-    pipeline = Broadway.load(make_ref(read_reference(given.pipeline)), RunInfo())
+    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
     producer = pipeline.producer
     if not isinstance(producer, RabbitMQProducer):
         raise CommandError(

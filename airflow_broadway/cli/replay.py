@@ -23,7 +23,8 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Broadway, make_ref
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.python_batches import PythonBatches
@@ -48,7 +49,7 @@ def replay(given: argparse.Namespace) -> int:
     if given.pipeline is None:
         _ask(ref, yes=given.yes)
     add_dag_folders()
-    pipeline = Broadway.load(ref, info)
+    pipeline = load_ref(ref, info)
     _check_batchers(run, pipeline, chosen)
     settings = _settings(given)
     shadow, plans = make_shadow(run, chosen)
@@ -167,7 +168,7 @@ def add_dag_folders() -> None:
             sys.path.append(str(folder))
 
 
-def _check_batchers(run: StagedRun, pipeline: Broadway, chosen: Sequence[StagedBatch]) -> None:
+def _check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:
     """Refuse a pipeline that cannot handle these batches.
 
     :raises CommandError: If it lacks a batcher, or has it for another engine.
@@ -213,7 +214,7 @@ class _PythonReplay(PythonBatches):
 
 def _run_all(
     shadow: StagedRun,
-    pipeline: Broadway,
+    pipeline: Pipeline,
     ref: dict[str, Any],
     info: RunInfo,
     plans: Sequence[BatchPlan],

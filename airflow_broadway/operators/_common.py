@@ -17,7 +17,8 @@ from airflow.providers.common.compat.sdk import (
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, StagingError
-from airflow_broadway.core.model.pipeline import Broadway, import_class, is_dag_file, make_ref
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import import_class, is_dag_file, load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def pipeline_ref(pipeline: object) -> dict[str, Any]:
     return ref
 
 
-def declared(ref: Mapping[str, Any]) -> Broadway | None:
+def declared(ref: Mapping[str, Any]) -> Pipeline | None:
     """The pipeline of a reference while a Dag is parsed; ``None`` if its module is not loaded yet.
 
     Loading it then would be work at import.
@@ -129,13 +130,13 @@ def run_info(context: Context) -> RunInfo:
     )
 
 
-def load_pipeline(ref: Mapping[str, Any], context: Context) -> Broadway:
+def load_pipeline(ref: Mapping[str, Any], context: Context) -> Pipeline:
     """The pipeline of a rendered reference, in this run.
 
     :raises PipelineError: If it cannot be imported.
     :raises OptionsError: If an option, once rendered, breaks its rule.
     """
-    return Broadway.load(ref, run_info(context))
+    return load_ref(ref, run_info(context))
 
 
 def staging_root(staging: str | None) -> str:
@@ -200,7 +201,7 @@ def owner_of(context: Context) -> dict[str, Any]:
 
 
 def producer_env(
-    pipeline: Broadway,
+    pipeline: Pipeline,
     *,
     generation: str,
     owner: Mapping[str, Any],

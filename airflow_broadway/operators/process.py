@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.process import Process
     from airflow_broadway.staging.run_folder import StagedRun
@@ -253,7 +253,7 @@ class BroadwayProcessorOperator(PullOperator):
             self.log.warning("Could not remove the files of old runs: %s", error)
 
     def _tell_depth(
-        self, pipeline: Broadway, connections: AirflowConnections, metrics: Metrics
+        self, pipeline: Pipeline, connections: AirflowConnections, metrics: Metrics
     ) -> None:
         env = producer_env(pipeline, generation="", owner={}, connections=connections)
         try:

@@ -25,7 +25,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import CURE, Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
@@ -219,7 +219,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     # -- the application ---------------------------------------------------------------------------
 
     def _submit(
-        self, context: Context, run: StagedRun, pipeline: Broadway, plans: Sequence[_Plan]
+        self, context: Context, run: StagedRun, pipeline: Pipeline, plans: Sequence[_Plan]
     ) -> Exception | None:
         """Run the application; returns what it ended with, if that was an error."""
         heads = [plan.head for plan in plans if plan.open]

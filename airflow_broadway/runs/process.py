@@ -36,7 +36,7 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.stages.failures import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
@@ -67,7 +67,7 @@ class Process:
     def __init__(
         self,
         run: StagedRun,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         *,
         env: ProducerEnv,
         budget: Budget,

@@ -26,7 +26,7 @@ from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, hi
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import Recorder
 from airflow_broadway.core.model.message import AckRef, BatchInfo, Message, Trigger
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batch_order import chains
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
@@ -57,7 +57,7 @@ class PythonBatches:
     def __init__(
         self,
         run: StagedRun,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         plan: BatchPlan,
         *,
         name: str = "",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun
@@ -28,7 +28,7 @@ class StandIn:
     :param generations: Those whose batches the task runs; a run may hold others', on other queues.
     """
 
-    def __init__(self, run: StagedRun, pipeline: Broadway, generations: Collection[str]) -> None:
+    def __init__(self, run: StagedRun, pipeline: Pipeline, generations: Collection[str]) -> None:
         from airflow_broadway.runs.settle import RunSettler
 
         self._settler = RunSettler(run, pipeline, generations=generations)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from airflow_broadway.core.custody.protocol import RELEASE, Custodian, Settlement
 from airflow_broadway.core.errors import BroadwayError, StagingDamaged
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.staging.plan_choice import Recorded
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def give_back(
-    run: StagedRun, pipeline: Broadway, context: Context, connections: AirflowConnections
+    run: StagedRun, pipeline: Pipeline, context: Context, connections: AirflowConnections
 ) -> None:
     """Release what earlier executions of this task hold, and settle what runs hold that Airflow no
     longer knows, or shows finished.
@@ -69,7 +69,7 @@ def _settle(
     run: StagedRun,
     record: GenerationRecord,
     custodian: Custodian,
-    pipeline: Broadway,
+    pipeline: Pipeline,
     *,
     void: bool,
 ) -> None:
@@ -100,7 +100,7 @@ def _settle(
 
 
 def _settlement(
-    run: StagedRun, record: GenerationRecord, pipeline: Broadway, *, void: bool
+    run: StagedRun, record: GenerationRecord, pipeline: Pipeline, *, void: bool
 ) -> tuple[Settlement, Progress]:
     recorded = Recorded(run)
     try:

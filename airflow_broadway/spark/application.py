@@ -22,7 +22,8 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
@@ -62,7 +63,7 @@ def run_work(
     :param stop: Set it to stop taking batches.
     :param watch: Seconds between two looks at the fence.
     """
-    pipeline = Broadway.load(work.pipeline, RunInfo.from_json(work.run))
+    pipeline = load_ref(work.pipeline, RunInfo.from_json(work.run))
     plans = [BatchPlan.read(files, path)[0] for path in work.plans]
     for plan in plans:
         if plan.batcher not in pipeline.batchers:
@@ -87,7 +88,7 @@ class _Run:
         uri: str,
         files: Files,
         work: Work,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         plans: Sequence[BatchPlan],
         stop: threading.Event,
     ) -> None:

@@ -42,7 +42,7 @@ from airflow_broadway.spark.results import Failed, Outcomes, read
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable", "spark_loss"]
 
@@ -83,7 +83,7 @@ class Application:
     uri: str
     files: Files
     work: Work
-    pipeline: Broadway
+    pipeline: Pipeline
     context: Any
     fence: Ownership
     stopping: Callable[[], bool] = lambda: False

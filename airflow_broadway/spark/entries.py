@@ -34,7 +34,7 @@ from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Out
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["Counts", "Judge"]
 
@@ -82,7 +82,7 @@ class Judge:
     """
 
     def __init__(
-        self, pipeline: Broadway, context: Any, frames: BatchFrames, *, handle_failed: bool = True
+        self, pipeline: Pipeline, context: Any, frames: BatchFrames, *, handle_failed: bool = True
     ) -> None:
         self._pipeline = pipeline
         self._context = context

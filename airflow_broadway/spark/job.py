@@ -26,7 +26,7 @@ from airflow_broadway import __version__
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.work import Work, digest_of
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(reference: str) -> int:
     """Load a pipeline, as the operator does before it starts a JVM: prints what is wrong."""
     try:
-        Broadway.load(json.loads(reference))
+        load_ref(json.loads(reference))
     except BroadwayError as error:
         print(error, file=sys.stderr)  # noqa: T201 - this is what the operator reads
         return REFUSED

@@ -22,7 +22,7 @@ from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = [
     "Recorded",
@@ -246,7 +246,7 @@ def counted_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
     return Recorded(run).counted(batcher)
 
 
-def plans_of(run: StagedRun, pipeline: Broadway, generation: str) -> list[BatchPlan]:
+def plans_of(run: StagedRun, pipeline: Pipeline, generation: str) -> list[BatchPlan]:
     """The plans that decide about a generation's messages: one for each batcher at most."""
     return Recorded(run).deciding(pipeline.batchers, generation)
 

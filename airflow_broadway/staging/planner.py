@@ -42,7 +42,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["MANY_BATCHES", "plan_batches"]
 
@@ -54,7 +54,7 @@ MANY_BATCHES = 1000
 
 def plan_batches(
     run: StagedRun,
-    pipeline: Broadway,
+    pipeline: Pipeline,
     batcher: str,
     generations: Sequence[str],
     *,
@@ -172,7 +172,7 @@ class _Planning:
     def __init__(
         self,
         run: StagedRun,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         batcher: str,
         manifests: list[Manifest],
         path: str,

@@ -45,7 +45,7 @@ from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = [
     "Journal",
@@ -82,7 +82,7 @@ class _Decided:
 def build_settlement(
     run: StagedRun,
     generation: str,
-    pipeline: Broadway,
+    pipeline: Pipeline,
     plans: Sequence[BatchPlan] | None,
     *,
     final: bool,

@@ -29,7 +29,7 @@ from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
     from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["ProcessWriter", "Written"]
@@ -67,7 +67,7 @@ class ProcessWriter:
     nothing refers to them.
     """
 
-    def __init__(self, run: StagedRun, generation: str, pipeline: Broadway) -> None:
+    def __init__(self, run: StagedRun, generation: str, pipeline: Pipeline) -> None:
         self._files: Folder = run.files
         self._generation = generation
         self._rows = Rows(pipeline)
@@ -171,7 +171,7 @@ class ProcessWriter:
 class _Parts:
     """The message files of one batcher."""
 
-    def __init__(self, files: Folder, folder: str, pipeline: Broadway, batcher: str) -> None:
+    def __init__(self, files: Folder, folder: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.paths: list[str] = []
         self.rows = 0

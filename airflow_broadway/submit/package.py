@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import airflow_broadway
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.pipeline import import_class
+from airflow_broadway.core.model.reference import import_class
 from airflow_broadway.core.text import many
 
 __all__ = ["Shipment", "check_import", "ship"]
@@ -123,7 +123,7 @@ def check_import(
 def _own_files() -> Iterator[tuple[str, Path]]:
     root = Path(str(airflow_broadway.__file__)).parent
     # Airflow, should a pipeline import it in the driver, asks every provider for its info.
-    for name in ("__init__.py", "get_provider_info.py", "types.py"):
+    for name in ("__init__.py", "get_provider_info.py", "pipeline.py", "types.py"):
         if (root / name).is_file():
             yield f"airflow_broadway/{name}", root / name
     for room in _OWN:

@@ -13,7 +13,7 @@ from typing import Any
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.local.engine import Batch, Engine
 from airflow_broadway.core.model.message import AckRef, Message
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import transformed
 from airflow_broadway.testing.clock import ManualClock
@@ -36,7 +36,7 @@ class PipelineDriver:
     """
 
     def __init__(
-        self, pipeline: Broadway | type[Broadway], *, clock: ManualClock | None = None
+        self, pipeline: Pipeline | type[Pipeline], *, clock: ManualClock | None = None
     ) -> None:
         self.pipeline = pipeline() if isinstance(pipeline, type) else pipeline
         self.clock = clock or ManualClock()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from airflow_broadway.core.local.engine import Batch
 from airflow_broadway.core.model.message import AckRef, BatchMode, Message
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import AckCall
 
@@ -45,7 +45,7 @@ class Tested:
 
 
 def test_message(
-    pipeline: Broadway | type[Broadway] | PipelineDriver,
+    pipeline: Pipeline | type[Pipeline] | PipelineDriver,
     data: Any,
     *,
     metadata: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
@@ -61,7 +61,7 @@ def test_message(
 
 
 def test_batch(
-    pipeline: Broadway | type[Broadway] | PipelineDriver,
+    pipeline: Pipeline | type[Pipeline] | PipelineDriver,
     batch: Iterable[Any],
     *,
     metadata: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
@@ -83,7 +83,7 @@ test_batch.__test__ = False  # type: ignore[attr-defined]
 
 
 def _test(
-    pipeline: Broadway | type[Broadway] | PipelineDriver,
+    pipeline: Pipeline | type[Pipeline] | PipelineDriver,
     batch: list[Any],
     metadata: Mapping[str, Any] | Iterable[tuple[str, Any]],
     acknowledger: MakeAck | None,

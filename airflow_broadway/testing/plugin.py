@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import RecordingAcknowledger
@@ -28,7 +28,7 @@ def broadway_acks() -> RecordingAcknowledger:
 @pytest.fixture
 def broadway_driver(
     broadway_clock: ManualClock,
-) -> Callable[[Broadway | type[Broadway]], PipelineDriver]:
+) -> Callable[[Pipeline | type[Pipeline]], PipelineDriver]:
     """Makes drivers on ``broadway_clock``; call it with a pipeline."""
     return lambda pipeline: PipelineDriver(pipeline, clock=broadway_clock)
 

@@ -187,7 +187,7 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
 def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> dict[str, Any]:
     """What the stages of one run are given; its queue is full, and its own queues are declared."""
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.reference import load_ref
     from airflow_broadway.core.model.run_info import RunInfo
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology
@@ -196,7 +196,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     queue = new_queue(server, count)
     options = {"queue": queue, "uri": f"amqp://{host}", "custody": custody}
     ref = {"class": PIPELINE, "options": {"producer": options}}
-    producer: Any = Broadway.load(ref, RunInfo()).producer
+    producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
     link = ConnectionThread(producer.address(ProducerEnv(generation=uuid.uuid4().hex)))
     topology = Topology(producer)

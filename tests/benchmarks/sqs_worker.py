@@ -199,7 +199,7 @@ def ours(
 
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.custody.protocol import ACK, Settlement
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.reference import load_ref
     from airflow_broadway.core.model.run_info import RunInfo
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.process import Process
@@ -212,7 +212,7 @@ def ours(
         "endpoint_url": endpoint,
         "receive_concurrency": threads,
     }
-    pipeline = Broadway.load({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
+    pipeline = load_ref({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
     store = Store.open(f"file://{folder}/staging")
     run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
     owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
 
 RUN = {"dag_id": "bench", "run_id": "bench"}
@@ -53,11 +54,11 @@ def run_stage(name: str, **given: Any) -> Stage:
     return Stage(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _pipeline(ref: dict[str, Any]) -> Broadway:
-    return Broadway.load(ref, RunInfo())
+def _pipeline(ref: dict[str, Any]) -> Pipeline:
+    return load_ref(ref, RunInfo())
 
 
-def _staged(folder: str, pipeline: Broadway) -> Any:
+def _staged(folder: str, pipeline: Pipeline) -> Any:
     from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
 

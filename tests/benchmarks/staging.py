@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway import BatchInfo, Broadway, Message
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
@@ -134,7 +135,7 @@ class Application:
         work = Work(
             name="handle_batches",
             try_number=1,
-            pipeline=self._class()().ref(),
+            pipeline=make_ref(self._class()()),
             run=RunInfo(dag_id=run.dag_id, run_id=run.run_id).to_json(),
             plans=plans,
         )

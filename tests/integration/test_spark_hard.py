@@ -17,6 +17,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.message import BatchInfo
 from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
@@ -71,7 +72,7 @@ def test_the_order_of_a_key_holds_over_batches_of_several_generations(tmp_path: 
     work = Work(
         name="t",
         try_number=1,
-        pipeline=Counting().ref(),
+        pipeline=make_ref(Counting()),
         run=RunInfo().to_json(),
         plans=[plan.path],
     )

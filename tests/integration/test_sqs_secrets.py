@@ -15,6 +15,7 @@ from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import RELEASE, Settlement
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.runs.process import Process
@@ -67,7 +68,7 @@ def test_no_key_is_written_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFix
     def process(generation: str, **options: Any) -> dict[str, Any] | None:
         """One execution of a process task; its XCom, or ``None`` where it failed."""
         pipeline = Orders(producer={"queue_name": name, **options})
-        told.append(json.dumps(pipeline.ref()) + repr(pipeline.producer))
+        told.append(json.dumps(make_ref(pipeline)) + repr(pipeline.producer))
         clock = ManualClock()
         staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=clock)
         owner = {"dag_id": "d", "run_id": "r", "task_id": "p", "map_index": 0, "try_number": 1}

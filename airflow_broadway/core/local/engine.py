@@ -34,7 +34,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["Batch", "Engine", "make_batch"]
 
@@ -91,7 +91,7 @@ def _messages_of(closed: Closed) -> list[Message]:
 class _Batcher:
     """One batcher with its batch processors, in this thread or in threads of their own."""
 
-    def __init__(self, pipeline: Broadway, name: str, ack: Ack, inline: bool) -> None:
+    def __init__(self, pipeline: Pipeline, name: str, ack: Ack, inline: bool) -> None:
         options = pipeline.batchers[name]
         self.stage = _stage_of(name, options)
         self.merger = (
@@ -148,7 +148,7 @@ class Engine:
 
     def __init__(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         *,
         clock: Clock | None = None,
         ack: Ack = ack_messages,
@@ -382,7 +382,7 @@ class Engine:
             self.batches[batch.batcher, batch.info.trigger.value] += 1
 
 
-def check_engines(pipeline: Broadway) -> None:
+def check_engines(pipeline: Pipeline) -> None:
     """Check that every batcher runs in Python.
 
     :raises PipelineError: Naming the others, and what to do.

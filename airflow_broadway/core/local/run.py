@@ -39,7 +39,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["RunReport", "run_local"]
 
@@ -62,7 +62,7 @@ class _Given:
 
 
 def run_local(
-    pipeline: Broadway | type[Broadway],
+    pipeline: Pipeline | type[Pipeline],
     messages: Iterable[Any] | None = None,
     *,
     max_messages: int | None = None,
@@ -131,7 +131,7 @@ def run_local(
 
 
 def _env(
-    pipeline: Broadway,
+    pipeline: Pipeline,
     clock: Clock,
     connections: Connections | Mapping[str, Connection] | None,
 ) -> ProducerEnv:
@@ -149,7 +149,7 @@ def _env(
 class _Run:
     """One call of :func:`run_local`."""
 
-    def __init__(self, pipeline: Broadway, clock: Clock, stop: Stop) -> None:
+    def __init__(self, pipeline: Pipeline, clock: Clock, stop: Stop) -> None:
         self._pipeline = pipeline
         self._clock = clock
         self._stop = stop
@@ -350,7 +350,7 @@ def _as_message(given: Any, index: int) -> Message:
     return message.with_message_id(f"given-{index}")
 
 
-def _is_threaded(pipeline: Broadway) -> bool:
+def _is_threaded(pipeline: Pipeline) -> bool:
     batch_processors = sum(options.concurrency for options in pipeline.batchers.values())
     return pipeline.processors.concurrency > 1 or batch_processors > 1
 

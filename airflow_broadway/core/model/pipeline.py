@@ -1,60 +1,35 @@
-"""The behaviour: a pipeline is a class, its options are attributes, its callbacks are methods.
+"""What a pipeline is: a class whose attributes are its options, and its methods its callbacks.
 
-The class is declared in a module of its own, built anew in every process that runs a part of it,
-and carried between them as a *reference*: the class's import path and the options that the
-constructor was given.  Nothing else of it is ever serialized.
+Users subclass :class:`airflow_broadway.Broadway`, which is this class with its ways into Airflow.
+All else in the package goes by this one: it needs the standard library only, and runs in a Spark
+driver too.  How a pipeline gets from one process to another: :mod:`.reference`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.message import BatchInfo, Message
 from airflow_broadway.core.model.options import Batcher, Processors, override
-from airflow_broadway.core.model.rules import FUNCTION, JSON, SECONDS
+from airflow_broadway.core.model.rules import FUNCTION, SECONDS
 from airflow_broadway.core.model.run_info import RunInfo
 
-if TYPE_CHECKING:
-    from airflow_broadway.core.local.run import RunReport
-
-__all__ = ["Broadway", "class_path", "import_class", "is_dag_file", "make_ref"]
+__all__ = ["Pipeline"]
 
 #: What ``context`` is unless declared; Broadway's own word.
 CONTEXT_NOT_SET = "context_not_set"
 
-#: Airflow loads Dag files under names of this form; they exist in no other program.
-_DAG_MODULE = re.compile(r"unusual_prefix_[0-9a-f]+_(?P<stem>.+)")
-#: How such a class is referred to, since the digits change with the file's folder.
-_DAG_FILE = "dag-file/"
 
+class Pipeline:
+    """Options, their check, and the callbacks as they are unless a subclass has its own.
 
-class _of_class_or_instance:  # noqa: N801 - a decorator
-    """A method that a class has too: called on the class, it gets an instance made without
-    overrides.  ``Flights.dag("flights")`` is ``Flights().dag("flights")``.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, instance: Any, owner: type[Any]) -> Callable[..., Any]:
-        return functools.partial(self._function, owner() if instance is None else instance)
-
-
-class Broadway:
-    """A pipeline; subclass it, declare its options, write its callbacks.
-
-    :param overrides: Options that replace the declared ones, each a JSON value; nested options take
-        nested mappings: ``Flights(producer={"queue": "test"}, batchers={"delayed": {"batch_size":
-        10}})``.  Airflow templates in them are rendered by the operators.
+    :param overrides: Options that replace the declared ones; see
+        :class:`airflow_broadway.Broadway`.
     :raises OptionsError: Naming the path of the option, the value, the rule or the valid names.
     """
 
@@ -83,9 +58,25 @@ class Broadway:
         "shutdown",
     )
 
+    #: The options that the constructor was given.
+    overrides: Mapping[str, Any]
+
     def __init__(self, **overrides: Any) -> None:
-        self._overrides = overrides
+        self.overrides = overrides
         self._configure(overrides, rendered=False)
+
+    @classmethod
+    def from_rendered(cls, overrides: Mapping[str, Any], run: RunInfo | None = None) -> Pipeline:
+        """Build it from options whose templates are rendered, without calling the constructor.
+
+        :raises OptionsError: If an option, once rendered, breaks its rule.
+        """
+        pipeline = cls.__new__(cls)
+        pipeline.overrides = dict(overrides)
+        if run is not None:
+            pipeline.run = run
+        pipeline._configure(pipeline.overrides, rendered=True)
+        return pipeline
 
     # -- callbacks -----------------------------------------------------------------------------
 
@@ -118,7 +109,7 @@ class Broadway:
     @classmethod
     def defines(cls, callback: str) -> bool:
         """Whether the pipeline has its own version of a callback."""
-        return getattr(cls, callback) is not getattr(Broadway, callback)
+        return getattr(cls, callback) is not getattr(Pipeline, callback)
 
     @classmethod
     def check_callbacks(cls, batchers: Mapping[str, Batcher]) -> None:
@@ -136,41 +127,7 @@ class Broadway:
                     None,
                 )
 
-    # -- Airflow ------------------------------------------------------------------------------
-
-    @_of_class_or_instance
-    def task_group(self, group_id: str = "broadway", **kwargs: Any) -> Any:
-        """The pipeline's tasks: see :func:`airflow_broadway.task_group.make_task_group`."""
-        from airflow_broadway.task_group import make_task_group
-
-        return make_task_group(self, group_id, **kwargs)
-
-    @_of_class_or_instance
-    def dag(self, dag_id: str, **kwargs: Any) -> Any:
-        """A whole Dag of the pipeline: see :func:`airflow_broadway.task_group.make_dag`."""
-        from airflow_broadway.task_group import make_dag
-
-        return make_dag(self, dag_id, **kwargs)
-
-    @staticmethod
-    def params() -> dict[str, Any]:
-        """The run's budgets as Airflow params, for the form of "Trigger" in the UI."""
-        from airflow_broadway.task_group import make_params
-
-        return make_params()
-
-    # -- running and looking -------------------------------------------------------------------
-
-    def run_local(self, messages: Iterable[Any] | None = None, **options: Any) -> RunReport:
-        """Run it in this process, to its end, without Airflow and Spark.
-
-        :param messages: Messages, or their data, instead of the producer's.
-        :param options: Those of :func:`airflow_broadway.core.local.run.run_local`: budgets,
-            ``connections``, ``clock`` and others.
-        """
-        from airflow_broadway.core.local.run import run_local
-
-        return run_local(self, messages, **options)
+    # -- looking -------------------------------------------------------------------------------
 
     def topology(self) -> dict[str, list[dict[str, Any]]]:
         """The producers, processors and batchers, each with its name, key and concurrency."""
@@ -203,7 +160,7 @@ class Broadway:
 
     def _configure(self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
         cls = type(self)
-        if cls.__init__ is not Broadway.__init__:
+        if cls.__init__ is not Pipeline.__init__:
             # Workers build a pipeline from its class and options, and never call the constructor.
             raise OptionsError(
                 f"{cls.__name__}.__init__",
@@ -321,113 +278,3 @@ class Broadway:
                 batcher = override(batcher, {"partition_by": self.partition_by}, path)
             made[name] = batcher
         return made
-
-    # -- reference -----------------------------------------------------------------------------
-
-    def ref(self) -> dict[str, Any]:
-        """The pipeline as JSON: ``{"class": "pkg.module:Class", "options": {…}}``.
-
-        :raises OptionsError: If the class cannot be found again by its name, or an override is not
-            JSON.
-        """
-        if not JSON.holds(self._overrides):
-            raise OptionsError(
-                "options", "JSON values (declare functions in the class instead)", self._overrides
-            )
-        return {"class": class_path(type(self)), "options": self._overrides}
-
-    @classmethod
-    def load(cls, ref: Mapping[str, Any], run: RunInfo | None = None) -> Broadway:
-        """Build the pipeline that a rendered reference names.
-
-        :raises PipelineError: If its class cannot be imported here; names the module and the cause.
-        :raises OptionsError: If an option, once rendered, breaks its rule.
-        """
-        found = import_class(str(ref["class"]))
-        pipeline = found.__new__(found)
-        pipeline._overrides = dict(ref.get("options", {}))
-        if run is not None:
-            pipeline.run = run
-        pipeline._configure(pipeline._overrides, rendered=True)
-        return pipeline
-
-
-def make_ref(pipeline: object) -> dict[str, Any]:
-    """The reference of whatever an operator accepts: a class, an instance, ``"pkg.module:Class"``
-    or a reference.
-
-    :raises OptionsError: If it is none of these.
-    """
-    if isinstance(pipeline, Broadway):
-        return pipeline.ref()
-    if isinstance(pipeline, type) and issubclass(pipeline, Broadway):
-        return pipeline().ref()
-    if isinstance(pipeline, str) and re.fullmatch(r"[\w./-]+:[\w.]+", pipeline):
-        return {"class": pipeline, "options": {}}
-    if isinstance(pipeline, Mapping) and isinstance(pipeline.get("class"), str):
-        return {"class": pipeline["class"], "options": dict(pipeline.get("options", {}))}
-    raise OptionsError(
-        "pipeline", 'a Broadway subclass, an instance of one, or "pkg.module:Class"', pipeline
-    )
-
-
-def class_path(cls: type[Broadway]) -> str:
-    """``"pkg.module:Class"``; for a class of a Dag file ``"dag-file/<stem>:Class"``.
-
-    :raises OptionsError: If the class is local to a function, or of ``__main__``.
-    """
-    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
-        raise OptionsError(
-            "pipeline",
-            "a class at the top level of an importable module (other processes import it by name)",
-            f"{cls.__module__}:{cls.__qualname__}",
-        )
-    found = _DAG_MODULE.fullmatch(cls.__module__)
-    module = f"{_DAG_FILE}{found['stem']}" if found else cls.__module__
-    return f"{module}:{cls.__qualname__}"
-
-
-def is_dag_file(path: str) -> bool:
-    """Whether a class path names a class of a Dag file, which no Spark driver can import."""
-    return path.startswith(_DAG_FILE)
-
-
-def import_class(path: str) -> type[Broadway]:
-    """The class of a path made by :func:`class_path`.
-
-    :raises PipelineError: If it cannot be imported, or is no pipeline.
-    """
-    module_name, _, qualname = path.partition(":")
-    found: Any = _dag_module(module_name) if is_dag_file(path) else _import(module_name)
-    for part in qualname.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise PipelineError(
-                f"module {module_name!r} has no {qualname!r} (looked for the pipeline {path!r})"
-            ) from None
-    if not (isinstance(found, type) and issubclass(found, Broadway)):
-        raise PipelineError(f"{path!r} is no subclass of airflow_broadway.Broadway: {found!r}")
-    return found
-
-
-def _import(name: str) -> object:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise PipelineError(
-            f"the pipeline's module {name!r} cannot be imported by {sys.executable}: {error}."
-            " Install it there, or put it beside the Dag files in a module of its own"
-        ) from error
-
-
-def _dag_module(name: str) -> object:
-    stem = name[len(_DAG_FILE) :]
-    for known, module in list(sys.modules.items()):
-        match = _DAG_MODULE.fullmatch(known)
-        if match and match["stem"] == stem:
-            return module
-    raise PipelineError(
-        f"the Dag file {stem!r} is not loaded in this process; move the pipeline's class to a"
-        " module of its own"
-    )

@@ -22,7 +22,7 @@ from airflow_broadway.core.stages.callbacks import (
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["BatchProcessorStage", "BatchResult"]
 
@@ -54,7 +54,7 @@ class BatchProcessorStage:
 
     def __init__(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         batcher: str,
         *,
         index: int = 0,

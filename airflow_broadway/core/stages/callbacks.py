@@ -22,7 +22,7 @@ from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.acknowledger import Scope
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = [
     "CODES",
@@ -61,7 +61,7 @@ CODES: Final = (
 _setup_lock = threading.Lock()
 
 
-def context_of(pipeline: Broadway) -> Any:
+def context_of(pipeline: Pipeline) -> Any:
     """The ``context`` of every callback: what ``setup`` returned, once per process."""
     known = pipeline.__dict__
     if "_context" not in known:
@@ -87,7 +87,7 @@ def code_of(error: BaseException) -> str:
 
 
 def log_failure(
-    callback: str, pipeline: Broadway, error: BaseException, messages: int, message_id: str = ""
+    callback: str, pipeline: Pipeline, error: BaseException, messages: int, message_id: str = ""
 ) -> None:
     """Log that a callback failed ``messages`` messages: the first ten of a kind, then each tenfold.
 
@@ -175,7 +175,7 @@ def is_of(message: Message, given: Message, scope: Scope) -> bool:
 
 
 def run_handle_failed(
-    pipeline: Broadway, failed: list[Message], context: Any, scope: Scope
+    pipeline: Pipeline, failed: list[Message], context: Any, scope: Scope
 ) -> list[Message]:
     """Call ``handle_failed``, if the pipeline has one, with a stage's failures.
 

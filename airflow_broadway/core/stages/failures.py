@@ -15,7 +15,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["FIRST", "Reasons", "forget_trace", "place_of", "tell_stuck"]
 
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def place_of(pipeline: Broadway, callback: str, error: BaseException) -> int:
+def place_of(pipeline: Pipeline, callback: str, error: BaseException) -> int:
     """Which failure of its kind this is in this process, from 1."""
     key = callback, type(error)
     with _lock:

@@ -33,7 +33,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["ChunkResult", "Convert", "ProcessorStage"]
 
@@ -48,7 +48,7 @@ _MESSAGE: Final = (
 )
 
 #: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
-Convert = Callable[["Broadway"], Callable[[Message], Message]]
+Convert = Callable[["Pipeline"], Callable[[Message], Message]]
 
 
 class ChunkResult(NamedTuple):
@@ -76,7 +76,7 @@ class ProcessorStage:
 
     def __init__(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         *,
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,

@@ -22,7 +22,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["ProcessorPool"]
 
@@ -49,7 +49,7 @@ class ProcessorPool:
 
     def __init__(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         *,
         ack: Ack = ack_messages,
         convert: Convert | None = None,
@@ -73,7 +73,7 @@ class ProcessorPool:
 
     def _handles(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         ack: Ack,
         convert: Convert | None,
         stop: Stop | None,

@@ -19,7 +19,7 @@ from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["Budget", "Receiving", "demand_of", "transformed"]
 
@@ -56,7 +56,7 @@ class Budget:
     idle_seconds: float = 0.0
 
 
-def demand_of(pipeline: Broadway) -> int:
+def demand_of(pipeline: Pipeline) -> int:
     """Messages that the processors of ``pipeline`` can take together."""
     options = pipeline.processors
     taken: int = options.concurrency * options.max_demand

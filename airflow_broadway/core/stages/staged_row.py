@@ -32,7 +32,7 @@ from airflow_broadway.core.schema.plain import (
 from airflow_broadway.core.stages.batcher import partitioner
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
 
 __all__ = ["Handing", "Item", "Placed", "Rows", "StagedRow", "item_of"]
 
@@ -103,7 +103,7 @@ class Rows:
     Without batchers nothing is staged, and messages stay what they are.
     """
 
-    def __init__(self, pipeline: Broadway) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:
@@ -141,7 +141,7 @@ class Handing:
     Without batchers messages stay what they are.
     """
 
-    def __init__(self, pipeline: Broadway) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:

@@ -32,11 +32,12 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.acknowledger import Scope, ack_messages, is_settled
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.message import NO_ACK, Message, NoopAcknowledger, Status
+from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Broadway
+    from airflow_broadway.core.model.pipeline import Pipeline
     from airflow_broadway.core.stages.processor import ChunkResult, Convert
 
 __all__ = ["ProcessProcessor"]
@@ -175,7 +176,7 @@ class ProcessProcessor:
 
     def __init__(
         self,
-        pipeline: Broadway,
+        pipeline: Pipeline,
         *,
         index: int = 0,
         ack: Callable[[list[Message], list[Message]], None] = ack_messages,
@@ -188,7 +189,7 @@ class ProcessProcessor:
         self._ack = ack
         self._convert = convert
         self._traces = traces
-        self._ref = pipeline.ref()
+        self._ref = make_ref(pipeline)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: _Channel | None = None
         self._stop = stop
@@ -295,7 +296,6 @@ def _sealed(messages: list[Message]) -> list[Message]:
 
 def main() -> None:
     """Serve chunks until the parent closes the pipe."""
-    from airflow_broadway.core.model.pipeline import Broadway
     from airflow_broadway.core.stages.processor import ProcessorStage
 
     global _channel  # noqa: PLW0603 - the child has one channel
@@ -320,7 +320,7 @@ def main() -> None:
     if shutdown is not None:
         stop = Stop(SystemClock(), shutdown)
     try:
-        pipeline = Broadway.load(ref, run)
+        pipeline = load_ref(ref, run)
         stage = ProcessorStage(
             pipeline,
             index=index,

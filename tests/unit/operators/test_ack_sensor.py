@@ -12,9 +12,9 @@ from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.exceptions import AirflowRescheduleException
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.operators.process import ended_sensor
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors import ack

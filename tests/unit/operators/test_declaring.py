@@ -11,10 +11,11 @@ import pytest
 from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.message import BatchInfo, Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
+from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
@@ -282,10 +283,10 @@ def test_a_python_pipeline_of_a_dag_file_is_referred_to_by_the_files_name(
     monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
     monkeypatch.setattr(PythonOrders, "__module__", name)
 
-    reference = PythonOrders().ref()
+    reference = make_ref(PythonOrders())
 
     assert reference["class"] == "dag-file/orders:PythonOrders"
-    assert isinstance(Broadway.load(reference), PythonOrders)
+    assert isinstance(load_ref(reference), PythonOrders)
 
 
 def test_what_shapes_the_dag_cannot_be_a_template() -> None:
@@ -309,11 +310,11 @@ def test_a_schema_that_cannot_be_read_is_an_option_of_the_batcher_that_has_it() 
     with pytest.raises(OptionsError, match=wrong):
         Shop()
     # A template is checked once it is rendered.
-    ref = Rendered(batchers={"small": {"schema": "{{ var.value.x }}"}}).ref()
+    ref = make_ref(Rendered(batchers={"small": {"schema": "{{ var.value.x }}"}}))
     for schema in ("n int", "n bigin"):
         ref["options"] = {"batchers": {"small": {"schema": schema}}}
         with nullcontext() if schema == "n int" else pytest.raises(OptionsError, match=wrong):
-            Broadway.load(ref)
+            load_ref(ref)
 
 
 class Rendered(Broadway):
@@ -328,11 +329,11 @@ class Rendered(Broadway):
 
 
 def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
-    ref = Templated(shutdown="{{ var.value.x }}").ref()
+    ref = make_ref(Templated(shutdown="{{ var.value.x }}"))
     assert ref["options"] == {"shutdown": "{{ var.value.x }}"}
-    assert Templated.load({**ref, "options": {"shutdown": "5"}}).shutdown == 5.0
+    assert load_ref({**ref, "options": {"shutdown": "5"}}).shutdown == 5.0
     with pytest.raises(OptionsError, match="'shutdown': expected a number of seconds"):
-        Templated.load({**ref, "options": {"shutdown": "soon"}})
+        load_ref({**ref, "options": {"shutdown": "soon"}})
 
 
 class Templated(Broadway):
@@ -395,4 +396,4 @@ def test_a_constructor_that_no_worker_would_call_is_refused_and_setup_named() ->
         WithInit()
     # The same for a pipeline named by its path, which a worker builds
     with pytest.raises(OptionsError, match="setup"):
-        Broadway.load({"class": f"{__name__}:WithInit", "options": {}})
+        load_ref({"class": f"{__name__}:WithInit", "options": {}})

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.message import BatchInfo, Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.model.run_info import RunInfo
 
 

@@ -20,6 +20,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
@@ -151,7 +152,7 @@ class Staged:
         work = Work(
             name=name,
             try_number=try_number,
-            pipeline=pipeline if isinstance(pipeline, dict) else pipeline().ref(),
+            pipeline=pipeline if isinstance(pipeline, dict) else make_ref(pipeline()),
             run=replace(RunInfo(), try_number=try_number).to_json(),
             plans=[plan.path for plan in plans],
         )

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.formats.entries import dump_entry as dump
@@ -18,7 +19,6 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.model.options import Batcher, options
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.core.stages.staged_row import Rows

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import Action, Delivery, Entry, Settlement, Verdict
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
@@ -17,7 +18,6 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun

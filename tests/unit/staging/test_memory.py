@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.staging import plan_data_files as slabs
 from airflow_broadway.staging import tables

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import (
     ACK,
     RELEASE,
@@ -20,7 +21,6 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import NO_ACK, Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Broadway
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches

@@ -8,6 +8,7 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing import DummyProducer, test_message
 
@@ -69,7 +70,7 @@ def test_a_function_is_declared_and_not_overridden() -> None:
         {"producer": {"transformer": lambda message: message}},
     ):
         with pytest.raises(OptionsError):
-            Orders(**override).ref()
+            make_ref(Orders(**override))
 
 
 @pytest.mark.parametrize(
