@@ -14,7 +14,6 @@ import io
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -24,14 +23,20 @@ from typing import IO, Any, Protocol
 from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import make_folder, new_file, put_new
+from airflow_broadway.core.formats.files import (
+    create_file,
+    drop_file,
+    make_folder,
+    new_file,
+    put_new,
+    replace_file,
+    sync_file,
+    sync_folder,
+)
 from airflow_broadway.staging.errors import SETTING, cannot
 
 __all__ = ["Backend", "Bucket", "Disk", "Sink", "text_lines"]
 
-#: Temporary files begin so.  No name that begins with a dot is ours otherwise, and none is listed:
-#: file managers and synchronizers leave such files everywhere.
-TEMPORARY = ".tmp-"
 #: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
 PART = 8 * 1024 * 1024
 _COPY = 1024 * 1024
@@ -106,13 +111,13 @@ class _DiskSink:
         self.file: IO[bytes] = new_file(path)
 
     def commit(self) -> None:
-        _force(self.file)
+        sync_file(self.file)
         self.file.close()
-        _force_folder(os.path.dirname(self._path))
+        sync_folder(os.path.dirname(self._path))
 
     def abort(self) -> None:
         if not self.file.closed:
-            _discard(self.file, self._path)
+            drop_file(self.file, self._path)
 
 
 class Disk:
@@ -135,7 +140,6 @@ class Disk:
             try:
                 with suppress(FileExistsError):
                     make_folder(self._root)
-                _force_folder(str(root.parent))
             except OSError as error:
                 raise cannot("make it a folder", self._uri, error) from error
         except OSError as error:
@@ -160,22 +164,16 @@ class Disk:
             return []
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:
-        with self._temporary(path, chunks) as temporary:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
-        _force_folder(os.path.dirname(path))
-        return True
+        self._make_folder(os.path.dirname(path))
+        return create_file(path, chunks)
 
     def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
         if not self.create(path, chunks):
             raise FileExistsError(errno.EEXIST, "written by another", path)
 
     def replace(self, path: str, data: bytes) -> None:
-        with self._temporary(path, (data,)) as temporary:
-            os.replace(temporary, path)
-        _force_folder(os.path.dirname(path))
+        self._make_folder(os.path.dirname(path))
+        replace_file(path, (data,))
 
     def sink(self, path: str) -> Sink:
         self._make_folder(os.path.dirname(path))
@@ -193,63 +191,18 @@ class Disk:
         with _missing_ok():
             shutil.rmtree(path)
 
-    @contextmanager
-    def _temporary(self, path: str, chunks: Iterable[bytes]) -> Iterator[str]:
-        folder = os.path.dirname(path)
-        self._make_folder(folder)
-        temporary = f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            with new_file(temporary) as file:
-                file.writelines(chunks)
-                _force(file)
-            yield temporary
-        finally:
-            with _missing_ok():
-                os.remove(temporary)
-
     def _make_folder(self, folder: str) -> None:
         if os.path.isdir(folder):
             return
         if len(folder) <= len(self._root):  # gone since: an unmounted disk is not made anew
             self.prepare()
             return
-        parent = os.path.dirname(folder)
-        self._make_folder(parent)
+        self._make_folder(os.path.dirname(folder))
         try:
             make_folder(folder)
         except FileExistsError:
             if not os.path.isdir(folder):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", folder) from None
-        _force_folder(parent)
-
-
-def _force(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _force_folder(path: str) -> None:
-    """Make names in a folder survive a power cut; some file systems refuse, and need no asking."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in _FOLDERS_NOT_FORCED:
-            raise
-    finally:
-        os.close(number)
-
-
-_FOLDERS_NOT_FORCED = (errno.EINVAL, errno.ENOTSUP)
-
-
-def _discard(file: IO[bytes], path: str) -> None:
-    try:
-        file.close()
-    except OSError:  # a full disk fails again when the buffer is flushed
-        pass
-    with _missing_ok():
-        os.remove(path)
 
 
 @contextmanager

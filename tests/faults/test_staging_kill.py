@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.formats.files import TEMPORARY
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.staging.backends import TEMPORARY
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import outcomes_of, plans_of
 from airflow_broadway.staging.planner import plan_batches

@@ -1,37 +1,54 @@
-"""The files of a run: the protocol that reads and writes them, and plain files on a disk.
+"""The small files of a run: the protocol that reads and writes them, and the one on plain files.
 
-Also what every implementation goes by: which paths it takes, and who may read what it makes on a
-disk.  Runs on the Spark driver too.
+Below the classes are the functions that make a durable file: every room writes through them.  A
+file on a disk is readable by nobody but its user, unless its folder is made for a group.  Runs on
+the Spark driver too.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from airflow_broadway.core.errors import StagingError
 
 __all__ = [
+    "TEMPORARY",
     "Files",
     "LocalFiles",
     "check_path",
+    "create_file",
+    "drop_file",
     "make_folder",
     "make_folders",
     "modes_below",
     "new_file",
     "put_new",
+    "replace_file",
+    "sync_file",
+    "sync_folder",
 ]
+
+#: The names of temporary files begin so.  No other name of ours begins with a dot, and listings
+#: leave such names out: file managers and synchronizers put their own everywhere.
+TEMPORARY = ".tmp-"
+
+#: What a file system answers that cannot sync a folder, and need not.
+_FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)
 
 
 class Files(Protocol):
-    """Reads and writes small files of one run; implemented over fsspec, Hadoop and plain files.
+    """Reads and writes small files of one run: on plain files, in a bucket, through Hadoop.
 
     Paths are relative to the run's folder.
+
+    :raises StagingError: From every method, if a path leads out of the folder.
     """
 
     def read(self, path: str) -> str:
@@ -41,26 +58,37 @@ class Files(Protocol):
         """
         ...
 
-    def exists(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        ...
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is no such folder."""
         ...
 
     def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists, durable, all or nothing; whether it did."""
+        """Write a whole, durable file unless it exists; whether this call wrote it.
+
+        Of several that do so at once, one does.
+        """
         ...
 
     def replace(self, path: str, text: str) -> None:
-        """Write a whole file, replacing any: durable and all or nothing."""
+        """Write a whole, durable file, replacing any."""
         ...
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many.  Publish its name only afterwards."""
+        """Write a new, durable file of lines, streamed; how many.
+
+        It may be seen half written: tell its name to others only afterwards.
+        """
         ...
 
     def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed."""
+        """The lines of a file, streamed, each without its newline.
+
+        :raises FileNotFoundError: If there is none.
+        """
         ...
 
 
@@ -74,26 +102,144 @@ def check_path(path: str, folder: str) -> str:
     return path
 
 
-def modes_below(folder: str) -> tuple[int, int]:
-    """The modes of folders and files that are made in ``folder``.
+class LocalFiles:
+    """Plain files below ``root``; see :class:`Files`."""
 
-    Nobody but their user may read them; in a folder with the set-group-ID bit (``chmod 2770``) the
-    folder's group may read and write them too.
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def read(self, path: str) -> str:
+        return self._path(path).read_text(encoding="utf-8")
+
+    def exists(self, path: str) -> bool:
+        return self._path(path).exists()
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._path(folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def create(self, path: str, text: str) -> bool:
+        return create_file(self._place_for(path), (text.encode(),))
+
+    def replace(self, path: str, text: str) -> None:
+        replace_file(self._place_for(path), (text.encode(),))
+
+    def write_lines(self, path: str, lines: Iterable[str]) -> int:
+        count = 0
+        place = self._place_for(path)
+        with _written(place) as file:
+            for line in lines:
+                file.write(f"{line}\n".encode())
+                count += 1
+        sync_folder(os.path.dirname(place))
+        return count
+
+    def lines(self, path: str) -> Iterator[str]:
+        with self._path(path).open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield line.rstrip("\n")
+
+    def _path(self, path: str) -> Path:
+        return self.root / check_path(path, str(self.root))
+
+    def _place_for(self, path: str) -> str:
+        place = self._path(path)
+        make_folders(str(place.parent))
+        return str(place)
+
+
+# -- a durable file on a disk ----------------------------------------------------------------------
+
+
+def create_file(path: str, chunks: Iterable[bytes]) -> bool:
+    """Write a whole, durable file unless it exists; whether this call wrote it.
+
+    :param path: In a folder that is there.
     """
-    if os.stat(folder).st_mode & stat.S_ISGID:
-        return 0o2770, 0o660
-    return 0o700, 0o600
+    with _temporary(path, chunks) as temporary:
+        try:
+            # Fails if the name is taken, and names a file that is already whole and on disk.
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    sync_folder(os.path.dirname(path))
+    return True
 
 
-def make_folder(path: str) -> None:
-    """Make one folder, whatever the umask, in its parent.
+def replace_file(path: str, chunks: Iterable[bytes]) -> None:
+    """Write a whole, durable file, replacing any.
+
+    :param path: In a folder that is there.
+    """
+    with _temporary(path, chunks) as temporary:
+        os.replace(temporary, path)
+    sync_folder(os.path.dirname(path))
+
+
+@contextmanager
+def _temporary(path: str, chunks: Iterable[bytes]) -> Iterator[str]:
+    """A whole file on disk, beside ``path``; gone when the context ends."""
+    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY}{uuid.uuid4().hex}")
+    with _written(temporary) as file:
+        file.writelines(chunks)
+    try:
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):  # os.replace has given it its name
+            os.remove(temporary)
+
+
+@contextmanager
+def _written(path: str) -> Iterator[IO[bytes]]:
+    """A new file: on disk when the context ends, dropped by an exception."""
+    file = new_file(path)
+    try:
+        yield file
+        sync_file(file)
+        file.close()
+    except BaseException:
+        drop_file(file, path)
+        raise
+
+
+def new_file(path: str) -> IO[bytes]:
+    """Make a file and open it for writing bytes, with its folder's mode whatever the umask.
 
     :raises FileExistsError: If it is there.
     """
-    mode, _ = modes_below(os.path.dirname(path) or ".")
-    os.mkdir(path, 0o700)
-    if mode != 0o700:
-        os.chmod(path, mode)
+    _, mode = modes_below(os.path.dirname(path) or ".")
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    if mode != 0o600:
+        os.fchmod(handle, mode)
+    return os.fdopen(handle, "wb")
+
+
+def drop_file(file: IO[bytes], path: str) -> None:
+    """Close a file and remove it, written or not."""
+    with suppress(OSError):  # a full disk fails again when the buffer is flushed
+        file.close()
+    with suppress(FileNotFoundError):
+        os.remove(path)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Make what was written to a file outlast a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder outlast a power cut."""
+    handle = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _FOLDERS_NOT_SYNCED:
+            raise
+    finally:
+        os.close(handle)
 
 
 def make_folders(path: str) -> None:
@@ -105,105 +251,31 @@ def make_folders(path: str) -> None:
         make_folder(path)
 
 
-def new_file(path: str) -> IO[bytes]:
-    """Make a file and open it for writing bytes, whatever the umask.
+def make_folder(path: str) -> None:
+    """Make one durable folder in its parent, with its parent's mode whatever the umask.
 
     :raises FileExistsError: If it is there.
     """
-    _, mode = modes_below(os.path.dirname(path) or ".")
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    if mode != 0o600:
-        os.fchmod(handle, mode)
-    return os.fdopen(handle, "wb")
+    parent = os.path.dirname(path) or "."
+    mode, _ = modes_below(parent)
+    os.mkdir(path, 0o700)
+    if mode != 0o700:
+        os.chmod(path, mode)
+    sync_folder(parent)
 
 
-class LocalFiles:
-    """Plain files below ``root``."""
+def modes_below(folder: str) -> tuple[int, int]:
+    """The modes of the folders, and of the files, that are made in ``folder``.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
-
-    def read(self, path: str) -> str:
-        """The file's text."""
-        return self._path(path).read_text(encoding="utf-8")
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
-        return self._path(path).exists()
-
-    def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
-        try:
-            return sorted(os.listdir(self._path(folder)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists; whether it was written."""
-        target = self._path(path)
-        # A link fails if the name is taken, and names a file that is already whole and on disk.
-        aside = self._aside(target, text)
-        try:
-            os.link(aside, target)
-        except FileExistsError:
-            return False
-        finally:
-            aside.unlink()
-        _sync_folder(target.parent)
-        return True
-
-    def replace(self, path: str, text: str) -> None:
-        """Write a whole file, replacing any."""
-        target = self._path(path)
-        os.replace(self._aside(target, text), target)
-        _sync_folder(target.parent)
-
-    def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many."""
-        target = self._path(path)
-        make_folders(str(target.parent))
-        count = 0
-        with new_file(str(target)) as file:
-            for line in lines:
-                file.write(f"{line}\n".encode())
-                count += 1
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(target.parent)
-        return count
-
-    def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed."""
-        with self._path(path).open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield line.rstrip("\n")
-
-    def _path(self, path: str) -> Path:
-        return self.root / check_path(path, str(self.root))
-
-    @staticmethod
-    def _aside(target: Path, text: str) -> Path:
-        make_folders(str(target.parent))
-        # The leading dot keeps it out of listings by Spark; other readers know their names.
-        aside = target.parent / f".{target.name}.{uuid.uuid4().hex}"
-        try:
-            with new_file(str(aside)) as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        return aside
+    Nobody but their user may read them; in a folder with the set-group-ID bit (``chmod 2770``) the
+    folder's group may read and write them too.
+    """
+    if os.stat(folder).st_mode & stat.S_ISGID:
+        return 0o2770, 0o660
+    return 0o700, 0o600
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in ``folder`` outlast a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+# -- an object in a store --------------------------------------------------------------------------
 
 
 def put_new(fs: Any, path: str, data: bytes) -> bool:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import make_folders, new_file, put_new
+from airflow_broadway.core.formats.files import create_file, make_folders, put_new, replace_file
 
 __all__ = ["Damaged", "StateFiles", "day_of", "digest"]
 
@@ -100,7 +99,8 @@ class StateFiles:
         data = json.dumps(value, separators=(",", ":")).encode()
         try:
             if self._local:
-                return _write_locally(path, data, new=True)
+                make_folders(os.path.dirname(path))
+                return create_file(path, (data,))
             return put_new(self._fs, path, data)
         except OSError as error:
             raise StagingError(f"{path} cannot be written: {error}") from None
@@ -113,7 +113,8 @@ class StateFiles:
         path = f"{self._root}/{name}"
         try:
             if self._local:
-                _write_locally(path, data)
+                make_folders(os.path.dirname(path))
+                replace_file(path, (data,))
             else:  # an object appears whole or not at all
                 self._fs.pipe_file(path, data)
         except OSError as error:
@@ -196,36 +197,6 @@ def _parsed(path: str, data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
-
-
-def _write_locally(path: str, data: bytes, *, new: bool = False) -> bool:
-    """Write a file, durably.
-
-    :param new: Only if there is none.
-    :returns: Whether it was written.
-    """
-    folder = os.path.dirname(path)
-    make_folders(folder)
-    draft = f"{path}.{uuid.uuid4().hex}.tmp"
-    with new_file(draft) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            return False
-        finally:
-            os.unlink(draft)
-    else:
-        os.replace(draft, path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return True
 
 
 def _is_local(fs: Any) -> bool:

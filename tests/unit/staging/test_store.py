@@ -12,7 +12,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.staging import backends
+from airflow_broadway.core.formats.files import TEMPORARY
 from airflow_broadway.staging.errors import cannot
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement import record_settled
@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
 
 
 def left_over(root: Path) -> list[str]:
-    return [str(path) for path in root.rglob(f"{backends.TEMPORARY}*")]
+    return [str(path) for path in root.rglob(f"{TEMPORARY}*")]
 
 
 def test_a_file_is_created_once_and_the_first_text_stands(folder: Folder) -> None:
