@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of_uri
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of_uri
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher

@@ -13,7 +13,7 @@ from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators._common import AirflowConnections
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.checks import (
     ERROR,
@@ -24,6 +24,7 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
     roles_of,
 )
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["check"]
 
@@ -33,7 +34,7 @@ def check(given: argparse.Namespace) -> int:
     declared = _producer(given)
     told, grave = [], 0
     for producer in declared.shards():
-        address = producer.address(ProducerEnv(connections=AirflowConnections()))
+        address = address_for(producer, ProducerEnv(connections=AirflowConnections()))
         version, depths, findings = _look(producer, address)
         grave += sum(each.level != NOTE for each in findings)
         told.append(
@@ -76,7 +77,7 @@ def _holds(role: str) -> str:
 _Depths = list[tuple[str, str, int | None]]
 
 
-def _look(producer: RabbitMQProducer, address: Address) -> tuple[str, _Depths, list[Finding]]:
+def _look(producer: RabbitMQOptions, address: Address) -> tuple[str, _Depths, list[Finding]]:
     """The broker's version, the depth of each queue (``None``: not there yet), and the findings.
 
     :raises CommandError: If the source queue is not there.

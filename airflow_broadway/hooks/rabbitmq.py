@@ -8,8 +8,8 @@ from airflow.providers.common.compat.sdk import BaseHook
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
-from airflow_broadway.producers.rabbitmq.producer import DEFAULT_CONNECTION
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
+from airflow_broadway.producers.rabbitmq.options import DEFAULT_CONNECTION
 
 __all__ = ["RabbitMQHook"]
 

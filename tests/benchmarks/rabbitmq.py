@@ -189,6 +189,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.model.reference import load_ref
     from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.producers.rabbitmq.amqp.address import address_for
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 
@@ -198,7 +199,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     ref = {"class": PIPELINE, "options": {"producer": options}}
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
-    link = ConnectionThread(producer.address(ProducerEnv(generation=uuid.uuid4().hex)))
+    link = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
     topology = Topology(producer)
     topology.ensure_returns(link)
     topology.leave_spare(link)

@@ -26,8 +26,9 @@ from airflow_broadway.core.custody.protocol import Action, Delivery, SettleRepor
 from airflow_broadway.core.errors import OptionsError, ProducerUnavailable
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff, bounds
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff
 from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 from airflow_broadway.testing.contract import settlement_of
 from tests.conformance.observed import Case
 from tests.rabbitmq_fixtures import wanted_server
@@ -235,11 +236,11 @@ def exponential(case: Case) -> None:
 def partial_bounds(case: Case) -> None:
     for given, wanted in zip(case["given"]["options"], case["expect"]["bounds"], strict=True):
         low, high = given.get("min"), given.get("max")
-        made = bounds(low and low / 1000, high and high / 1000)
+        made = backoff_bounds(low and low / 1000, high and high / 1000)
         assert [round(1000 * each) for each in made] == wanted
     with pytest.raises(OptionsError, match="backoff_min"):
-        bounds(1.0, 0.5)
-    assert Backoff("stop", *bounds(None, None)).next() is None
+        backoff_bounds(1.0, 0.5)
+    assert Backoff("stop", *backoff_bounds(None, None)).next() is None
 
 
 RABBITMQ: dict[str, Callable[[Case], None]] = {

@@ -18,6 +18,7 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ConnectionThread,
     raw_properties,
@@ -228,7 +229,7 @@ def test_the_least_permissions_suffice(place: Place) -> None:
 
 def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
     place.declare()
-    link = ConnectionThread(place.producer().address(place.env()))
+    link = ConnectionThread(address_for(place.producer(), place.env()))
     table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
     properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
     channel = link.channel()
@@ -272,7 +273,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) -> None:
     # Given messages with each of them
     place.declare()
-    link = ConnectionThread(place.producer().address(place.env()))
+    link = ConnectionThread(address_for(place.producer(), place.env()))
     channel = link.channel()
     for name, headers in HOSTILE.items():
         raw = raw_properties(encode({"headers": headers}))

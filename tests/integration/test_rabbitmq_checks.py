@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.protocol import RELEASE, Settlement
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
@@ -153,8 +153,8 @@ def test_the_tag_management_suffices_for_all_but_the_feature_flags(
     place.declare()
 
     with permitted(place.server, tags="management") as user:
-        address = RabbitMQProducer(queue=place.name, conn_id="c").address(
-            place.env(extra=extra, **user)
+        address = address_for(
+            RabbitMQProducer(queue=place.name, conn_id="c"), place.env(extra=extra, **user)
         )
         found = check_queues(RabbitMQProducer(queue=place.name), address, version="3.10.8")
 
@@ -231,7 +231,7 @@ def test_the_management_api_counts_what_lapsed_and_nobody_has_taken(
         for _ in range(3):
             channel.basic_publish("", name, b"bundle", mandatory=True)
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-    counted = counting(producer.address(place.env(extra=extra)))
+    counted = counting(address_for(producer, place.env(extra=extra)))
 
     end = time.monotonic() + 20
     while not counted(name) and time.monotonic() < end:

@@ -27,7 +27,7 @@ from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker import topology
-from airflow_broadway.producers.rabbitmq.metadata import NAMES
+from airflow_broadway.producers.rabbitmq.options import METADATA_FIELDS
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, manage, marked
 from tests.rabbitmq_server import free_port
@@ -389,7 +389,7 @@ def test_metadata_holds_every_field_that_is_asked_for(place: Place) -> None:
     place.declare()
     place.send(b"1", properties=pika.BasicProperties(delivery_mode=2, **given))
 
-    [message], _ = place.settle("g1", metadata=list(NAMES))
+    [message], _ = place.settle("g1", metadata=list(METADATA_FIELDS))
 
     assert dict(message.metadata) == {
         **given,

@@ -16,6 +16,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import Action, SettleReport, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.state_files import StateFiles
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, marked
@@ -78,7 +79,7 @@ def test_headers_that_pika_cannot_read_are_moved_away_too(place: Place) -> None:
     put_into_returns(place)
     table = b"\x02\xff\xfet\x01"
     raw = b"\x20\x00" + struct.pack(">I", len(table)) + table
-    link = ConnectionThread(place.producer().address(place.env()))
+    link = ConnectionThread(address_for(place.producer(), place.env()))
     channel = link.channel()
     queue = place.queues.returns
     link.post(lambda: channel.raw.basic_publish("", queue, b"odd", raw_properties(raw)))

@@ -28,6 +28,7 @@ from airflow_broadway.core.custody.protocol import (
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, join_fields
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
@@ -88,7 +89,7 @@ def everything_in(place: Place, queue: str) -> Counter[bytes]:
 
 def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
     """Publish bodies with properties that are sent as the bytes they are, if the queue is there."""
-    link = ConnectionThread(place.producer().address(place.env()))
+    link = ConnectionThread(address_for(place.producer(), place.env()))
     publisher = Publisher(link)
     for number, (body, properties) in enumerate(sent):
         publisher.publish("", queue, properties, body, key=str(number))

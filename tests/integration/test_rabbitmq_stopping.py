@@ -20,8 +20,8 @@ from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.receive import ending
-from airflow_broadway.producers.rabbitmq.receive import source as source_module
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place
 from tests.waiting import eventually
@@ -391,5 +391,5 @@ def test_a_source_that_stops_before_it_received_anything_holds_nothing(place: Pl
         assert list(source.stop()) == []
         assert list(source.receive(10, timeout=1.0)) == []
         assert source.lease.state["messages"] == 0
-    assert source_module.is_open_here("g1") is False
+    assert is_open_here("g1") is False
     assert bodies(place.settle("another")[0]) == [b"1"]

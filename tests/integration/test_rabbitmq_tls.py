@@ -14,7 +14,8 @@ import pytest
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.testing.contract import settlement_of
@@ -203,7 +204,9 @@ def test_the_management_api_is_held_to_the_same_authority(
 
     def told(ca: Path) -> str:
         extra = {"tls": {"ca": str(ca)}, "management_url": url}
-        [note] = check_queues(producer, producer.address(place.env(extra=extra)), version="3.13.0")
+        [note] = check_queues(
+            producer, address_for(producer, place.env(extra=extra)), version="3.13.0"
+        )
         return note.text
 
     assert "CERTIFICATE_VERIFY_FAILED" in told(other.certificate)

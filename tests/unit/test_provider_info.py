@@ -8,7 +8,7 @@ from airflow.providers_manager import ProvidersManager
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.get_provider_info import get_provider_info
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
 
 INFO: dict[str, Any] = get_provider_info()
 

@@ -9,6 +9,7 @@ bytes), ``drain`` and ``returns`` (what came back).  Settling: ``custodian``, ``
 
 from __future__ import annotations
 
-from airflow_broadway.producers.rabbitmq.producer import Qos, RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.options import Qos
+from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
 
 __all__ = ["Qos", "RabbitMQProducer"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
@@ -88,6 +88,10 @@ class Header:
     released: bool = False
     owner: dict[str, Any] = field(default_factory=dict)
     staged: dict[str, Any] | None = None
+
+    def released_part(self, name: str, count: int) -> Header:
+        """The header of ``count`` messages of this bundle that are given back as a new one."""
+        return replace(self, bundle=name, count=count, released=True, staged=None)
 
 
 def pack(header: Header, messages: Iterable[Held]) -> bytes:

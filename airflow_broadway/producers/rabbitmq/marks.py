@@ -26,7 +26,9 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
     fields_of,
     join_entries,
     join_fields,
+    message_id_of,
 )
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 
 __all__ = [
     "MARK",
@@ -36,9 +38,9 @@ __all__ = [
     "buried",
     "is_of",
     "mark_of",
+    "publication_key",
     "republished",
     "restored",
-    "split_route",
 ]
 
 #: The header of a message that was published again: see :class:`Mark`.
@@ -144,11 +146,10 @@ def _digest(message: Content) -> str:
     return digest.hexdigest()
 
 
-def split_route(route: bytes) -> tuple[str, str]:
-    """Exchange and routing key of a delivery."""
-    first = 1 + route[0] if route else 0
-    exchange, key = route[1:first], route[first + 1 :]
-    return exchange.decode("utf-8", "backslashreplace"), key.decode("utf-8", "backslashreplace")
+def publication_key(properties: bytes) -> str | None:
+    """What names a publication of ours when the broker returns it: its mark's id, else its own."""
+    mark = mark_of(properties)
+    return message_id_of(properties) if mark is None else mark.message_id
 
 
 # -- published again -------------------------------------------------------------------------------

@@ -8,31 +8,11 @@ from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, plain
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL, split_route
+from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
 
-__all__ = ["NAMES", "Describer"]
-
-#: Every name that the option takes.  ``delivery_tag`` and ``cluster_id`` are Broadway's too; the
-#: tag means nothing after a delivery is secured, and is not given.
-NAMES = (
-    "redelivered",
-    "exchange",
-    "routing_key",
-    "content_type",
-    "content_encoding",
-    "headers",
-    "persistent",
-    "priority",
-    "correlation_id",
-    "message_id",
-    "timestamp",
-    "type",
-    "user_id",
-    "app_id",
-    "cluster_id",
-    "reply_to",
-)
+__all__ = ["Describer"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

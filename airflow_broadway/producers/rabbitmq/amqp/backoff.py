@@ -8,35 +8,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.errors import BroadwayError, OptionsError, ProducerUnavailable
+from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions, backoff_bounds
 
-__all__ = ["TYPES", "Attempts", "Backoff", "bounds", "keep_trying"]
+__all__ = ["Attempts", "Backoff", "keep_trying"]
 
 log = logging.getLogger(__name__)
 
 _Made = TypeVar("_Made")
 
-TYPES = ("rand_exp", "exp", "rand", "stop")
-_MIN, _MAX = 1.0, 30.0
-#: Seconds between two looks at whether to stop waiting.
-_LOOK = 0.5
-
-
-def bounds(low: float | None, high: float | None) -> tuple[float, float]:
-    """The bounds in seconds; one that is not given follows from the other.
-
-    :raises OptionsError: If the lower is above the upper.
-    """
-    if low is None and high is None:
-        return _MIN, _MAX
-    if low is None:
-        assert high is not None
-        return min(_MIN, high), high
-    if high is None:
-        return low, max(low, _MAX)
-    if low > high:
-        raise OptionsError("RabbitMQProducer.backoff_min", f"at most backoff_max ({high})", low)
-    return low, high
+#: Seconds between two looks at whether the run was told to stop.
+_STOP_CHECK_INTERVAL = 0.5
 
 
 class Backoff:
@@ -47,6 +29,12 @@ class Backoff:
         self._low, self._high = low, high
         self._last: float | None = None
         self._random = random.Random(seed)
+
+    @classmethod
+    def of(cls, options: RabbitMQOptions) -> Backoff:
+        """The delays that a producer's options ask for."""
+        bounds = backoff_bounds(options.backoff_min, options.backoff_max)
+        return cls(options.backoff_type, *bounds)
 
     def next(self) -> float | None:
         """Seconds to wait; ``None``: do not connect again."""
@@ -116,7 +104,7 @@ class Attempts:
         log.warning("%s; trying again in %.1f s", error, pause)
         until = now + pause
         while (left := until - self._clock.monotonic()) > 0:
-            self._clock.sleep(min(left, _LOOK))
+            self._clock.sleep(min(left, _STOP_CHECK_INTERVAL))
             if self._stopping():
                 raise error
 

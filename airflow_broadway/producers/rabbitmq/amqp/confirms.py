@@ -13,28 +13,20 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow, Place
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, raw_properties
-from airflow_broadway.producers.rabbitmq.amqp.properties import decode
-from airflow_broadway.producers.rabbitmq.marks import mark_of
+from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 
-__all__ = ["ConfirmChannel", "confirming", "key_of"]
-
-
-def key_of(properties: bytes) -> str | None:
-    """What names a publication of ours: the id of its mark, else its own."""
-    mark = mark_of(properties)
-    if mark is not None:
-        return mark.message_id
-    try:
-        found = decode(properties).get("message_id")
-    except ProducerError:
-        return None
-    return None if found is None else str(found)
+__all__ = ["ConfirmChannel", "KeyOf", "select_confirms"]
 
 
-def confirming(
+#: Names a publication by its properties, as the key under which it was published.
+KeyOf = Callable[[bytes], str | None]
+
+
+def select_confirms(
     channel: Channel,
     on_confirm: Callable[[int, bool, bool], None],
     on_return: Callable[[str | None, int, str], None],
+    key_of: KeyOf,
 ) -> None:
     """Switch a channel to confirms.
 
@@ -61,6 +53,8 @@ class ConfirmChannel:
     :param secured: Called with the loads of what may newly be relied on, just before their
         deliveries are acknowledged.
     :param failed: Called once, when nothing more may be taken.
+    :param what: What bundles are published to, for errors.
+    :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
     """
 
     def __init__(
@@ -71,6 +65,7 @@ class ConfirmChannel:
         secured: Callable[[list[Any]], None],
         failed: Callable[[BroadwayError], None],
         what: str,
+        key_of: KeyOf = message_id_of,
     ) -> None:
         self.channel = channel
         self.window = ConfirmWindow()
@@ -81,7 +76,7 @@ class ConfirmChannel:
         self._what = what
         self._elsewhere: dict[str, str] = {}
         channel.on_lost(self.fail)
-        confirming(channel, self._confirmed, self._returned)
+        select_confirms(channel, self._confirmed, self._returned, key_of)
 
     def reserve(self, key: str, *, tag: int | None = None, load: Any = None) -> Place:
         """A place in the order of the deliveries, for what :meth:`send` is to publish later.

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address, translate
-from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, translate
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 
 __all__ = [

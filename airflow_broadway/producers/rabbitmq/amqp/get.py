@@ -10,7 +10,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ConnectionThread,
     Reply,
 )
-from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
 __all__ = ["Getter"]

@@ -28,6 +28,7 @@ __all__ = [
     "join_entries",
     "join_fields",
     "load",
+    "message_id_of",
     "plain",
 ]
 
@@ -101,6 +102,15 @@ def encode(properties: Mapping[str, Any]) -> bytes:
         else:
             parts.append(_encode_short(value))
     return struct.pack(">H", flags) + b"".join(parts)
+
+
+def message_id_of(data: bytes) -> str | None:
+    """The property ``message_id``, if there is one that can be read."""
+    try:
+        found = decode(data).get("message_id")
+    except ProducerError:
+        return None
+    return None if found is None else str(found)
 
 
 # -- as bytes --------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
-from airflow_broadway.producers.rabbitmq.amqp.confirms import confirming
+from airflow_broadway.producers.rabbitmq.amqp.confirms import KeyOf, select_confirms
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ANSWER,
     ConnectionThread,
     raw_properties,
 )
+from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 
 __all__ = ["Publisher"]
 
@@ -25,9 +26,12 @@ _Item = tuple[str, str, bytes, bytes, str]
 
 
 class Publisher:
-    """A channel for publishing alone; every message is mandatory and confirmed."""
+    """A channel for publishing alone; every message is mandatory and confirmed.
 
-    def __init__(self, link: ConnectionThread) -> None:
+    :param key_of: Names a publication by its properties; by default the property ``message_id``.
+    """
+
+    def __init__(self, link: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
         self._link = link
         self._channel = link.channel()
         self._window = ConfirmWindow()
@@ -38,7 +42,7 @@ class Publisher:
         self._unconfirmed = 0  # bytes that were handed over
         self._lost: ProducerError | None = None
         self._channel.on_lost(self._on_lost)
-        confirming(self._channel, self._confirmed, self._returned)
+        select_confirms(self._channel, self._confirmed, self._returned, key_of)
 
     def publish(
         self, exchange: str, routing_key: str, properties: bytes, body: bytes, *, key: str

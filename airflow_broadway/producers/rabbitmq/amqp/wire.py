@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pika import SelectConnection
     from pika.connection import Parameters
 
-__all__ = ["Delivered", "Parser", "connection_class"]
+__all__ = ["Delivered", "Parser", "connection_class", "split_route"]
 
 
 class Delivered(NamedTuple):
@@ -33,6 +33,13 @@ class Delivered(NamedTuple):
     route: bytes
     properties: bytes
     body: bytes
+
+
+def split_route(route: bytes) -> tuple[str, str]:
+    """Exchange and routing key of a delivery."""
+    first = 1 + route[0] if route else 0
+    exchange, key = route[1:first], route[first + 1 :]
+    return exchange.decode("utf-8", "backslashreplace"), key.decode("utf-8", "backslashreplace")
 
 
 #: type, channel, size, class id, method id, length of the consumer tag

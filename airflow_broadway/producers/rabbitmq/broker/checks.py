@@ -30,8 +30,8 @@ from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames,
 from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.rabbitmq.amqp.connection import Address
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.amqp.address import Address
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = [
     "ERROR",
@@ -94,7 +94,7 @@ class Role:
     arguments: Mapping[str, Any] | None = None
 
 
-def roles_of(producer: RabbitMQProducer, *, lease: str = "") -> list[Role]:
+def roles_of(producer: RabbitMQOptions, *, lease: str = "") -> list[Role]:
     """Every queue that a run may use.
 
     :param lease: The lease queue, if it is known; else one like it.
@@ -126,7 +126,7 @@ def roles_of(producer: RabbitMQProducer, *, lease: str = "") -> list[Role]:
     return found
 
 
-def refuse_version(version: str, producer: RabbitMQProducer, where: str) -> None:
+def refuse_version(version: str, producer: RabbitMQOptions, where: str) -> None:
     """Refuse a broker whose quorum queues lose what lapses.
 
     :param version: As the broker says; empty if it does not.
@@ -149,7 +149,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_queues(
-    producer: RabbitMQProducer,
+    producer: RabbitMQOptions,
     address: Address,
     *,
     version: str = "",
@@ -179,7 +179,7 @@ def _unseen(why: str) -> Finding:
 
 
 def _look(
-    producer: RabbitMQProducer, management: Management, version: str, lease: str, there: bool
+    producer: RabbitMQOptions, management: Management, version: str, lease: str, there: bool
 ) -> Iterator[Finding]:
     roles = roles_of(producer, lease=lease)
     policies = matched(

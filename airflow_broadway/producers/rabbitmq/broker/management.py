@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from airflow_broadway.core.errors import ConnectionMissing
 from airflow_broadway.producers.kit.addresses import is_loopback, warn_of_plain_http
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker.policies import Policy
 
 __all__ = ["Management", "Unseen"]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from airflow_broadway.core.errors import BroadwayError, ProducerError
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology

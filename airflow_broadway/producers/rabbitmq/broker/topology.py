@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
-from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused, explained
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.broker.checks import act_on, check_queues, refuse_version
 from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
-from airflow_broadway.producers.rabbitmq.marks import split_route
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["Topology"]
 
@@ -48,7 +48,7 @@ class Topology:
         looks needs none.
     """
 
-    def __init__(self, producer: RabbitMQProducer, journal: Journal | None = None) -> None:
+    def __init__(self, producer: RabbitMQOptions, journal: Journal | None = None) -> None:
         self._producer = producer
         self._journal = journal or Journal(None, producer.queue)
         self._quorum = producer.queue_type == "quorum"
@@ -94,7 +94,7 @@ class Topology:
 
     # -- the source ----------------------------------------------------------------------------
 
-    def prepare(self, link: ConnectionThread, channel: Channel, options: RabbitMQProducer) -> int:
+    def prepare(self, link: ConnectionThread, channel: Channel, options: RabbitMQOptions) -> int:
         """Do what the options ask for, and see that the source queue is there; its depth.
 
         :raises ProducerUnavailable: If ``after_connect`` raises: it is called again later.

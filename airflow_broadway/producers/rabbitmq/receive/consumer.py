@@ -19,7 +19,14 @@ from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import Mark, buried, is_of, mark_of, restored
+from airflow_broadway.producers.rabbitmq.marks import (
+    Mark,
+    buried,
+    is_of,
+    mark_of,
+    publication_key,
+    restored,
+)
 from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Bundler, Ready
 
 __all__ = ["Consumer"]
@@ -86,6 +93,7 @@ class Consumer:
             secured=self._secured,
             failed=ready.fail,
             what=f"the lease queue of generation {sealer.generation}",
+            key_of=publication_key,
         )
         raw, link = channel.raw, channel.link
         parser = Parser(channel.number, self.backlog.append)

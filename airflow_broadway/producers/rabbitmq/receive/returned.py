@@ -1,6 +1,9 @@
 """Secures anew what came back: reads the returns queue, as deep as it was when the run began.
 
-What a run has no room for goes back to the queue's end, and is read again by the same run.
+A bundle comes back because its lease lapsed or was given up.  Whoever reads it first asks the
+journal of the generation that held it: what was settled or published again is dropped, the rest is
+handled, marked as redelivered.  What a run has no room for goes to the end of the queue, and is
+read again by the same run.
 """
 
 from __future__ import annotations
@@ -8,32 +11,29 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.marks import Mark, buried
+from airflow_broadway.producers.rabbitmq.marks import Mark, buried, publication_key
 from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Bundler, Ready
-from airflow_broadway.producers.rabbitmq.returned_bundles import (
-    Portion,
-    examine,
-    rest_header,
-    split,
-)
+from airflow_broadway.producers.rabbitmq.receive.suspects import Division, divide
+from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["Returns"]
+__all__ = ["ReturnsReader", "examine"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,32 @@ _DONE = 10_000
 _ANSWER = 20.0
 
 
-class Returns:
+@dataclass(frozen=True, slots=True)
+class ReturnedBundle:
+    """A bundle that was read."""
+
+    header: Header
+    messages: list[Held]
+
+
+def examine(data: bytes, journal: Journal) -> ReturnedBundle | None:
+    """Read a returned bundle, less what needs no handling; ``None`` if nothing of it does.
+
+    :raises BundleError: If it cannot be read, or what it refers to is missing.
+    :raises StagingError: If the staging folder cannot be read now.
+    """
+    header, messages = bundles.unpack(data)
+    done = journal.done(header.generation, None if header.released else header.bundle)
+    if done is None:
+        return None
+    if header.staged is not None:
+        messages = load_staged(header, journal)
+    if done:
+        messages = [message for message in messages if message.message_id not in done]
+    return ReturnedBundle(header, [message._replace(redelivered=True) for message in messages])
+
+
+class ReturnsReader:
     """The returns queue as one generation reads it; called from the run's thread.
 
     One bundle at a time is asked for, so that none waits here while callbacks take their time.
@@ -52,7 +77,7 @@ class Returns:
 
     def __init__(
         self,
-        producer: RabbitMQProducer,
+        producer: RabbitMQOptions,
         topology: Topology,
         journal: Journal,
         ready: Ready,
@@ -93,6 +118,7 @@ class Returns:
             secured=self._secured,
             failed=self._failed,
             what="the lease queue",
+            key_of=publication_key,
         )
         self._getter = Getter(link, self._queue, channel)
 
@@ -142,7 +168,7 @@ class Returns:
         if read is None or print_ in self._done:
             link.post(lambda: lane.ack(delivered.tag))
             return
-        portion = split(
+        portion = divide(
             read.messages, room=room, fresh=fresh, max_crashes=self._producer.max_crashes
         )
         if portion is None:  # for another generation
@@ -208,7 +234,7 @@ class Returns:
         tag: int,
         print_: bytes,
         header: Header,
-        portion: Portion,
+        portion: Division,
         rests: list[list[Held]],
     ) -> None:
         """Publish what becomes of a bundle, then acknowledge it.  In the link's thread."""
@@ -236,7 +262,7 @@ class Returns:
                 "",
                 self._queue,
                 encode({"delivery_mode": 2, "message_id": name}),
-                bundles.pack(rest_header(header, name, len(part)), part),
+                bundles.pack(header.released_part(name, len(part)), part),
                 key=name,
             )
         taken = [held._replace(message_id=ids.returned(held.message_id)) for held in portion.take]

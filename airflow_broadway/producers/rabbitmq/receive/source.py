@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,11 +22,12 @@ from airflow_broadway.core.errors import (
     ProducerUnavailable,
 )
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
-from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.refusals import (
+from airflow_broadway.producers.rabbitmq.amqp.errors import (
+    Blocked,
     Refused,
     acknowledged_too_late,
     explained,
@@ -37,6 +37,7 @@ from airflow_broadway.producers.rabbitmq.broker.sweep import counting, due_at, s
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.open_here import note_closed, note_open
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler, Ready
 from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
 from airflow_broadway.producers.rabbitmq.receive.ending import (
@@ -47,19 +48,16 @@ from airflow_broadway.producers.rabbitmq.receive.ending import (
 )
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 from airflow_broadway.producers.rabbitmq.receive.messages import MessageMaker
-from airflow_broadway.producers.rabbitmq.receive.returned import Returns
-from airflow_broadway.producers.rabbitmq.returned_bundles import store_staged
+from airflow_broadway.producers.rabbitmq.receive.returned import ReturnsReader
+from airflow_broadway.producers.rabbitmq.staged_bundle import store_staged
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["RabbitSource", "is_open_here"]
+__all__ = ["RabbitSource"]
 
 log = logging.getLogger(__name__)
-
-#: The sources of this process: a generation that ends while one of them is open did not crash.
-_open: weakref.WeakSet[RabbitSource] = weakref.WeakSet()
 
 #: Seconds that the first message of a queue that is not empty may take, and those that follow; then
 #: the queue itself is asked, for so long.
@@ -69,19 +67,14 @@ _FIRST, _AGAIN, _LATE = 3.0, 0.2, 20.0
 _MARGIN = 0.02
 
 
-def is_open_here(generation: str) -> bool:
-    """Whether this process holds the generation's source open."""
-    return any(source.lease.generation == generation for source in list(_open))
-
-
 class RabbitSource:
     """Receives for one generation."""
 
-    def __init__(self, producer: RabbitMQProducer, env: ProducerEnv) -> None:
+    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
         self._producer = producer
         self._env = env
         self._clock = env.clock
-        self._address = producer.address(env)
+        self._address = address_for(producer, env)
         self._journal = Journal(env.staging, producer.queue)
         self._topology = Topology(producer, self._journal)
         self._queues = self._topology.queues
@@ -98,7 +91,7 @@ class RabbitSource:
             env.generation, producer.metadata, env.clock, producer.actions_of_messages
         )
         self._attempts = Attempts(
-            producer.backoff(), producer.reconnect_timeout, env.clock, env.stopping
+            Backoff.of(producer), producer.reconnect_timeout, env.clock, env.stopping
         )
         self._handed = 0
         self._extra = 0
@@ -106,7 +99,9 @@ class RabbitSource:
         self._fenced: LeaseLapsed | None = None
         self._link: ConnectionThread | None = None
         self._intake: Consumer | None = None
-        self._returns = Returns(producer, self._topology, self._journal, self._ready, self._sealer)
+        self._returns = ReturnsReader(
+            producer, self._topology, self._journal, self._ready, self._sealer
+        )
         self._has_messages = False
         self._slow = False
         self._stopped = False
@@ -117,7 +112,7 @@ class RabbitSource:
         link = self._connect_in_time()
         now = self._clock.now().timestamp()
         sweep(link, self._topology, self._journal, now, counting(self._address))
-        _open.add(self)
+        note_open(self, env.generation)
 
     # -- the lease -----------------------------------------------------------------------------
 
@@ -259,7 +254,7 @@ class RabbitSource:
             self._extra += 1
 
     def close(self) -> None:
-        _open.discard(self)
+        note_closed(self)
         try:
             self.stop()
         except BroadwayError as error:  # what it does not confirm is not acknowledged either
@@ -345,7 +340,7 @@ class RabbitSource:
                 channel,
                 ready,
                 self._sealer,
-                prefetch=options.prefetch_count,
+                prefetch=options.qos.prefetch_count,
                 max_bytes=options.max_message_bytes,
                 dead=self._topology.dead,
                 consume=dict(options.consume_options or {}),

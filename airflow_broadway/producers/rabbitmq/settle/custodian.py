@@ -18,20 +18,21 @@ from airflow_broadway.core.custody.protocol import (
     SettleReport,
 )
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, keep_trying
-from airflow_broadway.producers.rabbitmq.amqp.connection import Blocked
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.receive.source import is_open_here
+from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import report_of, untold
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["RabbitCustodian", "depth"]
 
@@ -51,7 +52,7 @@ _Done = TypeVar("_Done")
 class RabbitCustodian:
     """Settles the generations of one queue."""
 
-    def __init__(self, producer: RabbitMQProducer, env: ProducerEnv) -> None:
+    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
         self._producer = producer
         self._env = env
         self._clock = env.clock
@@ -219,7 +220,7 @@ class RabbitCustodian:
 
     def _attempts(self) -> Attempts:
         producer = self._producer
-        return Attempts(producer.backoff(), producer.reconnect_timeout, self._clock)
+        return Attempts(Backoff.of(producer), producer.reconnect_timeout, self._clock)
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -283,7 +284,7 @@ class RabbitCustodian:
         if self._opened is not None and self._opened.lost is not None:
             self.close()
         if self._opened is None:
-            address = self._producer.address(self._env)
+            address = address_for(self._producer, self._env)
             self._unreachable = True
             self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
@@ -299,7 +300,7 @@ def set_aside(lease: Lease) -> tuple[str, ...]:
     )
 
 
-def depth(producers: Iterable[RabbitMQProducer], env: ProducerEnv) -> QueueDepth:
+def depth(producers: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
     """How full the queues are together.
 
     A returned bundle, of 500 messages at most, counts as one: how many it has only it says, and
@@ -315,9 +316,9 @@ def depth(producers: Iterable[RabbitMQProducer], env: ProducerEnv) -> QueueDepth
     )
 
 
-def _depth(producer: RabbitMQProducer, env: ProducerEnv) -> QueueDepth:
+def _depth(producer: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
     topology = Topology(producer)
-    link = ConnectionThread.to(producer.address(env))
+    link = ConnectionThread.to(address_for(producer, env))
     try:
         queues = topology.queues
 

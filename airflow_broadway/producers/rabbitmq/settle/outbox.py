@@ -20,8 +20,13 @@ from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker.names import rung
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.marks import Mark, TooLarge, buried, republished
-from airflow_broadway.producers.rabbitmq.returned_bundles import rest_header
+from airflow_broadway.producers.rabbitmq.marks import (
+    Mark,
+    TooLarge,
+    buried,
+    publication_key,
+    republished,
+)
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
@@ -167,13 +172,13 @@ class Outbox:
         """Put released messages into the returns queue."""
         for number, part in enumerate(bundles.parts(messages, self._capacity)):
             name = f"{header.bundle}.released" + (f".{number}" if number else "")
-            again = rest_header(header, name, len(part))
+            again = header.released_part(name, len(part))
             self._publish_bundle(again, part, key=name)
 
     def _in_bundle(self, held: Held, key: str) -> None:
         self._number += 1
         header = self._header(f"alone.{self._number}")
-        self._publish_bundle(rest_header(header, header.bundle, 1), [held], key=key)
+        self._publish_bundle(header.released_part(header.bundle, 1), [held], key=key)
 
     def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
         self._topology.ensure_returns(self._link)
@@ -197,7 +202,7 @@ class Outbox:
     @property
     def _publisher(self) -> Publisher:
         if self._opened is None:
-            self._opened = Publisher(self._link)
+            self._opened = Publisher(self._link, publication_key)
         return self._opened
 
     # -- what came of it -----------------------------------------------------------------------

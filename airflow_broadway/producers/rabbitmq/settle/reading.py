@@ -12,7 +12,7 @@ from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.producers.rabbitmq.returned_bundles import load_staged
+from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
 __all__ = ["Read", "report_of", "together", "untold"]
 

@@ -10,7 +10,7 @@ from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.rabbitmq.producer import RabbitMQProducer
+    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["ShardedCustodian"]
 
@@ -18,7 +18,7 @@ __all__ = ["ShardedCustodian"]
 class ShardedCustodian:
     """A custodian for every producer of a pipeline, told apart by the index that a lease notes."""
 
-    def __init__(self, producer: RabbitMQProducer, env: ProducerEnv) -> None:
+    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
         self._producer = producer
         self._env = env
         self._custodians: dict[int, RabbitCustodian] = {}

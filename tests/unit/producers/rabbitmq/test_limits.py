@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address, address_of
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, rung
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at

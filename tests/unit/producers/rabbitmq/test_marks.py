@@ -15,6 +15,7 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
     join_entries,
     join_fields,
 )
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
     MARK,
@@ -26,7 +27,6 @@ from airflow_broadway.producers.rabbitmq.marks import (
     mark_of,
     republished,
     restored,
-    split_route,
 )
 from tests.unit.producers.rabbitmq.amqp.test_properties import PROPERTIES
 

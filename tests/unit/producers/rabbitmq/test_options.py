@@ -10,9 +10,10 @@ from airflow_broadway.core.custody.protocol import Action, Delivery, Verdict
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.model.message import AckRef, Message, Status
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff, bounds
-from airflow_broadway.producers.rabbitmq.amqp.connection import address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for, address_of, address_of_uri
+from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, rung
+from airflow_broadway.producers.rabbitmq.options import backoff_bounds
 
 
 class Connections:
@@ -53,7 +54,7 @@ def test_a_password_is_in_no_text_about_an_address() -> None:
         conn_type="rabbitmq", host="broker", login="me", password="s3cret", schema="flights"
     )
 
-    address = producer.address(ProducerEnv(connections=connections))
+    address = address_for(producer, ProducerEnv(connections=connections))
 
     assert address.password == "s3cret"
     assert (address.login, address.virtual_host, address.port) == ("me", "flights", 5672)
@@ -173,7 +174,7 @@ def test_options_are_merged_for_each_producer_and_checked() -> None:
         queue="q", merge_options=lambda index: {"qos": {"prefetch_count": 10 + index}}
     )
 
-    assert producer.merged(3).prefetch_count == 13
+    assert producer.merged(3).qos.prefetch_count == 13
     assert producer.qos == Qos()
     wrong = RabbitMQProducer(queue="q", merge_options=lambda index: {"colour": index})
     with pytest.raises(OptionsError, match=r"merge_options\.colour"):
@@ -182,7 +183,7 @@ def test_options_are_merged_for_each_producer_and_checked() -> None:
 
 def test_a_random_backoff_stays_within_its_bounds_and_spreads() -> None:
     for kind in ("rand", "rand_exp"):
-        backoff = Backoff(kind, *bounds(1.0, 30.0), seed=1)
+        backoff = Backoff(kind, *backoff_bounds(1.0, 30.0), seed=1)
         draws = [backoff.next() or 0.0 for _ in range(500)]
 
         assert all(1.0 <= draw <= 30.0 for draw in draws)

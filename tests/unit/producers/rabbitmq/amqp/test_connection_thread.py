@@ -9,13 +9,13 @@ import pytest
 from pika.exceptions import ChannelClosedByBroker, ConnectionClosedByBroker
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     Channel,
     ConnectionThread,
     Reply,
 )
-from airflow_broadway.producers.rabbitmq.amqp.refusals import Refused
+from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 
 NOBODY = Address(host="127.0.0.1", port=1)
 

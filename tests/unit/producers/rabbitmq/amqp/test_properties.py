@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.rabbitmq.amqp.confirms import key_of
 from airflow_broadway.producers.rabbitmq.amqp.properties import (
     decode,
     dump,
@@ -20,7 +19,14 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
     plain,
 )
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import MARK, Mark, mark_of, republished, restored
+from airflow_broadway.producers.rabbitmq.marks import (
+    MARK,
+    Mark,
+    mark_of,
+    publication_key,
+    republished,
+    restored,
+)
 
 SHORT = st.text(max_size=20)
 VALUES: Any = st.recursive(
@@ -106,7 +112,7 @@ def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data: by
     except ProducerError:
         pass
     mark_of(data)
-    key_of(data)
+    publication_key(data)
     held = Held("id-1", 1, 0, False, b"\x00\x01q", data, b"body")
     made = republished(held, Mark("id-1", "g1", 3), limit=2**20)
     decode(made)

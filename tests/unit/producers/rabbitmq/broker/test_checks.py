@@ -9,7 +9,7 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
-from airflow_broadway.producers.rabbitmq.amqp.connection import Address
+from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import (
     ERROR,

@@ -1,4 +1,4 @@
-"""Where a broker is, and how its refusals read.
+"""Where a broker is, and how to log in.
 
 A password is held here and given to pika; it never reaches a ``repr``, a log or an error.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from airflow_broadway.core.custody.producer import Connection
-from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["Address", "Blocked", "address_of", "address_of_uri", "translate"]
+__all__ = ["Address", "address_for", "address_of", "address_of_uri"]
 
 #: The most bytes of a frame that RabbitMQ agrees to unless told.
 _FRAME_MAX = 131072
@@ -127,6 +127,17 @@ class Address:
         import pika
 
         return pika.SSLOptions(context, (self.tls or {}).get("server_name") or self.host)
+
+
+def address_for(options: RabbitMQOptions, env: ProducerEnv) -> Address:
+    """The broker of a producer in a run.
+
+    :raises ConnectionMissing: If the connection is missing or lacks what is needed.
+    """
+    name = options.name or f"airflow-broadway {env.pipeline} {env.owner.get('run_id', '')}".strip()
+    if options.uri is not None:
+        return address_of_uri(options.uri, name=name)
+    return address_of(env.connections.get(str(options.conn_id)), name=name)
 
 
 def address_of(connection: Connection, *, name: str) -> Address:
@@ -270,85 +281,3 @@ def address_of_uri(uri: str, *, name: str) -> Address:
         ),
         name=name,
     )
-
-
-class Blocked(ProducerUnavailable):
-    """The broker took nothing from the connection for too long, being short of memory or disk."""
-
-
-def translate(error: BaseException, address: Address, *, opened: bool = False) -> ProducerError:
-    """Our error for one of pika's, or of the socket's.
-
-    :param opened: Whether the connection had been opened before.
-    """
-    if isinstance(error, ProducerError):
-        return error
-    from pika import exceptions
-
-    causes = _causes(error)
-    where = f"RabbitMQ at {address.shown}"
-    for cause in causes:
-        if (
-            isinstance(
-                cause, (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
-            )
-            or getattr(cause, "reply_code", 0) == 403
-        ):
-            if address.external:
-                return ProducerError(
-                    f"{where} refused the login by certificate: it knows no user of that name, or"
-                    " lacks the plugin rabbitmq_auth_mechanism_ssl"
-                )
-            return ProducerError(
-                f"{where} refused the login of user {address.login!r}: wrong name or password, or"
-                " a user that may come from the broker's own host only"
-            )
-        if isinstance(cause, exceptions.ProbableAccessDeniedError) or (
-            getattr(cause, "reply_code", 0) == 530
-        ):
-            return ProducerError(
-                f"{where} refused user {address.login!r} the virtual host"
-                f" {address.virtual_host!r}: it does not exist, or the user has no permission there"
-            )
-        if isinstance(cause, ssl.SSLError):
-            return ProducerError(f"{where}: TLS failed: {cause}")
-        if isinstance(cause, exceptions.ConnectionBlockedTimeout):
-            return Blocked(
-                f"{where} is short of memory or disk, and has taken nothing from this connection"
-                f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
-            )
-    closed = next((c for c in causes if getattr(c, "reply_code", 0)), None)
-    if closed is not None:
-        code = closed.reply_code  # type: ignore[attr-defined]
-        text = closed.reply_text  # type: ignore[attr-defined]
-        kind = ProducerUnavailable if code in (200, 320, 541) else ProducerError
-        return kind(f"{where} closed the connection: {text} ({code})")
-    cause = next((c for c in causes if isinstance(c, OSError)), causes[-1])
-    text = str(cause) or type(cause).__name__
-    if isinstance(cause, socket.gaierror):
-        text = f"the host's name is not known ({text})"
-    if not opened and (alert := re.search(r"\[SSL: \w*ALERT\w*\][^'\"]*", text)):
-        # The server's objection, to our certificate mostly, comes when we take TLS for settled.
-        return ProducerError(f"{where}: TLS failed: {alert[0].strip()}")
-    if opened:
-        return ProducerUnavailable(f"the connection to {where} is lost: {text}")
-    return ProducerUnavailable(f"{where} cannot be reached: {text}")
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what it wraps, the outermost first."""
-    found: list[BaseException] = []
-    todo = [error]
-    while todo and len(found) < 50:
-        each = todo.pop(0)
-        if each in found:
-            continue
-        found.append(each)
-        todo += [item for item in each.args if isinstance(item, BaseException)]
-        for name in ("exceptions", "exception", "__cause__"):
-            value = getattr(each, name, None)
-            if isinstance(value, BaseException):
-                todo.append(value)
-            elif isinstance(value, (list, tuple)):
-                todo += [item for item in value if isinstance(item, BaseException)]
-    return found

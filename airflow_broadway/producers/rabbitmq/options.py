@@ -1,0 +1,325 @@
+"""The options of a RabbitMQ producer: what is declared, checked while the Dag is parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.options import Options, option, options, override
+from airflow_broadway.core.model.rules import (
+    AUTO,
+    CONN_ID,
+    FUNCTION,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    Rule,
+    at_least,
+    one_of,
+)
+
+__all__ = [
+    "BACKOFF_TYPES",
+    "DEFAULT_CONNECTION",
+    "METADATA_FIELDS",
+    "Qos",
+    "RabbitMQOptions",
+    "backoff_bounds",
+]
+
+#: The connection of the broker where no address is given.
+DEFAULT_CONNECTION = "rabbitmq_default"
+
+#: How the delay between attempts to connect may grow: Broadway's names.
+BACKOFF_TYPES = ("rand_exp", "exp", "rand", "stop")
+#: The shortest and the longest delay, in seconds, where neither is given.
+_BACKOFF_MIN, _BACKOFF_MAX = 1.0, 30.0
+#: What the option ``metadata`` may name.  Broadway has ``delivery_tag`` too: it means nothing once
+#: a delivery is secured.
+METADATA_FIELDS = (
+    "redelivered",
+    "exchange",
+    "routing_key",
+    "content_type",
+    "content_encoding",
+    "headers",
+    "persistent",
+    "priority",
+    "correlation_id",
+    "message_id",
+    "timestamp",
+    "type",
+    "user_id",
+    "app_id",
+    "cluster_id",
+    "reply_to",
+)
+
+
+_DECLARE = ("durable", "passive", "arguments")
+#: Options that no producer has alone: tasks and verdicts go by what is declared.
+_FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
+_CONSUME = ("consumer_tag", "exclusive", "arguments")
+
+
+def _keys_of(value: object, names: tuple[str, ...]) -> bool:
+    return isinstance(value, Mapping) and set(value) <= set(names)
+
+
+def _is_binding(value: object) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and _keys_of(value[1], ("routing_key", "arguments"))
+    )
+
+
+_BINDINGS = Rule(
+    "a list of (exchange, {'routing_key': …, 'arguments': …})",
+    lambda v: isinstance(v, (tuple, list)) and all(map(_is_binding, v)),
+)
+_URI = Rule(
+    "amqp://host:port/virtual-host without a password: that belongs into an Airflow connection",
+    lambda v: (
+        isinstance(v, str)
+        and v.startswith(("amqp://", "amqps://"))
+        and ":" not in v.partition("://")[2].rpartition("@")[0]
+    ),
+)
+_DEAD_LETTER = Rule(
+    "a queue's name, or {'exchange': …, 'routing_key': …}",
+    lambda v: (isinstance(v, str) and v != "") or _keys_of(v, ("exchange", "routing_key")),
+)
+
+
+def backoff_bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    """The shortest and the longest delay, in seconds; one that is not given follows from the other.
+
+    :raises OptionsError: If the lower is above the upper.
+    """
+    if low is None and high is None:
+        return _BACKOFF_MIN, _BACKOFF_MAX
+    if low is None:
+        assert high is not None
+        return min(_BACKOFF_MIN, high), high
+    if high is None:
+        return low, max(low, _BACKOFF_MAX)
+    if low > high:
+        raise OptionsError("RabbitMQProducer.backoff_min", f"at most backoff_max ({high})", low)
+    return low, high
+
+
+@options
+class Qos(Options):
+    """How many deliveries the broker sends ahead."""
+
+    prefetch_count: int = option(
+        default=1000,
+        rule=POSITIVE,
+        doc="Deliveries that are sent and not yet secured; two bundles of 500 keep it flowing.",
+    )
+    prefetch_size: int = option(
+        default=0, rule=Rule("0, as RabbitMQ knows no other", lambda v: v == 0), doc="Of no effect."
+    )
+
+
+@options
+class RabbitMQOptions(Producer):
+    """Everything that a :class:`RabbitMQProducer` is told, and what follows from it alone.
+
+    Spark drivers, which have Python 3.10 and no client of RabbitMQ, load this too.
+    """
+
+    kind: ClassVar[str] = "rabbitmq"
+    keeps_payload: ClassVar[bool] = True
+    renews: ClassVar[bool] = False
+    actions: ClassVar[Mapping[str, Action]] = {
+        "ack": Action.ACK,
+        "reject": Action.DEAD_LETTER,
+        "reject_and_requeue": Action.RETRY,
+        "reject_and_requeue_once": Action.RETRY,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "noop": Action.LEAVE,
+    }
+
+    queue: str = option(rule=TEXT, doc="The queue to drain: classic or quorum, no stream.")
+    conn_id: str | None = option(
+        default=AUTO,
+        rule=CONN_ID.or_none(),
+        doc=f"The Airflow connection; ``{DEFAULT_CONNECTION}`` unless ``uri`` is given.",
+    )
+    uri: str | None = option(
+        default=None,
+        rule=_URI.or_none(),
+        doc="The broker's address without a password, for trials.  Instead of ``conn_id``.",
+    )
+    on_failure: str = option(
+        default=AUTO,
+        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        doc="What is done with a message that failed; the values of ``on_success``.  Should be"
+        " given: the default is Broadway's, ``reject_and_requeue``, with its warning.",
+    )
+    lease: float = option(
+        default=21600.0,
+        rule=SECONDS,
+        doc="Seconds for which a run may hold messages: a fixed bound, from pulling to settling.",
+    )
+    custody: str = option(
+        default="broker",
+        rule=one_of("broker", "staged"),
+        doc="Where payloads are while a run holds them: in the broker, or in the staging folder"
+        " with a reference in the broker.",
+    )
+    queue_type: str = option(
+        default="quorum",
+        rule=one_of("quorum", "classic"),
+        doc="The type of this package's own queues; ``classic`` with ``custody='staged'`` alone.",
+    )
+    qos: Qos = option(
+        default=Qos(),
+        rule=Rule("a Qos", lambda v: isinstance(v, Qos)),
+        doc="Prefetching.",
+        nested=Qos,
+    )
+    declare: Mapping[str, Any] | None = option(
+        default=None,
+        rule=Rule(
+            f"a mapping with keys of {list(_DECLARE)}", lambda v: _keys_of(v, _DECLARE)
+        ).or_none(),
+        doc="Declares the queue with these arguments before it is read; ``None``: it must exist."
+        "  An exclusive or auto-deleted queue would end with the run, and its messages with it.",
+    )
+    bindings: Any = option(
+        default=(),
+        rule=_BINDINGS,
+        doc="Binds the queue to exchanges; without a routing key by ``''``.",
+    )
+    consume_options: Mapping[str, Any] | None = option(
+        default=None,
+        rule=Rule(
+            f"a mapping with keys of {list(_CONSUME)} (no_ack would lose messages)",
+            lambda v: _keys_of(v, _CONSUME),
+        ).or_none(),
+        doc="More arguments of ``basic.consume``.",
+    )
+    name: str | None = option(
+        default=None, rule=TEXT.or_none(), doc="The connection's name in the management view."
+    )
+    metadata: Any = option(
+        default=(),
+        rule=Rule(
+            f"a list of {list(METADATA_FIELDS)}",
+            lambda v: isinstance(v, (tuple, list)) and all(name in METADATA_FIELDS for name in v),
+        ),
+        doc="What a message's metadata holds.",
+    )
+    after_connect: Callable[[Any], Any] | None = option(
+        default=None,
+        rule=FUNCTION.or_none(),
+        doc="Called with a channel after connecting, before anything is declared:"
+        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is called again"
+        " after a delay, as Broadway does, for ``reconnect_timeout``.",
+    )
+    merge_options: Callable[[int], Mapping[str, Any]] | None = option(
+        default=None,
+        rule=FUNCTION.or_none(),
+        doc="Called with the producer's index, from 0, in every process; returns options to replace"
+        " for that producer, the same each time: all but ``concurrency``, ``retry``,"
+        " ``rate_limiting`` and ``transformer``.",
+    )
+    backoff_type: str = option(
+        default="rand_exp",
+        rule=one_of(*BACKOFF_TYPES),
+        doc="How the delay grows between attempts to connect again.",
+    )
+    backoff_min: float | None = option(
+        default=None, rule=SECONDS.or_none(), doc="The shortest such delay in seconds; 1."
+    )
+    backoff_max: float | None = option(
+        default=None, rule=SECONDS.or_none(), doc="The longest such delay in seconds; 30."
+    )
+    reconnect_timeout: float = option(
+        default=60.0,
+        rule=SECONDS,
+        doc="Seconds after which a run that cannot connect ends with an error.",
+    )
+    dead_letter: Any = option(
+        default=None,
+        rule=_DEAD_LETTER.or_none(),
+        doc="Where dead letters go; ``None``: to ``broadway.dead.<queue>``.",
+    )
+    max_message_bytes: int = option(
+        default=15 * 1024 * 1024,
+        rule=POSITIVE,
+        doc="A message with a larger body is set aside as a dead letter.  With its bundle around it"
+        " it must pass the broker's max_message_size.",
+    )
+    max_crashes: int = option(
+        default=5,
+        rule=at_least(1),
+        doc="How often processes may die of a message before it is handled alone, and set aside.",
+    )
+
+    def _resolve(self) -> None:
+        self._default("on_failure", "reject_and_requeue")
+        super()._resolve()
+        self._default("conn_id", DEFAULT_CONNECTION if self.uri is None else None)
+        if self.uri is not None and self.conn_id is not None:
+            raise OptionsError(
+                "RabbitMQProducer.conn_id", "nothing beside 'uri': one of the two", self.conn_id
+            )
+        if self.uri is None and self.conn_id is None:
+            raise OptionsError.missing(
+                "RabbitMQProducer.conn_id",
+                'RabbitMQProducer(conn_id="rabbitmq_default", …), or an address as uri',
+            )
+        if self.queue_type == "classic" and self.custody == "broker":
+            raise OptionsError(
+                "RabbitMQProducer.queue_type",
+                "'quorum' with custody='broker': a classic queue may lose what lapses",
+                self.queue_type,
+            )
+        if not any(isinstance(v, str) for v in (self.backoff_min, self.backoff_max)):
+            backoff_bounds(self.backoff_min, self.backoff_max)
+
+    # -- of one producer -----------------------------------------------------------------------
+
+    def merged(self, index: int) -> RabbitMQOptions:
+        """The options of one producer: these, with those that ``merge_options`` replaces.
+
+        :raises OptionsError: If it returns what is no option, or one that is for all producers.
+        """
+        if self.merge_options is None:
+            return self
+        given = self.merge_options(index)
+        if isinstance(given, Mapping):
+            for name in _FOR_ALL & given.keys():
+                raise OptionsError(
+                    f"merge_options.{name}", "nothing: it is for all producers", given[name]
+                )
+            for name, other in (("uri", "conn_id"), ("conn_id", "uri")):
+                if name in given and other not in given:
+                    given = {**given, other: None}
+            given = {**given, "merge_options": None}
+        made: RabbitMQOptions = override(self, given, "merge_options", rendered=True)
+        actions = {name: getattr(made, name) for name in ("on_success", "on_failure")}
+        object.__setattr__(
+            made, "_actions", {name: value for name, value in actions.items() if name in given}
+        )
+        return made
+
+    @property
+    def actions_of_messages(self) -> dict[str, str]:
+        """What every message of this producer says of its own settling, wherever that is."""
+        return dict(getattr(self, "_actions", {}))
+
+    def shards(self) -> list[RabbitMQOptions]:
+        """The options of each producer, once for each queue that they drain."""
+        count = self.concurrency if isinstance(self.concurrency, int) else 1
+        each = [self.merged(index) for index in range(count)]
+        return list({(one.queue, one.uri, one.conn_id): one for one in each}.values())
