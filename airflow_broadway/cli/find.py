@@ -20,7 +20,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.plan_choice import outcomes_of, standing_plans
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement import settled_journal
+from airflow_broadway.staging.settlement_journal import settled_journal
 
 __all__ = ["where"]
 

@@ -33,7 +33,7 @@ from airflow_broadway.staging.run_folder import (
     StagedRun,
     recorded,
 )
-from airflow_broadway.staging.settlement import settled_journal
+from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
 __all__ = ["find_run", "iter_runs", "open_root", "remove", "runs", "show"]

@@ -137,7 +137,7 @@ class BroadwayRunOperator(PullOperator):
     ) -> None:
         """Keep and tell what the run did, however it ended."""
         from airflow_broadway.runs.account import keep_report
-        from airflow_broadway.staging.settlement import Progress, record_settled
+        from airflow_broadway.staging.settlement_journal import Progress, record_settled
         from airflow_broadway.staging.store import host_name
 
         record = run.generation(report.generation)

@@ -17,7 +17,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement import settled_journal
+from airflow_broadway.staging.settlement_journal import settled_journal
 
 __all__ = ["REPORT", "batchers_of", "keep_report", "kept_report", "reasons_of"]
 

@@ -65,7 +65,7 @@ def is_settled(run: StagedRun, generation: str) -> bool:
 
 def _how_settled(run: StagedRun, generation: str) -> str:
     """How a generation was settled, for people; empty if it was not."""
-    from airflow_broadway.staging.settlement import settled_journal
+    from airflow_broadway.staging.settlement_journal import settled_journal
 
     journal = settled_journal(run, generation)
     if journal is None:

@@ -17,7 +17,8 @@ from airflow_broadway.staging.run_folder import (
     StagedRun,
     iter_unsettled,
 )
-from airflow_broadway.staging.settlement import Progress, build_settlement, settle_generation
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settlement_journal import Progress
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

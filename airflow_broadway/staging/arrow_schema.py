@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from airflow_broadway.core.schema.ddl import (
     Array,
@@ -28,16 +29,21 @@ from airflow_broadway.core.schema.ddl import (
 
 __all__ = [
     "SPARK_FILE_METADATA",
+    "array_of",
     "arrow_schema",
     "arrow_struct",
     "arrow_type",
     "columns_from_rows",
+    "compute",
     "from_arrow",
 ]
 
 #: What a Parquet file says of itself so that Spark 3.5 reads dates before 1582 as they are: without
 #: a version it stops and asks for ``spark.sql.parquet.datetimeRebaseModeInRead``.
 SPARK_FILE_METADATA = {b"org.apache.spark.version": b"3.5.0"}
+
+#: Arrow's functions; most are made when the module is loaded, and unknown to type checkers.
+compute: Any = pyarrow.compute
 
 _ATOMIC: dict[Atomic, pa.DataType] = {
     Atomic.BOOLEAN: pa.bool_(),
@@ -80,6 +86,11 @@ def arrow_struct(schema: Schema) -> pa.StructType:
 
 def _field(field: Field) -> pa.Field[Any]:
     return pa.field(field.name, arrow_type(field.type), nullable=field.nullable)
+
+
+def array_of(values: Sequence[Any], kind: pa.DataType) -> Any:
+    """Return the values as one array of that type."""
+    return pa.array(values, type=kind)
 
 
 def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.StructArray:

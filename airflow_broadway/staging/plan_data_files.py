@@ -19,8 +19,8 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.schema.ddl import encode_json
 from airflow_broadway.core.schema.json_text import BASE64
-from airflow_broadway.staging.arrays import array_of
-from airflow_broadway.staging.arrays import compute as pc
+from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import FILE_BYTES, TableFile, data_schema
 

@@ -32,8 +32,8 @@ from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.arrays import array_of
-from airflow_broadway.staging.arrays import compute as pc
+from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import messages_of
 from airflow_broadway.staging.merge_generations import AT, SOURCE, merged, only_bytes
 from airflow_broadway.staging.plan_choice import planned_elsewhere, standing_plan

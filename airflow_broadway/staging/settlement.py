@@ -35,26 +35,14 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
-from airflow_broadway.staging.settlement_journal import (
-    Journal,
-    Progress,
-    record_settled,
-    settled_journal,
-)
+from airflow_broadway.staging.settlement_journal import Progress, record_settled, settled_journal
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile
 
 if TYPE_CHECKING:
     from airflow_broadway.core.model.pipeline import Pipeline
 
-__all__ = [
-    "Journal",
-    "Progress",
-    "build_settlement",
-    "record_settled",
-    "settle_generation",
-    "settled_journal",
-]
+__all__ = ["build_settlement", "settle_generation"]
 
 log = logging.getLogger(__name__)
 

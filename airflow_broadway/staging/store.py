@@ -9,6 +9,7 @@ instead of finding nothing.  A :class:`Folder` is one folder of it, and implemen
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import uuid
@@ -17,25 +18,86 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import check_path
-from airflow_broadway.staging.backends import Backend, Bucket, Disk, Sink, text_lines
+from airflow_broadway.staging.bucket import Bucket
+from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.errors import SETTING, cannot, translated
 
-__all__ = ["ROOT_FILE", "Folder", "RunFiles", "Store", "host_name"]
+__all__ = ["ROOT_FILE", "Folder", "Sink", "Store", "host_name"]
 
 #: The file that tells one root from another.
 ROOT_FILE = ".broadway-root.json"
 #: Files that are read at a time.
 READERS = 16
+#: Bytes that are read at a time where a file is read line by line.
+_BUFFER = 1024 * 1024
 
 
 def host_name() -> str:
     """This machine's name, for people."""
     return socket.gethostname()
+
+
+class Sink(Protocol):
+    """A file being written; it counts once :meth:`commit` has returned."""
+
+    @property
+    def file(self) -> IO[bytes]:
+        """What to write to."""
+        ...
+
+    def commit(self) -> None:
+        """Make it durable."""
+        ...
+
+    def abort(self) -> None:
+        """Leave nothing of it, as far as possible; safe after :meth:`commit`."""
+        ...
+
+
+class Backend(Protocol):
+    """What a store needs of a file system; paths are absolute, in the file system's own form."""
+
+    def prepare(self) -> None:
+        """Make sure that the root is there and a folder."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The whole file; ``FileNotFoundError`` if there is none."""
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def list(self, path: str) -> list[str]:
+        """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
+        ...
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        """Write a whole, durable file unless it exists; whether it was written."""
+        ...
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        """Write a file that nobody else writes: streamed, durable, all or nothing."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a whole, durable file, replacing any."""
+        ...
+
+    def sink(self, path: str) -> Sink:
+        """Open a new file for writing."""
+        ...
+
+    def source(self, path: str) -> IO[bytes]:
+        """Open a file for reading in any order."""
+        ...
+
+    def remove(self, path: str) -> None: ...
+    def remove_tree(self, path: str) -> None: ...
 
 
 class Store:
@@ -245,7 +307,7 @@ class Folder:
 
     def lines(self, path: str) -> Iterator[str]:
         with translated(f"read {path}", self.store.uri):
-            yield from text_lines(self._backend.source(self.full(path)))
+            yield from _text_lines(self._backend.source(self.full(path)))
 
     def sink(self, path: str) -> Sink:
         """Open a new file for writing; it counts once committed."""
@@ -292,5 +354,9 @@ def _committed(sink: Sink) -> Iterator[IO[bytes]]:
         sink.abort()
 
 
-#: A run's folder, by the name that its role has.
-RunFiles = Folder
+def _text_lines(file: IO[bytes]) -> Iterator[str]:
+    """The lines of a file of UTF-8 text, each without the newline that ends it."""
+    raw: Any = file  # fsspec's files read byte by byte unless something keeps a buffer
+    with raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw, _BUFFER) as lines:
+        for line in lines:
+            yield line.decode("utf-8").removesuffix("\n")

@@ -18,9 +18,8 @@ from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
-from airflow_broadway.staging.backends import Sink
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.store import Folder
+from airflow_broadway.staging.store import Folder, Sink
 
 __all__ = [
     "INSTANT",

@@ -21,11 +21,9 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.schema.ddl import Schema, parse_schema
 from airflow_broadway.core.stages.staged_row import Rows, StagedRow
-from airflow_broadway.staging.arrays import array_of
-from airflow_broadway.staging.arrow_schema import columns_from_rows
-from airflow_broadway.staging.backends import Sink
+from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.store import Folder
+from airflow_broadway.staging.store import Folder, Sink
 from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
 
 if TYPE_CHECKING:

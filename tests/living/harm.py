@@ -17,7 +17,7 @@ from unittest import mock
 
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.broker import topology
-from airflow_broadway.staging.backends import Disk
+from airflow_broadway.staging.disk import Disk
 
 __all__ = ["harmed"]
 

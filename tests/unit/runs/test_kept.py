@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.operators._common import staging_root
-from airflow_broadway.staging.settlement import record_settled
+from airflow_broadway.staging.settlement_journal import record_settled
 from tests.unit.operators.steps import Run
 
 

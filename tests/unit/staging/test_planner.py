@@ -23,7 +23,7 @@ from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.batch_reader import BatchReader, read_batch
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement import record_settled
+from airflow_broadway.staging.settlement_journal import record_settled
 from airflow_broadway.staging.store import Folder
 from tests.unit.staging.kit import (
     batches_of,

@@ -8,7 +8,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement import record_settled
+from airflow_broadway.staging.settlement_journal import record_settled
 from airflow_broadway.testing import ManualClock
 from tests.unit.staging.kit import open_generation, open_run
 

@@ -25,7 +25,8 @@ from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.plan_choice import plans_of
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from airflow_broadway.staging.settlement import build_settlement, settle_generation, settled_journal
+from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settlement_journal import settled_journal
 from tests.unit.staging.kit import (
     FakeCustodian,
     Republishing,

@@ -1,0 +1,133 @@
+"""A staging root in an object store, through fsspec.
+
+Two promises of object stores serve here: an upload appears whole, and a conditional put
+(``If-None-Match: *``) appears only if there was no such object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property
+from typing import IO, Any
+
+from fsspec.spec import AbstractBufferedFile
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.files import put_new
+
+__all__ = ["Bucket"]
+
+#: Bytes that an upload holds in memory at a time; S3 takes 10,000 parts, so 80 GiB in a file.
+PART = 8 * 1024 * 1024
+
+
+class _BucketSink:
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._file: Any = fs.open(path, "wb", block_size=PART)
+        self._done = False
+
+    @property
+    def file(self) -> IO[bytes]:
+        file: IO[bytes] = self._file
+        return file
+
+    def commit(self) -> None:
+        self._file.close()
+        self._done = True
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        if isinstance(self._file, AbstractBufferedFile):
+            # Closed first: else the file, when it is collected, uploads what it has after all.
+            self._file.closed = True
+            self._file.discard()
+        else:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path)
+
+
+class Bucket:
+    """An object store, through fsspec."""
+
+    def __init__(self, fs: Any, root: str, uri: str) -> None:
+        self._fs = fs
+        self._root = root
+        self._uri = uri
+
+    def prepare(self) -> None:
+        """Nothing: an object store has no folders."""
+
+    def read(self, path: str) -> bytes:
+        data: bytes = self._fs.cat_file(path, **self._at_once)
+        return data
+
+    @cached_property
+    def _at_once(self) -> dict[str, int]:
+        """What keeps s3fs from asking for a file's size before it reads it, to read it in parts."""
+        parameters = inspect.signature(self._fs.cat_file).parameters
+        return {"max_concurrency": 1} if "max_concurrency" in parameters else {}
+
+    def exists(self, path: str) -> bool:
+        self._forget(path)
+        found: bool = self._fs.exists(path)
+        return found
+
+    def list(self, path: str) -> list[str]:
+        self._forget(path)
+        try:
+            found = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path}
+        return sorted(name for name in names if not name.startswith("."))
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        data = b"".join(chunks)
+        try:
+            return put_new(self._fs, path, data)
+        except TypeError as error:
+            raise StagingError(
+                f"the client of the staging folder {self._uri} cannot write exactly once"
+                f" ({type(self._fs).__module__}: {error}); install a newer one"
+            ) from error
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        sink = self.sink(path)
+        try:
+            sink.file.writelines(chunks)
+            sink.commit()
+        finally:
+            sink.abort()
+
+    def replace(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(path, data)
+
+    def sink(self, path: str) -> _BucketSink:
+        return _BucketSink(self._fs, path)
+
+    def source(self, path: str) -> IO[bytes]:
+        self._forget(path)
+        # Parquet reads whole columns of a row group and joins near reads itself.
+        file: IO[bytes] = self._fs.open(path, "rb", cache_type="none")
+        return file
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(path)
+        self._forget(path)
+
+    def remove_tree(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(path, recursive=True)
+        self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        """Look anew: the client keeps listings, and other processes write."""
+        self._fs.invalidate_cache(path)
+        self._fs.invalidate_cache(path.rpartition("/")[0])

@@ -1,0 +1,135 @@
+"""A staging root on a disk; see :mod:`airflow_broadway.core.formats.files` for how files are made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.files import (
+    create_file,
+    drop_file,
+    make_folder,
+    new_file,
+    replace_file,
+    sync_file,
+    sync_folder,
+)
+from airflow_broadway.staging.errors import SETTING, cannot
+
+__all__ = ["Disk"]
+
+
+class _DiskSink:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.file: IO[bytes] = new_file(path)
+
+    def commit(self) -> None:
+        sync_file(self.file)
+        self.file.close()
+        sync_folder(os.path.dirname(self._path))
+
+    def abort(self) -> None:
+        if not self.file.closed:
+            drop_file(self.file, self._path)
+
+
+class Disk:
+    """A folder of this machine, or one mounted there."""
+
+    def __init__(self, root: str, uri: str) -> None:
+        self._root = root
+        self._uri = uri
+
+    def prepare(self) -> None:
+        root = Path(self._root)
+        try:
+            mode = root.stat().st_mode
+        except FileNotFoundError:
+            if not root.parent.is_dir():
+                raise StagingError(
+                    f"the staging folder {self._uri} cannot be made, for {root.parent} does not"
+                    f" exist; mount or create it, or set {SETTING} to a folder that exists"
+                ) from None
+            try:
+                with suppress(FileExistsError):
+                    make_folder(self._root)
+            except OSError as error:
+                raise cannot("make it a folder", self._uri, error) from error
+        except OSError as error:
+            raise cannot("look", self._uri, error) from error
+        else:
+            if not stat.S_ISDIR(mode):
+                raise StagingError(
+                    f"the staging folder {self._uri} is a file; set {SETTING} to a folder"
+                )
+
+    def read(self, path: str) -> bytes:
+        with _no_such_file(), open(path, "rb") as file:
+            return file.read()
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def create(self, path: str, chunks: Iterable[bytes]) -> bool:
+        self._make_folder(os.path.dirname(path))
+        return create_file(path, chunks)
+
+    def create_own(self, path: str, chunks: Iterable[bytes]) -> None:
+        if not self.create(path, chunks):
+            raise FileExistsError(errno.EEXIST, "written by another", path)
+
+    def replace(self, path: str, data: bytes) -> None:
+        self._make_folder(os.path.dirname(path))
+        replace_file(path, (data,))
+
+    def sink(self, path: str) -> _DiskSink:
+        self._make_folder(os.path.dirname(path))
+        return _DiskSink(path)
+
+    def source(self, path: str) -> IO[bytes]:
+        with _no_such_file():
+            return open(path, "rb")
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            os.remove(path)
+
+    def remove_tree(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+    def _make_folder(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        if len(folder) <= len(self._root):  # gone since: an unmounted disk is not made anew
+            self.prepare()
+            return
+        self._make_folder(os.path.dirname(folder))
+        try:
+            make_folder(folder)
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", folder) from None
+
+
+@contextmanager
+def _no_such_file() -> Iterator[None]:
+    """What lies below a file, where a folder should be, is not there."""
+    try:
+        yield
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args, error.filename) from None
