@@ -183,12 +183,10 @@ class Process:
         )
         intake = self._intake_now = self._intake(source, acknowledger)
         self._stop.bound(self._budget.max_seconds)
-        number = 0
         try:
             for chunk, result in self._results(pool, intake):
                 if chunk:
-                    self._stage(number, chunk, result, writer)
-                    number += 1
+                    self._stage(chunk, result, writer)
                 elif self._stop.over():
                     break
         finally:
@@ -197,8 +195,7 @@ class Process:
                 self._closed = True
             pool.close()
         for chunk, result in done:
-            self._stage(number, chunk, result, writer)
-            number += 1
+            self._stage(chunk, result, writer)
         for message in (*rest, *intake.stop()):
             self._not_done(message, writer)
         if intake.error is not None:
@@ -219,9 +216,7 @@ class Process:
             # What other processors were at ends with their present message.
             yield from pool.map([], wait=lambda: _LOOK)
 
-    def _stage(
-        self, number: int, chunk: list[Message], result: ChunkResult, writer: ProcessWriter
-    ) -> None:
+    def _stage(self, chunk: list[Message], result: ChunkResult, writer: ProcessWriter) -> None:
         if self._now:
             result = ChunkResult(*(self._settled_at_once(messages) for messages in result))
         self._forget_settled(result)
@@ -229,7 +224,7 @@ class Process:
         self._reasons.add(result.failed)
         ack_messages_or_raise([] if self._pipeline.batchers else result.successful, result.failed)
         if self._pipeline.batchers:
-            writer.messages(number, result.successful)
+            writer.messages(result.successful)
         else:
             self._note_settled(result.successful, writer)
         self._note_settled(result.failed, writer)
@@ -252,7 +247,7 @@ class Process:
         """Give back what has no outcome, unless a callback settled it at once."""
         at_once = message.message_id in self._now
         self._now.discard(message.message_id)
-        writer.entry(entry_of(message, ACK if at_once else RELEASE), settled=at_once)
+        writer.entries([entry_of(message, ACK if at_once else RELEASE)], settled=at_once)
 
     def _forget_settled(self, result: ChunkResult) -> None:
         """Take what a callback settled at once, and returned, from what is still to be told."""
@@ -262,9 +257,9 @@ class Process:
     @staticmethod
     def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
         """Keep a line for each message that a callback settled and that goes no further."""
-        for message in messages:
-            if is_settled(message):
-                writer.entry(entry_of(message, ACK), settled=True)
+        writer.entries(
+            (entry_of(message, ACK) for message in messages if is_settled(message)), settled=True
+        )
 
     def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
         producer = self._pipeline.producer

@@ -1,16 +1,15 @@
 """The messages of one batcher from all generations of a run, as one stream of tables.
 
-Within a generation messages come in order of chunks, and within a chunk as its processor left them;
-between generations by the instant at which each chunk was received, then by generation.  A file may
-hold chunks out of order (several processors): row groups are read by the least chunk that they
-hold, and rows wait until no unread group can hold an earlier chunk.  So memory holds a row group
-per generation, and more only where the groups of one overlap.
+Within a generation messages come in the order in which they were staged: by chunk, and within a
+chunk as its processor left them.  Chunks of several generations come by the instant at which each
+was received, then by generation.  Memory holds a row group, and the chunk before it, of each
+generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,14 +23,6 @@ __all__ = ["AT", "SOURCE", "merged", "only_bytes"]
 #: Added to each row: when its chunk was received (microseconds since 1970, never descending within
 #: a generation), and the index of its generation.
 AT, SOURCE = "_at", "source"
-#: Where a row was written, while groups are not read in that order.
-_PLACE = "_place"
-
-
-class _Group(NamedTuple):
-    first_chunk: int
-    file: int
-    group: int
 
 
 def merged(folder: Folder, sources: Sequence[Sequence[str]]) -> Iterator[pa.Table]:
@@ -85,54 +76,31 @@ def only_bytes(folder: Folder, paths: Sequence[str]) -> bool:
 
 
 def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Table]:
-    """Stream one generation's messages in order of chunks."""
-    groups: list[_Group] = []
-    for number, path in enumerate(paths):
-        with ParquetFile(folder, path) as file:
-            groups += [
-                _Group(file.bounds(group, "chunk")[0], number, group)
-                for group in range(file.groups)
-                if file.rows(group)
-            ]
-    written = list(groups)
-    groups.sort()
-    places: dict[_Group, int] = {}
-    if groups != written:
-        # A chunk may be cut by the end of a group: its rows keep the order they were written in.
-        places = {group: place << 32 for place, group in enumerate(written)}
+    """Stream one generation's messages, as tables of whole chunks."""
     held: pa.Table | None = None
     latest: int | None = None
-    opened: tuple[int, ParquetFile] | None = None
-    try:
-        for place, found in enumerate(groups):
-            if opened is None or opened[0] != found.file:
-                if opened is not None:
-                    opened[1].close()
-                opened = found.file, ParquetFile(folder, paths[found.file])
-            table = opened[1].read(found.group)
-            if places:
-                start = places[found]
-                rows = array_of(range(start, start + table.num_rows), pa.int64())
-                table = table.append_column(_PLACE, rows)
-            table = table if held is None else pa.concat_tables([held, table])
-            if place + 1 < len(groups):
-                early = pc.less(table["chunk"], groups[place + 1].first_chunk)
-                held = table.filter(pc.invert(early))
-                table = table.filter(early)
-            if table.num_rows:
-                table, latest = _stamped(table, index, latest)
-                yield table
-    finally:
-        if opened is not None:
-            opened[1].close()
+    for path in paths:
+        with ParquetFile(folder, path) as file:
+            for group in range(file.groups):
+                table = file.read(group)
+                table = table if held is None else pa.concat_tables([held, table])
+                # The next row group may go on with the last chunk.
+                whole = pc.less(table["chunk"], table["chunk"][-1])
+                held = table.filter(pc.invert(whole))
+                table = table.filter(whole)
+                if table.num_rows:
+                    table, latest = _stamped(table, index, latest)
+                    yield table
+    if held is not None:
+        yield _stamped(held, index, latest)[0]
 
 
 def _stamped(table: pa.Table, source: int, latest: int | None) -> tuple[pa.Table, int]:
-    """Sort whole chunks, and add the columns ``_at`` and ``source``."""
+    """Add the columns ``_at`` and ``source`` to whole chunks.
+
+    :param latest: The last ``_at`` before them; the new one is returned.
+    """
     table = table.combine_chunks()
-    keys = [name for name in ("chunk", _PLACE) if name in table.column_names]
-    order = pc.sort_indices(table, sort_keys=[(name, "ascending") for name in keys])
-    table = table.take(order).select([name for name in table.column_names if name != _PLACE])
     chunk: Any = table["chunk"].combine_chunks()
     ends: Any = pc.run_end_encode(chunk).run_ends
     starts = pa.concat_arrays([array_of([0], ends.type), ends.slice(0, len(ends) - 1)])

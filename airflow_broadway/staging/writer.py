@@ -1,16 +1,15 @@
 """What a process task stages: messages for batchers as Parquet, all others as lines of verdicts.
 
-Everything is streamed: a batcher holds one row group's worth of messages, whatever the run's size.
-Nothing counts until the manifest that names the files is published.
+Everything is streamed: whatever the run's size, memory holds one row group of messages for each
+batcher.  Nothing counts until the manifest that names the files is published.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -19,16 +18,14 @@ from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import BatchMode, Message
-from airflow_broadway.core.schema.ddl import Schema, parse_schema
-from airflow_broadway.core.stages.staged_row import Rows, StagedRow
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.schema.ddl import parse_schema
+from airflow_broadway.core.stages.staged_row import StagedRow
 from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
 from airflow_broadway.staging.errors import translated
+from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
 from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
-    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["ProcessWriter", "Written"]
 
@@ -59,22 +56,20 @@ class Written(NamedTuple):
 
 
 class ProcessWriter:
-    """Writes the files of one generation.
+    """Writes the files of one generation, from one thread.
 
     Leave it as a context, or call :meth:`close`; without either its files stay unfinished, and
     nothing refers to them.
     """
 
     def __init__(self, run: StagedRun, generation: str, pipeline: Pipeline) -> None:
-        self._files: Folder = run.files
-        self._generation = generation
-        self._rows = Rows(pipeline)
-        self._parts = {
-            name: _Parts(self._files, f"{generation}/messages/{name}", pipeline, name)
+        self._publishes = pipeline.producer.publishes
+        self._batchers = {
+            name: _MessageFiles(run.files, f"{generation}/messages/{name}", pipeline, name)
             for name in pipeline.batchers
         }
-        self._publishes = pipeline.producer.publishes
-        self._entries = _Entries(self._files, f"{generation}/failed-00000.jsonl")
+        self._entries = _EntriesFile(run.files, f"{generation}/failed-00000.jsonl")
+        self._chunk = 0
         self._written: Written | None = None
 
     def __enter__(self) -> Self:
@@ -86,46 +81,27 @@ class ProcessWriter:
         else:
             self.abort()
 
-    def messages(self, chunk: int, messages: Sequence[Message]) -> None:
-        """Stage the successes of one chunk, in order, each for its batcher.
+    def messages(self, messages: Sequence[Message]) -> None:
+        """Stage the successes of the next chunk, in order, each for its batcher.
 
-        They come from :class:`Rows`; one that does not is converted now.
-
-        :param chunk: The chunk's number: ascending in order of arrival within the generation.
-        :raises ConversionError: If a message that :class:`Rows` has not seen cannot be converted.
+        :param messages: As :class:`~airflow_broadway.core.stages.staged_row.Rows` made them.
         :raises StagingError: If the files cannot be written.
         """
         for message in messages:
-            row = message.data
-            if type(row) is not StagedRow:
-                row = self._rows.row(message)
-            part = self._parts[message.batcher]
-            part.messages.append(message)
-            part.staged.append(row)
-            part.chunks.append(chunk)
-            data = row[0]
-            part.bytes += message.size if type(data) is tuple else max(len(data), message.size)
-            if part.bytes >= GROUP_BYTES or len(part.messages) >= GROUP_ROWS:
-                part.write()
-
-    def entry(self, entry: Entry, *, settled: bool = False) -> None:
-        """Stage the verdict on a message that no batcher gets; from any thread.
-
-        :param settled: A callback settled it at once.
-        """
-        self.entries([entry], settled=settled)
+            self._batchers[message.batcher].add(message, self._chunk)
+        self._chunk += 1
 
     def entries(self, entries: Iterable[Entry], *, settled: bool = False) -> None:
-        """The same for several."""
-        lines = [
-            dump_entry(entry if entry.payload is None else self._needed(entry), settled=settled)
-            for entry in entries
-        ]
-        self._entries.add(lines)
+        """Stage the verdicts on messages that no batcher gets.
+
+        :param settled: Callbacks have settled these messages at once.
+        :raises StagingError: If the file cannot be written.
+        """
+        self._entries.add([dump_entry(self._needed(each), settled=settled) for each in entries])
 
     def _needed(self, entry: Entry) -> Entry:
         """The entry, without its body where its verdict publishes nothing."""
-        if self._publishes(entry.verdict.action):
+        if entry.payload is None or self._publishes(entry.verdict.action):
             return entry
         return entry._replace(payload=None, properties=None)
 
@@ -136,71 +112,81 @@ class ProcessWriter:
         """
         if self._written is None:
             try:
-                for parts in self._parts.values():
-                    parts.close()
+                for files in self._batchers.values():
+                    files.close()
                 self._entries.close()
             except BaseException:
                 self.abort()
                 raise
-            used = {name: parts for name, parts in self._parts.items() if parts.rows}
-            dropped: Counter[str] = Counter()
-            for parts in used.values():
-                dropped.update(parts.dropped)
-            self._written = Written(
-                {name: parts.rows for name, parts in used.items()},
-                {name: parts.paths for name, parts in used.items()},
-                [self._entries.path] if self._entries.summing.lines else [],
-                any(parts.configured for parts in used.values()),
-                dict(dropped),
-                self._entries.summing.lines,
-                {self._entries.path: self._entries.summing.to_json()}
-                if self._entries.summing.lines
-                else {},
-            )
+            self._written = self._summary()
         return self._written
+
+    def _summary(self) -> Written:
+        used = {name: files for name, files in self._batchers.items() if files.rows}
+        dropped: Counter[str] = Counter()
+        for files in used.values():
+            dropped.update(files.dropped)
+        summing = self._entries.summing
+        sums = {self._entries.path: summing.to_json()} if summing.lines else {}
+        return Written(
+            batchers={name: files.rows for name, files in used.items()},
+            files={name: files.paths for name, files in used.items()},
+            entries=list(sums),
+            configured=any(files.configured for files in used.values()),
+            dropped=dict(dropped),
+            entry_count=summing.lines,
+            sums=sums,
+        )
 
     def abort(self) -> None:
         """Drop what is unfinished; safe to repeat."""
-        for parts in self._parts.values():
-            parts.abort()
+        for files in self._batchers.values():
+            files.abort()
         self._entries.abort()
 
 
-class _Parts:
-    """The message files of one batcher."""
+class _MessageFiles:
+    """The message files of one batcher; memory holds the next row group."""
 
-    def __init__(self, files: Folder, folder: str, pipeline: Pipeline, batcher: str) -> None:
+    def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.paths: list[str] = []
         self.rows = 0
+        #: Whether a callback configured how one of the messages is settled.
         self.configured = False
         self.dropped: Counter[str] = Counter()
-        self._files = files
         self._folder = folder
-        self._arrow = message_schema(options, producer)
-        self._schema: Schema | None = (
-            None if options.schema is None else parse_schema(options.schema)
-        )
+        self._path = path
+        self._columns = message_schema(options, producer)
+        self._schema = None if options.schema is None else parse_schema(options.schema)
         self._producer = producer
         self._plain_kept: bool = producer.may_publish(_PLAIN)
-        # What a callback may still configure otherwise, nobody knows by now.
+        # A callback of a later task may still configure how such a message is settled.
         self._all_kept = options.engine == "python" or pipeline.defines("handle_failed")
         self._file: TableFile | None = None
         self._clear()
 
     def _clear(self) -> None:
-        # What waits for the next row group.
-        self.messages: list[Message] = []
-        self.staged: list[StagedRow] = []
-        self.chunks: list[int] = []
-        self.bytes = 0
+        self._messages: list[Message] = []
+        self._chunks: list[int] = []
+        self._bytes = 0
 
-    def write(self) -> None:
+    def add(self, message: Message, chunk: int) -> None:
+        """Take a message whose data is a :class:`StagedRow`."""
+        self._messages.append(message)
+        self._chunks.append(chunk)
+        data = message.data.data
+        self._bytes += message.size if type(data) is tuple else max(len(data), message.size)
+        if self._bytes >= GROUP_BYTES or len(self._messages) >= GROUP_ROWS:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what is held as one row group."""
         table = self._table()
         self._clear()
         if self._file is None:
-            path = f"{self._folder}/part-{len(self.paths):05d}.parquet"
-            self._file = TableFile(self._files, path, self._arrow)
+            path = f"{self._path}/part-{len(self.paths):05d}.parquet"
+            self._file = TableFile(self._folder, path, self._columns)
             self.paths.append(path)
         self._file.write(table)
         self.rows += table.num_rows
@@ -213,14 +199,71 @@ class _Parts:
             file.commit()
 
     def close(self) -> None:
-        if self.messages:
-            self.write()
+        if self._messages:
+            self._write()
         self._finish()
 
     def abort(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.abort()
+
+    def _table(self) -> pa.Table:
+        messages = self._messages
+        rows: list[StagedRow] = [message.data for message in messages]
+        for row in rows:
+            if row.dropped is not None:
+                self.dropped.update(row.dropped)
+        columns: dict[str, Any] = {
+            "message_id": [message.message_id for message in messages],
+            **self._data([row.data for row in rows]),
+            "batch_key": [row.key for row in rows],
+            "flush": [message.batch_mode is BatchMode.FLUSH for message in messages],
+            "partition": [row.partition for row in rows],
+            "metadata": _maps([row.metadata for row in rows]),
+            "attempt": [message.attempt for message in messages],
+            "redelivered": [message.redelivered for message in messages],
+            "received_at": _instants(messages),
+            "position": [message.position for message in messages],
+            "chunk": self._chunks,
+            "size": [message.size for message in messages],
+            **self._custody(messages),
+        }
+        arrays = [
+            array_of(column, field.type) if type(column) is list else column
+            for field, column in ((field, columns[field.name]) for field in self._columns)
+        ]
+        return pa.Table.from_arrays(arrays, schema=self._columns)
+
+    def _data(self, data: list[Any]) -> dict[str, Any]:
+        """The columns that hold the data: one with a schema, else one of bytes and one of JSON."""
+        if self._schema is not None:
+            return {"data": columns_from_rows(data, self._schema)}
+        return {
+            "data_bytes": [each if type(each) is bytes else None for each in data],
+            "data_json": [None if type(each) is bytes else each for each in data],
+        }
+
+    def _custody(self, messages: list[Message]) -> dict[str, Any]:
+        """The columns that settling needs."""
+        acks = [message.acknowledger for message in messages]
+        deliveries: list[Delivery] = [
+            ack.data if type(ack.data) is Delivery else _PLAIN for ack in acks
+        ]
+        columns: dict[str, Any] = {
+            "_receipt": [delivery.receipt for delivery in deliveries],
+            "_on_success": [delivery.on_success for delivery in deliveries],
+            "_on_failure": [delivery.on_failure for delivery in deliveries],
+            "_acked": [is_settled(message) for message in messages],
+        }
+        if not self.configured:
+            own = (*columns["_on_success"], *columns["_on_failure"])
+            self.configured = any(name is not None for name in own)
+        if self._producer.keeps_payload:
+            kept = [each if self._is_kept(each) else _PLAIN for each in deliveries]
+            columns["_payload"] = [delivery.payload for delivery in kept]
+            columns["_properties"] = [delivery.properties for delivery in kept]
+        return columns
 
     def _is_kept(self, delivery: Delivery) -> bool:
         """Whether settling the message may need its body."""
@@ -230,51 +273,6 @@ class _Parts:
             return self._plain_kept
         kept: bool = self._producer.may_publish(delivery)
         return kept
-
-    def _table(self) -> pa.Table:
-        messages, staged = self.messages, self.staged
-        acks = [message.acknowledger for message in messages]
-        deliveries: list[Delivery] = [
-            ack.data if type(ack.data) is Delivery else _PLAIN for ack in acks
-        ]
-        data = [row.data for row in staged]
-        columns: dict[str, Any] = {
-            "message_id": [message.message_id for message in messages],
-            "batch_key": [row.key for row in staged],
-            "flush": [message.batch_mode is BatchMode.FLUSH for message in messages],
-            "partition": [row.partition for row in staged],
-            "metadata": _maps([row.metadata for row in staged]),
-            "attempt": [message.attempt for message in messages],
-            "redelivered": [message.redelivered for message in messages],
-            "received_at": _instants(messages),
-            "position": [message.position for message in messages],
-            "chunk": self.chunks,
-            "size": [message.size for message in messages],
-            "_receipt": [delivery.receipt for delivery in deliveries],
-            "_on_success": [delivery.on_success for delivery in deliveries],
-            "_on_failure": [delivery.on_failure for delivery in deliveries],
-            "_acked": [is_settled(message) for message in messages],
-        }
-        if self._schema is not None:
-            columns["data"] = columns_from_rows(data, self._schema)
-        else:
-            columns["data_bytes"] = [each if type(each) is bytes else None for each in data]
-            columns["data_json"] = [None if type(each) is bytes else each for each in data]
-        for row in staged:
-            if row.dropped is not None:
-                self.dropped.update(row.dropped)
-        if not self.configured:
-            own = (*columns["_on_success"], *columns["_on_failure"])
-            self.configured = any(name is not None for name in own)
-        if self._producer.keeps_payload:
-            kept = [each if self._is_kept(each) else _PLAIN for each in deliveries]
-            columns["_payload"] = [delivery.payload for delivery in kept]
-            columns["_properties"] = [delivery.properties for delivery in kept]
-        arrays = [
-            array_of(column, field.type) if type(column) is list else column
-            for field, column in ((field, columns[field.name]) for field in self._arrow)
-        ]
-        return pa.Table.from_arrays(arrays, schema=self._arrow)
 
 
 def _instants(messages: list[Message]) -> pa.Array[Any]:
@@ -306,39 +304,35 @@ def _maps(rows: list[dict[str, str]]) -> pa.Array[Any]:
     return made
 
 
-class _Entries:
+class _EntriesFile:
     """The file of entries; made when there is one."""
 
-    def __init__(self, files: Folder, path: str) -> None:
+    def __init__(self, folder: Folder, path: str) -> None:
         self.path = path
         self.summing = Summing()
-        self._files = files
+        self._folder = folder
         self._sink: Sink | None = None
-        self._lock = threading.Lock()
 
     def add(self, lines: Sequence[str]) -> None:
         if not lines:
             return
         raw = ("\n".join(lines) + "\n").encode()
-        with self._lock:
-            if self._sink is None:
-                self._sink = self._files.sink(self.path)
-            with translated(f"write {self.path}", self._files.store.uri):
-                self._sink.file.write(raw)
-            self.summing.add(raw, len(lines))
+        if self._sink is None:
+            self._sink = self._folder.sink(self.path)
+        with translated(f"write {self.path}", self._folder.store.uri):
+            self._sink.file.write(raw)
+        self.summing.add(raw, len(lines))
 
     def close(self) -> None:
-        with self._lock:
-            sink, self._sink = self._sink, None
-            if sink is not None:
-                with translated(f"write {self.path}", self._files.store.uri):
-                    try:
-                        sink.commit()
-                    finally:
-                        sink.abort()
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with translated(f"write {self.path}", self._folder.store.uri):
+                try:
+                    sink.commit()
+                finally:
+                    sink.abort()
 
     def abort(self) -> None:
-        with self._lock:
-            sink, self._sink = self._sink, None
-            if sink is not None:
-                sink.abort()
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.abort()

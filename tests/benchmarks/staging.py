@@ -71,12 +71,12 @@ def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, f
     rows = Rows(pipeline)
     converting = writing = 0.0
     with ProcessWriter(run, generation, pipeline) as writer:
-        for number, start in enumerate(range(0, MESSAGES, CHUNK)):
+        for start in range(0, MESSAGES, CHUNK):
             chunk = _chunk(start, keys)
             begun = time.perf_counter()
             made = [rows(each) for each in chunk]
             middle = time.perf_counter()
-            writer.messages(number, made)
+            writer.messages(made)
             converting += middle - begun
             writing += time.perf_counter() - middle
         begun = time.perf_counter()

@@ -20,7 +20,14 @@ from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
-from tests.unit.staging.kit import message, open_generation, open_run, pipeline_of, publish
+from tests.unit.staging.kit import (
+    message,
+    open_generation,
+    open_run,
+    pipeline_of,
+    publish,
+    stage,
+)
 
 pytestmark = pytest.mark.faults
 
@@ -59,13 +66,13 @@ def test_a_disk_that_fills_up_while_messages_are_staged_is_one_clear_error(
     pipeline = pipeline_of(b=Batcher())
 
     # When 4 MB are staged on it
-    def stage() -> None:
+    def fill() -> None:
         with ProcessWriter(run, generation, pipeline) as writer:
-            for chunk in range(40):
-                writer.messages(chunk, noise(100))
+            for _ in range(40):
+                stage(writer, pipeline, *noise(100))
 
     with pytest.raises(StagingError, match=FULL):
-        stage()
+        fill()
 
     # Then nothing of it is left, and what fits can still be written
     assert run.files.list(f"{generation}/messages/b") == []
@@ -78,14 +85,14 @@ def test_a_disk_that_is_full_when_lines_are_finished_is_one_clear_error(small_di
     generation = open_generation(run).generation
     writer = ProcessWriter(run, generation, pipeline_of())
 
-    def stage() -> None:
+    def fill() -> None:
         for number in range(5000):
             retry = Verdict(Action.RETRY, reason=RANDOM.randbytes(500).hex())
-            writer.entry(Entry(str(number), "", retry, 1))
+            writer.entries([Entry(str(number), "", retry, 1)])
         writer.close()
 
     with pytest.raises(StagingError, match=FULL):
-        stage()
+        fill()
     writer.abort()
     assert not run.files.exists(f"{generation}/failed-00000.jsonl")
 

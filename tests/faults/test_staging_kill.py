@@ -66,7 +66,7 @@ def work(root):
     run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
     rows = Rows(PIPELINE)
     with ProcessWriter(run, GENERATION, PIPELINE) as writer:
-        writer.messages(0, [rows(message(n, batcher="b")) for n in range(MESSAGES)])
+        writer.messages([rows(message(n, batcher="b")) for n in range(MESSAGES)])
     written = writer.close()
     made = {"batchers": written.batchers, "files": written.files}
     run.publish(manifest_of(run, GENERATION, MESSAGES, **made))

@@ -31,6 +31,7 @@ from tests.unit.staging.kit import (
     pipeline_of,
     publish,
     record_outcome,
+    stage,
 )
 
 pytest.importorskip("s3fs")
@@ -207,9 +208,10 @@ def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, An
 
     run = run_on(uri, options)
     generation = open_generation(run).generation
-    writer = ProcessWriter(run, generation, pipeline_of(b=Batcher()))
-    writer.messages(0, [message(0, batcher="b")])
-    writer.entry(Entry("x", "", ACK))
+    pipeline = pipeline_of(b=Batcher())
+    writer = ProcessWriter(run, generation, pipeline)
+    stage(writer, pipeline, message(0, batcher="b"))
+    writer.entries([Entry("x", "", ACK)])
     writer.abort()
     del writer
     assert run.files.list(generation) == []

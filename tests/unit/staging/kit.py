@@ -142,6 +142,12 @@ def manifest_of(
     )
 
 
+def stage(writer: ProcessWriter, pipeline: Broadway, *messages: Message) -> None:
+    """Stage messages as the successes of one chunk."""
+    rows = Rows(pipeline)
+    writer.messages([rows(each) for each in messages])
+
+
 def publish(
     run: StagedRun,
     pipeline: Broadway,
@@ -157,13 +163,11 @@ def publish(
     rows = Rows(pipeline)
     received = len(entries) + len(settled)
     with ProcessWriter(run, generation, pipeline) as writer:
-        for number, chunk in enumerate(chunks):
-            writer.messages(number, [rows(each) for each in chunk])
+        for chunk in chunks:
+            writer.messages([rows(each) for each in chunk])
             received += len(chunk)
-        for entry in entries:
-            writer.entry(entry)
-        for entry in settled:
-            writer.entry(entry, settled=True)
+        writer.entries(entries)
+        writer.entries(settled, settled=True)
     written = writer.close()
     manifest = manifest_of(
         run,

@@ -103,7 +103,7 @@ def staged(made: Broadway, messages: list[Message], folder: str) -> _Seen:
     result = ProcessorStage(made, convert=Rows, ack=lambda good, bad: None).handle(messages)
     generation = open_generation(run).generation
     with ProcessWriter(run, generation, made) as writer:
-        writer.messages(0, result.successful)
+        writer.messages(result.successful)
     written = writer.close()
     received, files = len(result.successful), written.files
     assert run.publish(

@@ -83,8 +83,8 @@ def stage(run: StagedRun, pipeline: Broadway, count: int) -> str:
     generation = open_generation(run).generation
     rows = Rows(pipeline)
     with ProcessWriter(run, generation, pipeline) as writer:
-        for number, chunk in enumerate(chunks(count)):
-            writer.messages(number, [rows(each) for each in chunk])
+        for chunk in chunks(count):
+            writer.messages([rows(each) for each in chunk])
     written = writer.close()
     made = manifest_of(run, generation, count, batchers=written.batchers, files=written.files)
     assert run.publish(made)

@@ -27,7 +27,6 @@ from airflow_broadway.staging.settlement_journal import record_settled
 from airflow_broadway.staging.store import Folder
 from tests.unit.staging.kit import (
     batches_of,
-    manifest_of,
     message,
     open_generation,
     open_run,
@@ -104,7 +103,11 @@ def test_a_batch_times_out_by_when_its_messages_were_received(tmp_path: Path) ->
     ]
 
 
-def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group_rows", [3, 100], ids=["chunk-in-two-groups", "one-group"])
+def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(
+    group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "GROUP_ROWS", group_rows)
     run, pipeline = open_run(tmp_path), python(batch_size=100)
     flush = message(2, batcher="b", batch_mode="flush")
     chunks = [stream(2), [flush, message(3, batcher="b")], [message(4, batcher="b")]]
@@ -194,25 +197,6 @@ def test_sources_are_merged_by_when_their_chunks_were_received(tmp_path: Path) -
     ]
     plan, [batch] = plan_of(run, pipeline, *generations)
     assert ids(run, plan, batch) == [0, 10, 1, 11, 2, 3, 12, 13]
-
-
-def test_chunks_that_were_written_out_of_order_are_planned_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given processors that finished chunk 3 before 0, in files of small row groups
-    monkeypatch.setattr(writer_module, "GROUP_ROWS", 4)
-    run, pipeline = open_run(tmp_path), python(batch_size=100)
-    generation = open_generation(run).generation
-    writer = writer_module.ProcessWriter(run, generation, pipeline)
-    order = [3, 1, 0, 2, 6, 5, 4]
-    for chunk in order:
-        writer.messages(chunk, [message(chunk * 3 + n, batcher="b") for n in range(3)])
-    written = writer.close()
-    manifest = manifest_of(run, generation, 21, batchers=written.batchers, files=written.files)
-    run.publish(manifest)
-
-    plan, [batch] = plan_of(run, pipeline, generation)
-    assert ids(run, plan, batch) == list(range(21))
 
 
 def test_a_clock_that_is_set_back_keeps_the_order_of_arrival(tmp_path: Path) -> None:

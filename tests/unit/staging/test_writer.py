@@ -17,7 +17,14 @@ from airflow_broadway.core.stages.staged_row import Rows
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
-from tests.unit.staging.kit import Republishing, message, open_generation, open_run, pipeline_of
+from tests.unit.staging.kit import (
+    Republishing,
+    message,
+    open_generation,
+    open_run,
+    pipeline_of,
+    stage,
+)
 
 SCHEMA = (
     "origin string not null, delay double, at timestamp, price decimal(9,2), tags array<string>"
@@ -142,7 +149,9 @@ def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
     )
 
     writer = ProcessWriter(run, generation, pipeline)
-    writer.messages(5, [given])
+    for _ in range(5):
+        writer.messages([])
+    stage(writer, pipeline, given)
     written = writer.close()
 
     assert written.batchers == {"default": 1}
@@ -176,15 +185,16 @@ def test_the_body_is_kept_only_where_settling_publishes_it_again(tmp_path: Path)
     for producer, expected in ((None, {}), (Republishing(), kept)):
         pipeline = pipeline_of(producer, default=Batcher())
         writer = ProcessWriter(run, open_generation(run).generation, pipeline)
-        writer.messages(0, [message(1, delivery=delivery)])
+        stage(writer, pipeline, message(1, delivery=delivery))
         [row] = staged(run, writer.close().files["default"][0])
         assert {name: row[name] for name in row if name in ("_payload", "_properties")} == expected
 
 
 def test_a_message_that_was_settled_at_once_says_so(tmp_path: Path) -> None:
     run = open_run(tmp_path)
-    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(default=Batcher()))
-    writer.messages(0, [message(1).with_acknowledger(NO_ACK)])
+    pipeline = pipeline_of(default=Batcher())
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline)
+    stage(writer, pipeline, message(1).with_acknowledger(NO_ACK))
     [row] = staged(run, writer.close().files["default"][0])
     assert row["_acked"]
     assert row["_receipt"] == ""
@@ -194,7 +204,8 @@ def test_each_batcher_has_its_own_files_and_dropped_keys_are_counted(tmp_path: P
     run = open_run(tmp_path)
     pipeline = pipeline_of(a=Batcher(schema="n int"), b=Batcher(schema="n int"), c=Batcher())
     writer = ProcessWriter(run, open_generation(run).generation, pipeline)
-    writer.messages(0, [message(n, {"n": n, "x": 0}, batcher="ab"[n % 2]) for n in range(5)])
+    given = (message(n, {"n": n, "x": 0}, batcher="ab"[n % 2]) for n in range(5))
+    stage(writer, pipeline, *given)
     written = writer.close()
     assert written.batchers == {"a": 3, "b": 2}
     assert written.dropped == {"x": 5}
@@ -209,13 +220,14 @@ def test_files_are_rolled_and_row_groups_bounded(
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
     monkeypatch.setattr(writer_module, "GROUP_BYTES", 20_000)
     run = open_run(tmp_path)
-    writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(default=Batcher()))
+    pipeline = pipeline_of(default=Batcher())
+    writer = ProcessWriter(run, open_generation(run).generation, pipeline)
     import random
 
     source = random.Random(1)
     sizes = [10] * 250 + [1000] * 100
     for number, size in enumerate(sizes):
-        writer.messages(number, [message(number, source.randbytes(size))])
+        stage(writer, pipeline, message(number, source.randbytes(size)))
     files = writer.close().files["default"]
 
     assert len(files) > 1
@@ -231,8 +243,8 @@ def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Pat
     run = open_run(tmp_path)
     writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(Republishing()))
     failed = Entry("a", "r", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), 2, b"\xff", "{}")
-    writer.entry(failed)
-    writer.entry(Entry("b", "", ACK), settled=True)
+    writer.entries([failed])
+    writer.entries([Entry("b", "", ACK)], settled=True)
     written = writer.close()
     assert written.entry_count == 2
     lines = [load_line(text) for text in run.files.lines(written.entries[0])]
@@ -251,11 +263,12 @@ def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
 def test_an_execution_that_fails_leaves_no_finished_file(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     generation = open_generation(run).generation
+    pipeline = pipeline_of(default=Batcher())
 
     def fail() -> None:
-        with ProcessWriter(run, generation, pipeline_of(default=Batcher())) as writer:
-            writer.messages(0, [message(1)])
-            writer.entry(Entry("b", "", ACK))
+        with ProcessWriter(run, generation, pipeline) as writer:
+            stage(writer, pipeline, message(1))
+            writer.entries([Entry("b", "", ACK)])
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
