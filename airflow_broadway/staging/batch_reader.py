@@ -17,7 +17,7 @@ from airflow_broadway.core.model.message import AckRef, BatchMode, Message
 from airflow_broadway.core.schema.plain import load, load_key, load_metadata
 from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.tables import ParquetFile
+from airflow_broadway.staging.tables import ParquetFile, holds
 
 __all__ = ["BatchReader", "StagedReceipt", "messages_of", "read_batch"]
 
@@ -113,7 +113,7 @@ class BatchReader:
                 ]
             bounds = self._bounds[file]
         for group, (first, last) in enumerate(bounds):
-            if _meets(rows, first, last):
+            if holds(rows, first, last):
                 with self._lock:
                     found = self._group(file, group)
                 yield found
@@ -161,12 +161,6 @@ def read_batch(
         return reader.read(planned, ack_ref_of)
 
 
-def _meets(ranges: list[list[int]], first: int, last: int) -> bool:
-    """Whether one of the sorted ranges has a number from ``first`` to ``last``."""
-    at = bisect.bisect_left(ranges, first, key=lambda each: each[1])
-    return at < len(ranges) and ranges[at][0] <= last
-
-
 def messages_of(
     table: pa.Table, schema: str | None, batcher: str, *, python: bool
 ) -> list[Message]:
@@ -175,45 +169,46 @@ def messages_of(
     :param python: Whether they were staged for a Python batcher.
     """
     key_of: Callable[[Any], Any] = load_key if python else plain_key
-    names = table.column_names
-    column: dict[str, list[Any]] = {
-        name: table[name].to_pylist()
-        for name in names
-        if name not in ("data", "data_bytes", "data_json", "metadata", "received_at")
-    }
-    flush = column["_flush" if "_flush" in column else "flush"]
-    sizes = column["_size" if "_size" in column else "size"]
-    values = zip(
+    metadata = from_arrow(table["metadata"])
+    if python:
+        metadata = [load_metadata(each) if each else each for each in metadata]
+    rows = zip(
         _data(table, schema, load if python else json.loads),
-        column["message_id"],
-        [key_of(json.loads(text)) for text in column["batch_key"]],
-        flush,
-        from_arrow(table["metadata"]),
-        column["attempt"],
-        column["redelivered"],
+        _column(table, "message_id"),
+        [key_of(json.loads(text)) for text in _column(table, "batch_key")],
+        _column(table, "_flush", "flush"),
+        metadata,
+        _column(table, "attempt"),
+        _column(table, "redelivered"),
         from_arrow(table["received_at"]),
-        column["position"],
-        sizes,
+        _column(table, "position"),
+        _column(table, "_size", "size"),
         strict=True,
     )
-    made: list[Message] = []
-    for data, message_id, key, at_once, metadata, attempt, again, at, position, size in values:
-        made.append(
-            Message(
-                data,
-                metadata=load_metadata(metadata) if python and metadata else metadata,
-                message_id=message_id,
-                batcher=batcher,
-                batch_key=key,
-                batch_mode=BatchMode.FLUSH if at_once else BatchMode.BULK,
-                attempt=attempt,
-                redelivered=again,
-                received_at=at,
-                position=position,
-                size=size,
-            )
+    return [
+        Message(
+            data,
+            metadata=known,
+            message_id=message_id,
+            batcher=batcher,
+            batch_key=key,
+            batch_mode=BatchMode.FLUSH if at_once else BatchMode.BULK,
+            attempt=attempt,
+            redelivered=again,
+            received_at=at,
+            position=position,
+            size=size,
         )
-    return made
+        for data, message_id, key, at_once, known, attempt, again, at, position, size in rows
+    ]
+
+
+def _column(table: pa.Table, *names: str) -> list[Any]:
+    """The values of the first of these columns that the table has."""
+    values: list[Any] = table[
+        next(name for name in names if name in table.column_names)
+    ].to_pylist()
+    return values
 
 
 def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> list[Any]:

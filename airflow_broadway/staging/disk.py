@@ -1,4 +1,7 @@
-"""A staging root on a disk; see :mod:`airflow_broadway.core.formats.files` for how files are made."""
+"""A staging root that is a folder of a disk.
+
+How a file becomes durable is said in :mod:`airflow_broadway.core.formats.files`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class _DiskSink:
 
 
 class Disk:
-    """A folder of this machine, or one mounted there."""
+    """A folder of this machine, or one that is mounted there."""
 
     def __init__(self, root: str, uri: str) -> None:
         self._root = root

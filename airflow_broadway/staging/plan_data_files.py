@@ -1,9 +1,9 @@
 """The data files of a plan: rows in order of batch, so that a reader finds a batch cheaply.
 
-Rows come in order of arrival, each with the number of its batch.  A *slab* of them is sorted by
-that number and written as row groups: a batch with many rows in the slab has groups of its own,
-small ones share.  The statistics of the ``batch`` column then lead a reader (Spark's filter on
-``batch`` as well as ours) to the groups that hold a batch.  Memory holds one slab.
+Rows come in order of arrival, each with the number of its batch.  They are gathered in a buffer;
+once it is full they are sorted by that number and written as row groups.  A batch with many rows in
+the buffer has groups of its own, small ones share.  The statistics of the ``batch`` column then
+lead a reader (Spark's filter on ``batch`` as well as ours) to the groups that hold a batch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import FILE_BYTES, TableFile, data_schema
 
-__all__ = ["SLAB_BYTES", "SLAB_ROWS", "DataFiles"]
+__all__ = ["BUFFER_BYTES", "BUFFER_ROWS", "DataFiles"]
 
-#: A slab holds at most about so many rows, and so many bytes in memory.
-SLAB_ROWS = 131_072
-SLAB_BYTES = 32 * 1024 * 1024
-#: A batch with so many rows in a slab has row groups of its own.
+#: The buffer is full with about so many rows, or so many bytes.
+BUFFER_ROWS = 131_072
+BUFFER_BYTES = 32 * 1024 * 1024
+#: A batch with so many rows in the buffer has row groups of its own.
 OWN_GROUP_ROWS = 4_096
 
 
@@ -55,15 +55,18 @@ class DataFiles:
         self._bytes = 0
 
     def add(self, table: pa.Table, batches: list[int]) -> bool:
-        """Take the rows of one merged table, each with its batch; whether the slab is full."""
+        """Take the rows of one merged table, each with its batch; whether the buffer is full."""
         made = self._shaped(table, batches)
         self._tables.append(made)
         self._rows += made.num_rows
         self._bytes += made.nbytes
-        return self._rows >= SLAB_ROWS or self._bytes >= SLAB_BYTES
+        return self._rows >= BUFFER_ROWS or self._bytes >= BUFFER_BYTES
 
     def flush(self) -> tuple[int, list[int]]:
-        """Write the slab; returns the index of its file, and the batches that have rows in it."""
+        """Write what is gathered.
+
+        :returns: The index of the file it went to, and the numbers of the batches with rows in it.
+        """
         if not self._rows:
             return max(0, len(self.names) - 1), []
         table = pa.concat_tables(self._tables).combine_chunks()
@@ -82,7 +85,7 @@ class DataFiles:
         return index, runs.values.to_pylist()
 
     def close(self) -> None:
-        """Finish the last file, durably; the slab must have been written."""
+        """Finish the last file, durably; what is gathered must have been flushed."""
         self._finish()
 
     def abort(self) -> None:

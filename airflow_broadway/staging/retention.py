@@ -1,8 +1,8 @@
-"""How long a run's files stay: until it has balanced, and then a while.
+"""How long a run's files stay: until the run has balanced, and then a while.
 
-Whoever finds that a run's messages are all settled and add up calls :func:`mark_balanced`; a later
-run's sweep removes what has been marked for long enough.  A run that was never marked, or in which
-a generation is unsettled, stays whatever its age.
+A run has *balanced* once all its messages are settled and their sum is right.  Whoever finds that
+calls :func:`mark_balanced`; the sweep of a later run removes what has been marked for long enough.
+A run that was never marked, or that has an unsettled generation, stays whatever its age.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which a balanced run's files stay.
 KEEP = 7 * 24 * 3600.0
-#: Beside the runs of a Dag: which have balanced, and when, by name.
+#: A folder beside the runs of a Dag.  The name of a file in it says which run balanced, and when.
 BALANCED = "_balanced"
 _STAMP = "%Y%m%dT%H%M%S"
 _MARK = re.compile(r"(\d{8}T\d{6})-(.+)\.json")
@@ -59,21 +59,14 @@ def sweep_retention(
 ) -> list[str]:
     """Remove the files of runs that balanced longer than ``keep`` seconds ago; oldest first.
 
-    :param spared: Runs to leave alone: an old one may have been cleared, and be at work again.
-    :param limit: Runs removed in one call at most.
+    :param keep: Seconds since the last mark.
+    :param spared: Ids of runs to leave alone: an old run may have been cleared, and be at work.
+    :param limit: The most runs that one call removes.
     :returns: The ids of the runs removed.
     """
     clock = clock or SystemClock()
     folder = dag_folder(store, pipeline, dag_id)
-    before = clock.now() - timedelta(seconds=keep)
-    marks: dict[str, list[tuple[datetime, str]]] = {}
-    for name in folder.list(BALANCED):
-        mark = _MARK.fullmatch(name)
-        at = None if mark is None else _at(mark[1])
-        if mark is not None and at is not None:  # else it is not ours
-            marks.setdefault(mark[2], []).append((at, name))
-    # A run that was cleared and balanced again counts from its last mark.
-    due = [[name for _, name in found] for found in marks.values() if found[-1][0] < before]
+    due = _marked_before(folder, clock.now() - timedelta(seconds=keep))
     if not due:
         return []
     unsettled = _unsettled_runs(folder)
@@ -81,14 +74,8 @@ def sweep_retention(
     for names in due:
         if len(removed) >= limit:
             break
-        try:
-            run_id = str(json.loads(folder.read(f"{BALANCED}/{names[-1]}"))["run_id"])
-        except FileNotFoundError:  # another sweep was faster
-            continue
-        except (StagingError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s/%s names no run, and is left alone: %s", BALANCED, names[-1], error)
-            continue
-        if run_id in spared:
+        run_id = _run_id(folder, names[-1])
+        if run_id is None or run_id in spared:
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=run_id, clock=clock)
         if run_id in unsettled or any(each.state != SETTLED for each in run.generations()):
@@ -102,6 +89,30 @@ def sweep_retention(
     return removed
 
 
+def _marked_before(folder: Folder, before: datetime) -> list[list[str]]:
+    """The names of each run's marks, for all runs whose last mark is older, oldest first."""
+    marks: dict[str, list[tuple[datetime, str]]] = {}
+    for name in folder.list(BALANCED):
+        mark = _MARK.fullmatch(name)
+        at = None if mark is None else _instant(mark[1])
+        if mark is not None and at is not None:  # else it is not ours
+            marks.setdefault(mark[2], []).append((at, name))
+    # A run that was cleared and balanced again counts from its last mark.
+    return [[name for _, name in found] for found in marks.values() if found[-1][0] < before]
+
+
+def _run_id(folder: Folder, mark: str) -> str | None:
+    """The run that a mark is of; ``None`` for one that another sweep has removed, or damaged."""
+    path = f"{BALANCED}/{mark}"
+    try:
+        return str(json.loads(folder.read(path))["run_id"])
+    except FileNotFoundError:
+        return None
+    except (StagingError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s names no run, and is left alone: %s", path, error)
+        return None
+
+
 def remove_run(run: StagedRun) -> None:
     """Remove the files of one run, whose generations are all settled."""
     run.files.remove_all()
@@ -112,7 +123,7 @@ def remove_run(run: StagedRun) -> None:
             run.dag.remove(f"{BALANCED}/{name}")
 
 
-def _at(stamp: str) -> datetime | None:
+def _instant(stamp: str) -> datetime | None:
     try:
         return datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC)
     except ValueError:  # no instant, so none of ours

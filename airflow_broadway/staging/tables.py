@@ -7,7 +7,8 @@ batch, with the public columns as Spark's ``handle_batch`` sees them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ __all__ = [
     "TableFile",
     "data_fields",
     "data_schema",
+    "holds",
     "message_schema",
 ]
 
@@ -243,3 +245,9 @@ class ParquetFile:
         """Close the file; safe to repeat."""
         self._file.close()
         self._source.close()
+
+
+def holds(ranges: Sequence[Sequence[int]], first: int, last: int) -> bool:
+    """Whether any number from ``first`` to ``last`` lies in one of the sorted, inclusive ranges."""
+    at = bisect.bisect_left(ranges, first, key=lambda each: each[1])
+    return at < len(ranges) and ranges[at][0] <= last

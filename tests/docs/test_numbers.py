@@ -18,9 +18,8 @@ from airflow_broadway.producers.rabbitmq.receive import consumer as rabbit_intak
 from airflow_broadway.producers.rabbitmq.receive import ids
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as outcome
-from airflow_broadway.staging import names, planner, retention, store
+from airflow_broadway.staging import names, plan_data_files, planner, retention, store
 from airflow_broadway.staging import plan_choice as plans
-from airflow_broadway.staging import plan_data_files as slabs
 from airflow_broadway.submit import package as _shipping
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,9 +52,9 @@ MIB = 1024 * 1024
         ("staging.md", "up to {:,} in a file", recording.GATHERED),
         ("staging.md", "memory holds {:g} MiB", plans.KEPT_BYTES / MIB),
         ("staging.md", "Above {} characters it is cut", names.MAX_NAME),
-        ("staging.md", "slabs of {:,} messages", slabs.SLAB_ROWS),
-        ("staging.md", "messages or {:g} MiB", slabs.SLAB_BYTES / MIB),
-        ("staging.md", "A batch with {:,} rows or more", slabs.OWN_GROUP_ROWS),
+        ("staging.md", "buffer of {:,} messages", plan_data_files.BUFFER_ROWS),
+        ("staging.md", "messages or {:g} MiB", plan_data_files.BUFFER_BYTES / MIB),
+        ("staging.md", "A batch with {:,} rows or more", plan_data_files.OWN_GROUP_ROWS),
         ("staging.md", "a plan of more than {:,} says so", planner.MANY_BATCHES),
         ("staging.md", "removed {:g} days later", retention.KEEP / 86_400),
         ("staging.md", "{} at a time, whatever the number of generations", store.READERS),

@@ -15,7 +15,7 @@ from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.staging import plan_data_files as slabs
+from airflow_broadway.staging import plan_data_files
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.store import Store
@@ -101,7 +101,7 @@ def test_a_disk_that_fills_up_while_a_plan_is_made_leaves_no_plan(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a disk on which the messages fit once but not twice
-    monkeypatch.setattr(slabs, "SLAB_ROWS", 200)
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 200)
     run = open_run(small_disk)
     pipeline = pipeline_of(b=Batcher(engine="python"))
     generation = publish(run, pipeline, [noise(1300)])

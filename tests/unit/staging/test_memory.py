@@ -14,8 +14,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.stages.staged_row import Rows
-from airflow_broadway.staging import plan_data_files as slabs
-from airflow_broadway.staging import tables
+from airflow_broadway.staging import plan_data_files, tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
@@ -40,7 +39,7 @@ MIB = 1024 * 1024
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that the smaller run passes several times, too."""
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 4096)
-    monkeypatch.setattr(slabs, "SLAB_ROWS", 8192)
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 8192)
     monkeypatch.setattr(writer_module, "FILE_BYTES", 512 * 1024)
     monkeypatch.setattr(tables, "FILE_BYTES", 512 * 1024)
 
@@ -56,14 +55,14 @@ def peak(work: Callable[[], object]) -> float:
         nonlocal highest
         highest = max(highest, pa.total_allocated_bytes() - before)
 
-    slabs_flush = slabs.DataFiles.flush
+    data_files_flush = plan_data_files.DataFiles.flush
 
-    def flush(self: slabs.DataFiles) -> tuple[int, list[int]]:
+    def flush(self: plan_data_files.DataFiles) -> tuple[int, list[int]]:
         watch()
-        return slabs_flush(self)
+        return data_files_flush(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(slabs.DataFiles, "flush", flush)
+        patched.setattr(plan_data_files.DataFiles, "flush", flush)
         work()
     watch()
     python = tracemalloc.get_traced_memory()[1]

@@ -17,7 +17,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.staging import plan_data_files as slabs
+from airflow_broadway.staging import plan_data_files
 from airflow_broadway.staging import planner as planner_module
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.batch_reader import BatchReader, read_batch
@@ -272,9 +272,9 @@ def test_python_gets_its_data_back_as_it_was(tmp_path: Path) -> None:
 def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given small slabs and row groups, and a batch in the middle of them
-    monkeypatch.setattr(slabs, "SLAB_ROWS", 40)
-    monkeypatch.setattr(slabs, "OWN_GROUP_ROWS", 5)
+    # Given a small buffer and small row groups, and a batch in the middle of them
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 20)
     run, pipeline = open_run(tmp_path), python(batch_size=10)
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
@@ -296,8 +296,8 @@ def test_a_reader_opens_each_file_once_for_all_its_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a plan of many row groups, whose batches threads read in turn
-    monkeypatch.setattr(slabs, "SLAB_ROWS", 40)
-    monkeypatch.setattr(slabs, "OWN_GROUP_ROWS", 5)
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
     run, pipeline = open_run(tmp_path), python(batch_size=10)
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
     opened: list[str] = []
@@ -317,7 +317,7 @@ def test_a_reader_opens_each_file_once_for_all_its_batches(
 def test_small_batches_share_row_groups_and_large_ones_have_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slabs, "OWN_GROUP_ROWS", 10)
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 10)
     run, pipeline = open_run(tmp_path), python(batch_size=100)
     keys = ["small-1"] * 3 + ["large"] * 10 + ["small-2"] * 4 + ["small-3"] * 3 + ["small-4"] * 2
     messages = [message(n, batcher="b", batch_key=key) for n, key in enumerate(keys)]

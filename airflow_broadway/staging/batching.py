@@ -1,0 +1,270 @@
+"""Which of a batcher's messages make up which batch.
+
+The messages stream in order through :class:`airflow_broadway.core.stages.batcher.BatcherStage`,
+whose clock is the instant at which each was received.  So the same messages give the same batches
+and the same ``batch_id``s, on any machine and at any time.
+
+Memory holds the ids of one table, and a running hash and counts of each open batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from airflow_broadway.core.formats.plan import PlannedBatch
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.schema.plain import load_key
+from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
+from airflow_broadway.staging.arrow_schema import compute as pc
+from airflow_broadway.staging.batch_reader import messages_of
+from airflow_broadway.staging.merge_generations import AT, SOURCE
+
+__all__ = ["Batching"]
+
+
+class _Row(NamedTuple):
+    """What batching needs of a message: an :class:`airflow_broadway.core.stages.batcher.Item`.
+
+    :param source: The index of its generation.
+    :param place: The index of its row in the table.
+    """
+
+    batch_key: str
+    batch_mode: BatchMode
+    size: int
+    partition: int | None
+    message_id: str
+    redelivered: bool
+    source: int
+    place: int
+
+
+class _Pending:
+    """A batch being filled: a running hash and counts, never its messages.
+
+    :param number: What its rows bear in the column ``batch``.
+    """
+
+    __slots__ = ("_batching", "bytes", "files", "hash", "ids", "number", "redelivered", "sources")
+
+    def __init__(self, batching: Batching, number: int, key: str) -> None:
+        self._batching = batching
+        self.number = number
+        self.hash: BatchHash | str = batching.hash_of(load_key(json.loads(key)))
+        self.ids: list[str] = []
+        self.bytes = 0
+        self.redelivered = 0
+        #: Messages by source.
+        self.sources = batching.no_sources[:]
+        #: A bit for each data file that holds any of its rows.
+        self.files = 0
+
+    def append(self, row: _Row) -> None:
+        ids = self.ids
+        batching = self._batching
+        if not ids:
+            batching.touched.append(self)
+        ids.append(row.message_id)
+        batching.column[row.place] = self.number
+        self.bytes += row.size
+        self.redelivered += row.redelivered
+        self.sources[row.source] += 1
+
+    def absorb(self) -> None:
+        """Put the ids seen so far into the hash."""
+        if self.ids and isinstance(self.hash, BatchHash):
+            self.hash.update_all(self.ids)
+        self.ids = []
+
+    def close(self) -> str:
+        """The batch's id."""
+        self.absorb()
+        if isinstance(self.hash, BatchHash):
+            self.hash = self.hash.hexdigest()
+        return self.hash
+
+
+class Batching:
+    """Puts rows into batches, table by table.
+
+    :param generations: The sources of the tables, by index.
+    """
+
+    def __init__(self, pipeline: Pipeline, batcher: str, generations: Sequence[str]) -> None:
+        self._pipeline = pipeline.name
+        self._batcher = batcher
+        self._options: Batcher = pipeline.batchers[batcher]
+        self._generations = generations
+        self.no_sources = [0] * len(generations)
+        #: The batch of each row of the table at hand, and the batches that have rows of it.
+        self.column: list[int] = []
+        self.touched: list[_Pending] = []
+        #: The messages of that table, where a function decides by them when a batch is full.
+        self._messages: list[Message] = []
+        self._pending: dict[int, _Pending] = {}
+        self._opened = 0
+        self._stage = self._make_stage()
+        self._merger: KeyMerger | None = None
+        if self._options.merge_keys:
+            self._merger = KeyMerger(self._options.batch_size, self._options.batch_bytes)
+        #: What :meth:`closed` gives next: for each planned batch those that it is made of, which is
+        #: one, or several where keys are merged.
+        self._closed: list[list[Closed]] = []
+
+    def _make_stage(self) -> BatcherStage:
+        options = self._options
+        if isinstance(options.batch_size, tuple):
+            initial, splitter = options.batch_size
+
+            def split(row: _Row, acc: Any) -> Any:
+                return splitter(self._messages[row.place], acc)
+
+            options = dataclasses.replace(options, batch_size=(initial, split))
+        partition = None if options.partition_by is None else lambda row: row.partition
+        return BatcherStage(self._batcher, options, make=self._open, partition=partition)
+
+    def _open(self, key: str, partition: int | None) -> _Pending:
+        pending = _Pending(self, self._opened, key)
+        self._pending[self._opened] = pending
+        self._opened += 1
+        return pending
+
+    def hash_of(self, key: Any) -> BatchHash:
+        """A new batch's running hash."""
+        return BatchHash(self._pipeline, self._batcher, key)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def add(self, table: pa.Table) -> list[int]:
+        """Batch the rows of the next table; returns the number of each row's batch."""
+        self.column = [-1] * table.num_rows
+        rows = _rows(table)
+        if isinstance(self._options.batch_size, tuple):
+            self._messages = messages_of(
+                table, self._options.schema, self._batcher, python=self._options.engine == "python"
+            )
+        stage, timed = self._stage, self._options.batch_timeout is not None
+        if not timed and not pc.any(table["flush"]).as_py():
+            # Without flushes and timeouts it makes no difference how messages arrived in chunks.
+            self._close(stage.add(rows, 0.0))
+        else:
+            for start, stop, now in _chunks(table):
+                if timed:
+                    self._close(stage.due(now))
+                self._close(stage.add(rows[start:stop], now))
+        for pending in self.touched:
+            pending.absorb()
+        self.touched.clear()
+        return self.column
+
+    def finish(self) -> None:
+        """Close all batches that are open."""
+        self._close(self._stage.flush())
+        if self._merger is not None:
+            self._closed += self._merger.flush()
+
+    def _close(self, closed: list[Closed]) -> None:
+        if not closed:
+            return
+        for batch in closed:
+            batch.pending.close()
+        if self._merger is None:
+            self._closed += [[batch] for batch in closed]
+        else:
+            sized = [batch._replace(bytes=batch.pending.bytes) for batch in closed]
+            self._closed += self._merger.add(sized)
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def note_file(self, file: int, batches: Iterable[int]) -> None:
+        """Note that the data file of this index holds rows of these batches."""
+        for number in batches:
+            self._pending[number].files |= 1 << file
+
+    def closed(self) -> Iterator[PlannedBatch]:
+        """The batches closed since the last call, all of whose rows are in data files by now."""
+        for parts in self._closed:
+            yield self._planned(parts)
+        self._closed.clear()
+
+    def _planned(self, parts: list[Closed]) -> PlannedBatch:
+        pendings: list[_Pending] = [batch.pending for batch in parts]
+        first = parts[0]
+        for pending in pendings:
+            del self._pending[pending.number]
+        files, sources = 0, self.no_sources[:]
+        for pending in pendings:
+            files |= pending.files
+            sources = [a + b for a, b in zip(sources, pending.sources, strict=True)]
+        if self._merger is None:
+            batch_id, key, keys = pendings[0].close(), json.loads(first.key), 1
+        else:
+            # A hash of hashes: the ids of the batches stand for the ids of their messages.
+            batch_id = self.hash_of(None).update_all(each.close() for each in pendings).hexdigest()
+            key, keys = None, len({batch.key for batch in parts})
+        return PlannedBatch(
+            batch_id=batch_id,
+            rows=_ranges(sorted(each.number for each in pendings)),
+            files=[index for index in range(files.bit_length()) if files >> index & 1],
+            batch_key=key,
+            keys=keys,
+            partition=first.partition,
+            size=sum(batch.size for batch in parts),
+            bytes=sum(each.bytes for each in pendings),
+            trigger=max(parts, key=lambda batch: batch.size).trigger.value,
+            redelivered=sum(each.redelivered for each in pendings),
+            sources={
+                generation: count
+                for generation, count in zip(self._generations, sources, strict=True)
+                if count
+            },
+        )
+
+
+def _rows(table: pa.Table) -> list[_Row]:
+    flush = table["flush"]
+    count = table.num_rows
+    bulk, at_once = BatchMode.BULK, BatchMode.FLUSH
+    modes: Any = [bulk] * count
+    if pc.any(flush).as_py():
+        modes = [at_once if each else bulk for each in flush.to_pylist()]
+    columns = zip(
+        table["batch_key"].to_pylist(),
+        modes,
+        table["size"].to_pylist(),
+        table["partition"].to_pylist(),
+        table["message_id"].to_pylist(),
+        table["redelivered"].to_pylist(),
+        table[SOURCE].to_pylist(),
+        range(count),
+        strict=True,
+    )
+    return [_Row._make(each) for each in columns]
+
+
+def _chunks(table: pa.Table) -> Iterator[tuple[int, int, float]]:
+    """Where each chunk of the table begins and ends, and the instant at which it came."""
+    span = 1 << 40  # no generation has so many chunks
+    both: Any = pc.add(pc.multiply(table[SOURCE].cast(pa.int64()), span), table["chunk"])
+    start = 0
+    for stop in pc.run_end_encode(both.combine_chunks()).run_ends.to_pylist():
+        yield start, stop, table[AT][start].as_py() / 1e6
+        start = stop
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """Sorted numbers as inclusive ranges."""
+    made: list[list[int]] = []
+    for number in numbers:
+        if made and made[-1][1] == number - 1:
+            made[-1][1] = number
+        else:
+            made.append([number, number])
+    return made
