@@ -18,8 +18,8 @@ __all__ = ["MessageGuard"]
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a reason that are told.
-_TOLD = 500
+#: Bytes of a reason that are reported.
+_MAX_REASON = 500
 
 
 class MessageGuard:
@@ -47,16 +47,17 @@ class MessageGuard:
 
     def refuse(self, message_id: str, reason: str) -> None:
         """Count a message as failed."""
-        self.refused.setdefault(message_id, cut(reason, _TOLD))
+        self.refused.setdefault(message_id, cut(reason, _MAX_REASON))
 
     def errors(self) -> tuple[str, ...]:
         """One sentence per kind of refusal, with how many there were and the first of them."""
         first: dict[str, list[str]] = {}
         for message_id, reason in self.refused.items():
             first.setdefault(reason, []).append(message_id)
-        return tuple(
-            f"{len(ids)} messages could not be settled, the first of them {ids[0]!r}: {reason}"
-            if len(ids) > 1
-            else f"message {ids[0]!r} could not be settled: {reason}"
-            for reason, ids in sorted(first.items())
-        )
+        return tuple(f"{_which(ids)}: {reason}" for reason, ids in sorted(first.items()))
+
+
+def _which(ids: list[str]) -> str:
+    if len(ids) == 1:
+        return f"message {ids[0]!r} could not be settled"
+    return f"{len(ids):,} messages could not be settled, the first of them {ids[0]!r}"

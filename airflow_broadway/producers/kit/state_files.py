@@ -1,7 +1,7 @@
 """Small files of a producer's own, below the pipeline's staging folder.
 
-They are read by other processes, so each is whole or absent: durable when :meth:`StateFiles.write`
-returns.  Without a staging folder there are none, and a producer keeps what it needs in memory.
+Other processes read them.  So each is whole or absent, and durable when :meth:`StateFiles.write`
+returns.  Without a staging folder they are kept in memory, for the one who opened them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import create_file, make_folders, put_new, replace_file
 
-__all__ = ["Damaged", "StateFiles", "day_of", "digest"]
+__all__ = ["Damaged", "MemoryFiles", "StateFiles", "day_of", "digest", "state_files"]
 
 
 class Damaged(StagingError):
-    """A file is there, and is no JSON: it was cut off, or written by a stranger."""
+    """A file is there, and is not what this package writes: cut off, or a stranger's."""
 
 
 def digest(text: str) -> str:
@@ -34,12 +34,24 @@ def day_of(now: datetime, *, before: int = 0) -> str:
     return (now.astimezone(timezone.utc) - timedelta(days=before)).date().isoformat()
 
 
+def state_files(staging: str | None, folder: str) -> StateFiles:
+    """A producer's files.
+
+    :param staging: The pipeline's staging folder, as a URI; ``None``: they are in memory.
+    :param folder: Below it, e.g. ``"sqs/1f2e3d"``.
+    """
+    return MemoryFiles() if staging is None else StateFiles(staging, folder)
+
+
 class StateFiles:
     """A folder of small JSON files, and of files of bytes beside them.
 
     :param staging: The pipeline's folder, as a URI.
     :param folder: Below it; names of safe characters.
     """
+
+    #: Whether other processes see them.
+    durable = True
 
     def __init__(self, staging: str, folder: str) -> None:
         self._fs, root = _file_system(staging)
@@ -86,7 +98,7 @@ class StateFiles:
 
         :raises StagingError: If it cannot be written.
         """
-        self.put(name, json.dumps(value, separators=(",", ":")).encode())
+        self.put(name, _encoded(value))
 
     def create(self, name: str, value: Any) -> bool:
         """Write a whole file unless there is one; whether it was written.
@@ -95,8 +107,7 @@ class StateFiles:
 
         :raises StagingError: If it cannot be written.
         """
-        path = f"{self._root}/{name}"
-        data = json.dumps(value, separators=(",", ":")).encode()
+        path, data = f"{self._root}/{name}", _encoded(value)
         try:
             if self._local:
                 make_folders(os.path.dirname(path))
@@ -190,6 +201,57 @@ class StateFiles:
                 self._fs.rm(paths)
         except OSError as error:
             raise StagingError(f"files of {self._root} cannot be removed: {error}") from None
+
+
+class MemoryFiles(StateFiles):
+    """The same in memory; gone with this object."""
+
+    durable = False
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def read(self, name: str) -> Any:
+        return json.loads(self._files[name]) if name in self._files else None
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        return ((name, self.read(name)) for name in names if name in self._files)
+
+    def create(self, name: str, value: Any) -> bool:
+        return self._files.setdefault(name, data := _encoded(value)) is data
+
+    def put(self, name: str, data: bytes) -> str:
+        self._files[name] = data
+        return name
+
+    def get(self, name: str) -> bytes:
+        if name not in self._files:
+            raise StagingError(f"{name} cannot be read: it is not there")
+        return self._files[name]
+
+    def size(self, name: str) -> int | None:
+        return len(self._files[name]) if name in self._files else None
+
+    def names(self, folder: str = "") -> list[str]:
+        below = f"{folder}/" if folder else ""
+        inside = (name[len(below) :] for name in list(self._files) if name.startswith(below))
+        return sorted({name.partition("/")[0] for name in inside})
+
+    def exists(self, name: str) -> bool:
+        return name in self._files
+
+    def remove(self, name: str) -> None:
+        for each in list(self._files):
+            if each == name or each.startswith(f"{name}/"):
+                del self._files[each]
+
+    def discard(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.remove(name)
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _parsed(path: str, data: bytes) -> Any:

@@ -1,13 +1,13 @@
 """What settling has done, kept in staging so that a killed settlement goes on where it was.
 
-One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), and beside
-them ``due/<epoch>-<generation>.json``: when its lease queue may be looked at again, and
-``claims/<lease queue>/<generation>.json``: whose it is, and ``relied/<queue>.json``: which of the
-queues that stay are old enough to be relied on::
+One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), in which its
+:class:`GenerationLog` is too.  Beside them ``due/<epoch>-<generation>.json``: when its lease queue
+may be looked at again, and ``claims/<lease queue>/<generation>.json``: whose it is, and
+``relied/<queue>.json``: which of the queues that stay are old enough to be relied on::
 
     opened.json     the lease queue is declared: from now on bundles may be in it
     turns.json      who settles and publishes failures again: two turns may publish one twice
-    now-*.json      ids that callbacks settled at once, by action
+    now-*.json      what callbacks settled at once
     settled.json    settling is done but for deleting the lease queue: the report, and the bundles
                     and messages that it is true of
 
@@ -22,8 +22,10 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from airflow_broadway.core.custody.protocol import Action, SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.state_files import StateFiles, digest
+from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled
+from airflow_broadway.producers.kit.state_files import digest, state_files
 
 __all__ = ["Due", "Journal", "Turns", "digest"]
 
@@ -57,13 +59,15 @@ class Journal:
     """
 
     def __init__(self, staging: str | None, queue: str) -> None:
-        self._memory: dict[str, dict[str, Any]] = {}
-        self._notes = None if staging is None else StateFiles(staging, f"rabbitmq/{digest(queue)}")
+        self._files = state_files(staging, f"rabbitmq/{digest(queue)}")
 
     @property
     def durable(self) -> bool:
         """Whether another process sees it."""
-        return self._notes is not None
+        return self._files.durable
+
+    def _log(self, generation: str) -> GenerationLog:
+        return GenerationLog(self._files, generation)
 
     def claim(self, queue: str, generation: str) -> bool:
         """Make a lease queue the generation's alone, for ever; whether it is.
@@ -72,8 +76,8 @@ class Journal:
         queue's name twice, and a stranger may write down the name of one that is in use.
         """
         folder, own = f"claims/{digest(queue)}", f"{digest(generation)}.json"
-        self._write(f"{folder}/{own}", {"queue": queue, "generation": generation})
-        return self._names(folder) == [own]
+        self._files.write(f"{folder}/{own}", {"queue": queue, "generation": generation})
+        return self._files.names(folder) == [own]
 
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
@@ -82,38 +86,36 @@ class Journal:
         :param sure: From when on it may be deleted if it looks empty.
         """
         value = {"queue": queue, "sure": sure}
-        self._write(f"due/{due:.0f}-{digest(generation)}.json", value)
-        self._write(f"{digest(generation)}/opened.json", {"queue": queue})
+        self._files.write(f"due/{due:.0f}-{digest(generation)}.json", value)
+        self._files.write(f"{digest(generation)}/opened.json", {"queue": queue})
 
     def opened(self, generation: str) -> str | None:
         """The generation's lease queue, if bundles may be in it."""
         value = self._read(f"{digest(generation)}/opened.json")
         return None if value is None else str(value["queue"])
 
-    def settled(self, generation: str) -> dict[str, Any] | None:
-        """What a settlement did, if it got as far: ``{"report", "bundles", "messages"}``."""
-        return self._read(f"{digest(generation)}/settled.json")
+    def settled(self, generation: str) -> Settled | None:
+        """What a settlement did, if it got as far; its details are ``bundles`` and ``messages``."""
+        return self._log(generation).settled()
 
     def note_settled(
         self,
         generation: str,
-        report: dict[str, Any],
+        report: SettleReport,
         bundles: Iterable[str] | None,
         *,
-        messages: Mapping[str, str] | None = None,
+        messages: Mapping[str, Action] | None = None,
     ) -> None:
         """Note that all verdicts are carried out.
 
         :param bundles: The bundles that this is true of; ``None``: all.
         :param messages: The messages of other bundles that it is true of: message id → action.
         """
-        self._write(
-            f"{digest(generation)}/settled.json",
-            {
-                "report": report,
-                "bundles": None if bundles is None else list(bundles),
-                "messages": dict(messages or {}),
-            },
+        self._log(generation).end(
+            report,
+            replace=True,
+            bundles=None if bundles is None else list(bundles),
+            messages={key: action.value for key, action in (messages or {}).items()},
         )
 
     def turns(self, generation: str) -> frozenset[str]:
@@ -133,23 +135,21 @@ class Journal:
         """
         before, turn = self.turns(generation), uuid.uuid4().hex[:12]
         name = turn if whole else f"now-{turn}"
-        self._write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
+        self._files.write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
         return name, whole and any(not each.startswith("now-") for each in before)
 
-    def note_now(self, generation: str, actions: dict[str, str]) -> None:
+    def note_now(self, generation: str, actions: Mapping[str, Action]) -> None:
         """Note what callbacks settled at once: message id → action."""
-        self._write(f"{digest(generation)}/now-{uuid.uuid4().hex}.json", actions)
+        self._log(generation).note_now(actions)
 
-    def now(self, generation: str) -> dict[str, str]:
+    def now(self, generation: str) -> dict[str, Action]:
         """All messages that were settled one by one: by callbacks, or without their bundles."""
         return self._now(generation, self.settled(generation))
 
-    def _now(self, generation: str, settled: Mapping[str, Any] | None) -> dict[str, str]:
-        found: dict[str, str] = dict((settled or {}).get("messages") or {})
-        for name in self._names(digest(generation)):
-            if name.startswith("now-"):
-                found.update(self._read(f"{digest(generation)}/{name}") or {})
-        return found
+    def _now(self, generation: str, settled: Settled | None) -> dict[str, Action]:
+        messages = {} if settled is None else settled.details["messages"]
+        alone = {key: Action(action) for key, action in messages.items()}
+        return alone | self._log(generation).now()
 
     def checked(self) -> dict[str, Any]:
         """When the broker's policies were looked at last, and of what: ``{"at", "what"}``."""
@@ -161,7 +161,7 @@ class Journal:
         :param at: Seconds since the epoch.
         :param what: What was looked at; another needs another look.
         """
-        self._write("checked.json", {"at": at, "what": what})
+        self._files.write("checked.json", {"at": at, "what": what})
 
     def seen_type(self, now: float) -> bool:
         """Whether the source queue was found to be no stream within a day.
@@ -173,7 +173,7 @@ class Journal:
 
     def note_type(self, now: float) -> None:
         """Note that the source queue is no stream."""
-        self._write("type.json", {"at": now})
+        self._files.write("type.json", {"at": now})
 
     def relied(self, queue: str) -> bool | None:
         """Whether one of our queues may be relied on: it answered when it was old enough.
@@ -186,11 +186,11 @@ class Journal:
 
     def note_declared(self, queue: str) -> None:
         """Note, before that is done, that a queue which was not there is declared."""
-        self._write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
+        self._files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
 
     def note_relied(self, queue: str) -> None:
         """Note, before anything is published to it, that a queue may be relied on."""
-        self._write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
+        self._files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
 
     def limit(self) -> int | None:
         """The broker's ``max_message_size``, where it refused a bundle for it."""
@@ -199,12 +199,12 @@ class Journal:
 
     def note_limit(self, size: int) -> None:
         """Note that the broker takes no message of more than ``size`` bytes."""
-        self._write("limit.json", {"bytes": size})
+        self._files.write("limit.json", {"bytes": size})
 
     def due(self, now: float) -> list[Due]:
         """The lease queues that may be looked at again."""
         found = []
-        for name in self._names("due"):
+        for name in self._files.names("due"):
             match = _DUE.fullmatch(name)  # what has another name is not ours
             if match is None or float(match[1]) > now:
                 continue
@@ -225,28 +225,26 @@ class Journal:
         :param empty: Whether the returns queue is empty.
         """
         value = {"queue": due.queue, "gone": gone, "sure": due.sure, "empty": empty}
-        self._write(f"due/{at:.0f}-{due.folder}.json", value)
-        self._remove(f"due/{due.name}")
+        self._files.write(f"due/{at:.0f}-{due.folder}.json", value)
+        self._files.remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:
         """Remove all that was noted of a generation."""
-        self._remove(due.folder)
-        self._remove(f"claims/{digest(due.queue)}")
-        self._remove(f"due/{due.name}")
+        self._files.remove(due.folder)
+        self._files.remove(f"claims/{digest(due.queue)}")
+        self._files.remove(f"due/{due.name}")
 
-    def done(self, generation: str, bundle: str | None) -> Mapping[str, str] | None:
+    def done(self, generation: str, bundle: str | None) -> Mapping[str, Action] | None:
         """What needs no handling any more of a bundle that came back; ``None``: all of it.
 
         :param bundle: Its name; ``None`` for one that was given back on purpose.
         :returns: Messages that were settled one by one: message id → action.
         """
         settled = self.settled(generation)
-        if (
-            settled is not None
-            and bundle is not None
-            and (settled["bundles"] is None or bundle in settled["bundles"])
-        ):
-            return None
+        if settled is not None and bundle is not None:
+            bundles = settled.details["bundles"]
+            if bundles is None or bundle in bundles:
+                return None
         return self._now(generation, settled)
 
     # -- files ---------------------------------------------------------------------------------
@@ -256,49 +254,27 @@ class Journal:
 
         :raises StagingError: If there is no staging folder, or it cannot be written.
         """
-        if self._notes is None:
+        if not self.durable:
             raise StagingError("custody='staged' needs a staging folder")
-        return self._notes.put(name, data)
+        return self._files.put(name, data)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file that :meth:`put` wrote; ``None`` if there is none.
 
         :raises StagingError: If the staging folder cannot be read.
         """
-        return None if self._notes is None else self._notes.size(name)
+        return self._files.size(name)
 
     def get(self, name: str) -> bytes:
         """Read a file that :meth:`put` wrote.
 
         :raises StagingError: If it cannot be read.
         """
-        if self._notes is None:
-            raise StagingError(f"the staged bundle {name} cannot be read without a staging folder")
-        return self._notes.get(name)
+        return self._files.get(name)
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        if self._notes is None:
-            return self._memory.get(name)
-        value = self._notes.read(name)
+        value = self._files.read(name)
         return None if value is None else dict(value)
-
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        if self._notes is None:
-            self._memory[name] = value
-        else:
-            self._notes.write(name, value)
-
-    def _remove(self, name: str) -> None:
-        if self._notes is not None:
-            self._notes.remove(name)
-
-    def _names(self, folder: str) -> list[str]:
-        if self._notes is not None:
-            return self._notes.names(folder)
-        below = f"{folder}/" if folder else ""
-        return sorted(
-            {n[len(below) :].partition("/")[0] for n in self._memory if n.startswith(below)}
-        )
 
 
 class Turns:

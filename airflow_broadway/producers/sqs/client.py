@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
-from airflow_broadway.producers.kit.addresses import warn_of_plain_http
+from airflow_broadway.producers.kit.checks import warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import translated
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from airflow_broadway.core.errors import ConnectionMissing
-from airflow_broadway.producers.kit.addresses import is_loopback, warn_of_plain_http
+from airflow_broadway.producers.kit.checks import is_loopback, warn_of_plain_http
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.broker.policies import Policy
 

@@ -17,7 +17,9 @@ from airflow_broadway.core.custody.protocol import (
     Settlement,
     SettleReport,
 )
-from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.kit.checks import check_lease
+from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
@@ -27,7 +29,7 @@ from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import report_of, untold
+from airflow_broadway.producers.rabbitmq.settle.reading import untold
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
 
 if TYPE_CHECKING:
@@ -86,12 +88,12 @@ class RabbitCustodian:
     def _settle_once(self, lease: Lease, settlement: Settlement) -> SettleReport:
         noted = self._journal.settled(lease.generation)
         if noted is not None:
-            if noted["bundles"] is None:  # killed before the queue was deleted
+            if noted.details["bundles"] is None:  # killed before the queue was deleted
                 self._topology.delete(self._link, self._queue(lease))
-            return SettleReport.from_json(noted["report"])
+            return noted.report
         report = self._settle(lease, settlement)
         if self._journal.settled(lease.generation) is None:
-            self._journal.note_settled(lease.generation, report.to_json(), ())
+            self._journal.note_settled(lease.generation, report, ())
         return report
 
     def _settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
@@ -104,7 +106,7 @@ class RabbitCustodian:
         if depth is None:
             noted = self._journal.settled(lease.generation)
             if noted is not None:  # another has settled it just now, and deleted the queue
-                return SettleReport.from_json(noted["report"])
+                return noted.report
             early = untold(self._journal.now(lease.generation), settlement)
             if expected is None:
                 return self._without_manifest(lease) + early
@@ -163,21 +165,21 @@ class RabbitCustodian:
             gives_back=False,
         )
         actions: Counter[Action] = Counter()
-        news: dict[str, str] = {}
+        news: dict[str, Action] = {}
         for entry in given:
             key, action = entry.message_id, entry.verdict.action
             if key in done:
-                actions[Action(done[key])] += 1
+                actions[done[key]] += 1
                 continue
             if action is not Action.ACK:
                 if not staged(entry):
                     outbox.guard.refuse(key, "its payload was not kept")
                     continue
                 outbox.carry_out(held_of(entry), entry.verdict)
-            news[key] = action.value
+            news[key] = action
             actions[action] += 1
         for key in outbox.finish():  # it stays with the others
-            actions[Action(news.pop(key))] -= 1
+            actions[news.pop(key)] -= 1
         if news:
             self._journal.note_now(lease.generation, news)
         guard = outbox.guard
@@ -253,14 +255,7 @@ class RabbitCustodian:
         return depth
 
     def _checked(self, lease: Lease) -> Lease:
-        here = self._producer.queue
-        if lease.kind != self._producer.kind or lease.state.get("queue", here) != here:
-            raise ProducerError(
-                f"the lease of generation {lease.generation!r} is of {lease.kind} queue"
-                f" {lease.state.get('queue')!r}, and this producer's is {self._producer.kind} queue"
-                f" {here!r}: give both halves of the run the same options"
-            )
-        return lease
+        return check_lease(lease, self._producer.kind, self._producer.queue)
 
     def _settling(self, lease: Lease) -> LeaseSettlement:
         return LeaseSettlement(

@@ -5,52 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from airflow_broadway.core.custody.protocol import Action, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError, StagingError
+from airflow_broadway.producers.kit.generation_log import Settled
+from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
-__all__ = ["Read", "report_of", "together", "untold"]
-
-_COUNTS = {
-    Action.ACK: "acked",
-    Action.RETRY: "requeued",
-    Action.DEAD_LETTER: "dead_lettered",
-    Action.LEAVE: "left",
-    Action.RELEASE: "released",
-}
+__all__ = ["Read", "together", "untold"]
 
 
-def report_of(
-    actions: Counter[Action],
-    *,
-    lapsed: int = 0,
-    failed: int = 0,
-    errors: tuple[str, ...] = (),
-) -> SettleReport:
-    """The report of so many verdicts carried out."""
-    counts: dict[str, Any] = {_COUNTS[action]: count for action, count in actions.items()}
-    return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=errors)
-
-
-def untold(now: Mapping[str, str], settlement: Settlement) -> SettleReport:
+def untold(now: Mapping[str, Action], settlement: Settlement) -> SettleReport:
     """What was settled at once beyond what the settlement knows of.
 
     :param now: The messages that were settled at once: message id → action.
     """
-    known = settlement.settled_now
-    if known is None:
-        return SettleReport()
-    counted = Counter(Action(action) for action in now.values())
-    return report_of(
-        +Counter(
-            {action: count - getattr(known, _COUNTS[action]) for action, count in counted.items()}
-        )
-    )
+    return beyond(report_of(now.values()), settlement)
 
 
 class Read:
@@ -110,12 +83,12 @@ def _print(message: Held) -> int:
     return hash((message.attempt, message.route, message.properties, message.body))
 
 
-def together(other: Mapping[str, Any], read: Read) -> tuple[SettleReport, list[str] | None]:
+def together(other: Settled, read: Read) -> tuple[SettleReport, list[str] | None]:
     """What another settlement noted while this one was at work, and what this one did beside it."""
-    report = SettleReport.from_json(other["report"])
-    if other["bundles"] is None:
+    report = other.report
+    if other.details["bundles"] is None:
         return report, None
-    theirs, done = set(other["bundles"]), other.get("messages") or {}
+    theirs, done = set(other.details["bundles"]), other.details["messages"]
     mine: Counter[Action] = Counter()
     failed = 0
     for name, ids in read.bundles.items():
@@ -123,6 +96,6 @@ def together(other: Mapping[str, Any], read: Read) -> tuple[SettleReport, list[s
             own = [key for key in ids if key not in done]
             mine.update(read.became[key] for key in own if key in read.became)
             failed += sum(key in read.failed for key in own)
-    added = report_of(mine, failed=failed, errors=tuple(read.errors))
+    added = report_of(mine, failed=failed, errors=read.errors)
     report = replace(report + added, lapsed=max(0, report.lapsed - added.total))
     return report, sorted({*theirs, *read.bundles})

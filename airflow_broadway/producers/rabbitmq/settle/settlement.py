@@ -28,12 +28,13 @@ from airflow_broadway.core.custody.protocol import (
     Settlement,
     SettleReport,
 )
+from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import Read, report_of, together, untold
+from airflow_broadway.producers.rabbitmq.settle.reading import Read, together, untold
 
 __all__ = ["LeaseSettlement"]
 
@@ -132,7 +133,7 @@ class LeaseSettlement:
         errors = (*self._outbox.guard.errors(), note)
         report = report_of(actions, lapsed=lost, failed=failed, errors=errors)
         report += untold(self._now, settlement)
-        self._journal.note_settled(self._lease.generation, report.to_json(), None)
+        self._journal.note_settled(self._lease.generation, report, None)
         return report
 
     def _others(self, settlement: Settlement) -> int:
@@ -215,7 +216,8 @@ class LeaseSettlement:
             bundles_done: Collection[str] | None = list(read.bundles)
         else:
             report, bundles_done = together(other, read)
-            unseen = dict(other.get("messages") or {})
+            done = other.details["messages"]
+            unseen = {key: Action(action) for key, action in done.items()}
         self._ended(report, bundles_done, unseen)
         getter.ack()
         getter.close()
@@ -294,9 +296,7 @@ class LeaseSettlement:
                 f" somebody emptied it; {len(unseen)} of their messages were settled from staging,"
                 f" and {lapsed} come back if their bundles do"
             )
-        report = report_of(
-            actions, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors))
-        )
+        report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
         return report + untold(self._now, settlement)
 
     # -- the end -------------------------------------------------------------------------------
@@ -315,8 +315,7 @@ class LeaseSettlement:
         """
         note = self._journal.note_settled
         generation = self._lease.generation
-        named = {key: Action(action).value for key, action in messages.items()}
-        note(generation, report.to_json(), bundles_done, messages=named)
+        note(generation, report, bundles_done, messages=messages)
         if depth is None:
             return report
         deleted = self._topology.delete(self._link, self._queue)
@@ -327,5 +326,5 @@ class LeaseSettlement:
             )
             log.error("%s", error, extra={"code": "lease_queue_count"})
             report += SettleReport(errors=(error,))
-            note(generation, report.to_json(), bundles_done, messages=named)
+            note(generation, report, bundles_done, messages=messages)
         return report

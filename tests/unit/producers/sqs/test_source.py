@@ -16,7 +16,7 @@ from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kit import addresses
+from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.errors import Expired
 from airflow_broadway.producers.sqs.producer import partition_of
@@ -242,7 +242,7 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
 
         assert message.data == b"more"
         assert run.fake.entries["ChangeMessageVisibility"] == 1
-        until = run.source._book._spans[-1][0]
+        until = run.source._receipts._spans[-1][0]
         assert until == run.clock.now().timestamp() + 600
 
 
@@ -525,7 +525,7 @@ def test_an_endpoint_that_is_not_encrypted_is_told(
     endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = SqsProducer(queue_url=f"{endpoint}/1/orders", conn_id=None, region_name="eu-west-1")
-    addresses.warn_of_plain_http.cache_clear()
+    checks.warn_of_plain_http.cache_clear()
 
     for _ in range(2):
         client.boto_client(producer, ProducerEnv()).close()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep
@@ -47,7 +48,7 @@ class Broker:
 def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Journal:
     made = Journal(f"file://{tmp_path}" if request.param == "file" else None, "q")
     made.note_opened("g1", LEASE, DUE, SURE)
-    made.note_settled("g1", {}, None)
+    made.note_settled("g1", SettleReport(), None)
     return made
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.receive.returned import examine
@@ -32,7 +34,7 @@ def test_an_open_generation_is_handled_again_and_marked(journal: Journal) -> Non
 
 @pytest.mark.parametrize("bundles", [None, ["b1"]])
 def test_a_settled_bundle_is_dropped(journal: Journal, bundles: list[str] | None) -> None:
-    journal.note_settled("g1", {}, bundles)
+    journal.note_settled("g1", SettleReport(), bundles)
 
     assert examine(bundle(3), journal) is None
 
@@ -40,14 +42,14 @@ def test_a_settled_bundle_is_dropped(journal: Journal, bundles: list[str] | None
 def test_the_report_of_a_settlement_is_read_once_for_a_bundle(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal.note_settled("g1", {}, ["another"], messages={"m0": "ack"})
-    inside, read = Journal._read, []
+    journal.note_settled("g1", SettleReport(), ["another"], messages={"m0": Action.ACK})
+    inside, read = StateFiles.read, []
 
-    def reading(self: Journal, name: str) -> dict[str, Any] | None:
+    def reading(self: StateFiles, name: str) -> Any:
         read.append(name)
         return inside(self, name)
 
-    monkeypatch.setattr(Journal, "_read", reading)
+    monkeypatch.setattr(StateFiles, "read", reading)
 
     found = examine(bundle(3), journal)
 
@@ -57,19 +59,19 @@ def test_the_report_of_a_settlement_is_read_once_for_a_bundle(
 
 
 def test_a_bundle_that_settling_never_saw_is_not_dropped(journal: Journal) -> None:
-    journal.note_settled("g1", {}, ["another"])
+    journal.note_settled("g1", SettleReport(), ["another"])
 
     assert examine(bundle(3), journal) is not None
 
 
 def test_a_released_bundle_is_never_dropped(journal: Journal) -> None:
-    journal.note_settled("g1", {}, None)
+    journal.note_settled("g1", SettleReport(), None)
 
     assert examine(bundle(3, released=True), journal) is not None
 
 
 def test_what_was_settled_at_once_is_left_out(journal: Journal) -> None:
-    journal.note_now("g1", {"m1": "ack"})
+    journal.note_now("g1", {"m1": Action.ACK})
 
     read = examine(bundle(3), journal)
 

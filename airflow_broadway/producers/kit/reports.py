@@ -1,0 +1,40 @@
+"""Reports of settlements, by counts of actions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from airflow_broadway.core.custody.protocol import Action, Settlement, SettleReport
+from airflow_broadway.core.custody.verdicts import COUNTED
+
+__all__ = ["beyond", "report_of"]
+
+
+def report_of(
+    actions: Mapping[Action, int] | Iterable[Action],
+    *,
+    lapsed: int = 0,
+    failed: int = 0,
+    errors: Iterable[str] = (),
+) -> SettleReport:
+    """The report of verdicts that were carried out.
+
+    :param actions: How many of each; or each.
+    :param errors: Each is in the report once.
+    """
+    counts: dict[str, Any] = {COUNTED[action]: count for action, count in Counter(actions).items()}
+    return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
+
+
+def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
+    """What callbacks settled at once, beyond what the settlement knows of.
+
+    :param at_once: All that ``settle_now`` did under the lease, by the producer's own record.
+    """
+    known = settlement.settled_now
+    if known is None:
+        return SettleReport()
+    more = {name: getattr(at_once, name) - getattr(known, name) for name in COUNTED.values()}
+    return SettleReport(**{name: count for name, count in more.items() if count > 0})

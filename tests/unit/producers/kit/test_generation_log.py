@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled, forget_ended
+from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
+
+REPORT = SettleReport(acked=2, errors=("one",))
+
+
+@pytest.fixture(params=["disk", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> StateFiles:
+    return state_files(f"file://{tmp_path}" if request.param == "disk" else None, "some/queue")
+
+
+@pytest.fixture
+def log(files: StateFiles) -> GenerationLog:
+    return GenerationLog(files, "g1")
+
+
+def test_what_was_done_is_known_to_whoever_goes_on(files: StateFiles, log: GenerationLog) -> None:
+    log.note_now({"a": Action.ACK})
+    log.note_now({"b": Action.DEAD_LETTER})
+    log.note_done({"c": Action.RETRY})
+
+    other = GenerationLog(files, "g1")
+
+    assert other.now() == {"a": Action.ACK, "b": Action.DEAD_LETTER}
+    assert other.done() == {"c": Action.RETRY}
+    assert GenerationLog(files, "g2").now() == {}
+
+
+def test_the_plan_of_whoever_began_first_stands(files: StateFiles, log: GenerationLog) -> None:
+    assert log.begin({"a": "ack"}) == {"a": "ack"}
+    assert GenerationLog(files, "g1").begin({"a": "release"}) == {"a": "ack"}
+
+
+def test_the_first_report_stands_unless_it_is_replaced(log: GenerationLog) -> None:
+    assert (log.settled(), log.is_settled()) == (None, False)
+
+    assert log.end(REPORT, bundles=["x"]) == Settled(REPORT, {"bundles": ["x"]})
+
+    assert log.is_settled()
+    assert log.end(SettleReport(lapsed=2)) == log.settled() == Settled(REPORT, {"bundles": ["x"]})
+    log.end(SettleReport(failed=2), replace=True)
+    assert log.settled() == Settled(SettleReport(failed=2), {})
+
+
+def test_a_report_is_kept_until_its_day_is_long_past(files: StateFiles, log: GenerationLog) -> None:
+    log.note_now({"a": Action.ACK})
+    log.begin()
+    log.end(REPORT)
+
+    log.keep_report("2026-03-14")
+
+    assert log.names() == ["settled.json"]
+    forget_ended(files, before="2026-03-14")
+    assert log.settled() == Settled(REPORT, {})
+    forget_ended(files, before="2026-03-15")
+    assert log.settled() is None
+    assert files.names("ended") == []
+
+
+def test_a_file_that_goes_while_it_is_read_says_that_another_settled(log: GenerationLog) -> None:
+    with pytest.raises(StagingError, match=r"now-1\.json .* is gone: another process has settled"):
+        log.now(["now-1.json"])
+
+
+def test_what_a_stranger_wrote_is_not_taken_for_a_note(tmp_path: Path) -> None:
+    log = GenerationLog(state_files(f"file://{tmp_path}", "q"), "g1")
+    log.note_now({"a": Action.ACK})
+    (tmp_path / "q" / digest("g1") / "now-2.json").write_text("{")
+
+    with pytest.raises(Damaged):
+        log.now()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.kit.state_files import StateFiles, state_files
+
+
+@pytest.fixture(params=["disk", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> StateFiles:
+    return state_files(f"file://{tmp_path}" if request.param == "disk" else None, "some/queue")
+
+
+def test_what_was_written_is_read_listed_and_removed(files: StateFiles) -> None:
+    files.write("a/1.json", [1])
+    files.write("a/2.json", {"two": 2})
+    files.write("b.json", "three")
+
+    assert files.read("a/2.json") == {"two": 2}
+    assert files.read("a/3.json") is None
+    assert dict(files.read_all(["a/1.json", "a/3.json"])) == {"a/1.json": [1]}
+    assert (files.names("a"), files.names()) == (["1.json", "2.json"], ["a", "b.json"])
+    assert (files.exists("b.json"), files.exists("c.json")) == (True, False)
+    files.remove("a")
+    files.discard(["b.json", "c.json"])
+    assert files.names() == []
+
+
+def test_of_two_that_create_a_file_one_does(files: StateFiles) -> None:
+    assert files.create("once.json", "one")
+    assert not files.create("once.json", "two")
+    assert files.read("once.json") == "one"
+
+
+def test_bytes_are_kept_as_they_are(files: StateFiles) -> None:
+    files.put("body", b"\x00\xff")
+
+    assert (files.get("body"), files.size("body"), files.size("other")) == (b"\x00\xff", 2, None)
+    with pytest.raises(StagingError, match="other cannot be read"):
+        files.get("other")
