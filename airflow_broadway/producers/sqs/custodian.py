@@ -1,21 +1,22 @@
-"""The half that renews and settles, from any process: knows the lease, and the book of receipts."""
+"""The half that renews and settles, from any process: knows the lease, reads the receipts."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement, SettleReport
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.checks import check_lease
+from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of
 from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
-from airflow_broadway.producers.sqs.receipts import COUNTED, Receipts, ReceiptsFolder, report_of
+from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.sqs.settlement import Plan, QueueSettlement, plan
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ class SqsCustodian:
         self._producer = producer
         self._env = env
         self._clock = env.clock
-        self._shelf = ReceiptsFolder(env.staging, producer.place)
-        self._bulk = BatchRequests(producer.receive_concurrency, env.clock)
+        self._folder = ReceiptsFolder(env.staging, producer.place)
+        self._requests = BatchRequests(producer.receive_concurrency, env.clock)
         self._opened: Queue | None = None
-        self._books: dict[str, Receipts] = {}
+        self._known: dict[str, Receipts] = {}
         self._told: set[str] = set()
 
     # -- holding -------------------------------------------------------------------------------
@@ -51,33 +52,33 @@ class SqsCustodian:
     def renew(self, lease: Lease) -> Lease | None:
         now = self._clock.now().timestamp()
         horizon = now + RENEW_AT * lease.seconds
-        if lease.deadline.timestamp() > horizon and not self._shelf.is_open(lease.generation):
+        if lease.deadline.timestamp() > horizon and not self._folder.is_open(lease.generation):
             # Not yet due, so its receipts need not be read: a sensor looks far more often.
-            return None if self._shelf.ended(lease.generation) else lease
-        book = self._book(lease)
-        if book.ended():
+            return None if self._folder.ended(lease.generation) else lease
+        receipts = self._receipts_of(lease)
+        if receipts.ended():
             return None
-        until = self._until(lease, book)
+        until = self._until(lease, receipts)
         if now >= until:
             return None
-        if not book.receipts:
+        if not receipts.handles:
             return lease
-        last = (book.since or now) + LONGEST_VISIBILITY
+        last = (receipts.since or now) + LONGEST_VISIBILITY
         seconds = min(self._producer.visibility, int(last - now) - 1)
-        due = book.due(horizon)
+        due = receipts.due(horizon)
         if due and now + seconds > until + 1:
             self._foretell(lease, last, now)
-            self._renew(book, due, seconds)
-            book.renewed(horizon, now + seconds)
-            if not book.held() and not book.now:
+            self._renew(receipts, due, seconds)
+            receipts.renewed(horizon, now + seconds)
+            if not receipts.held() and not receipts.now:
                 return None
-        return replace(lease, deadline=_instant(self._until(lease, book)))
+        return replace(lease, deadline=_instant(self._until(lease, receipts)))
 
-    def _renew(self, book: Receipts, due: list[str], seconds: int) -> None:
-        refused = self._bulk.send(
+    def _renew(self, receipts: Receipts, due: list[str], seconds: int) -> None:
+        refused = self._requests.send(
             self._queue.change,
             (
-                (each, {"ReceiptHandle": book.receipts[each], "VisibilityTimeout": seconds})
+                (each, {"ReceiptHandle": receipts.handles[each], "VisibilityTimeout": seconds})
                 for each in due
             ),
         )
@@ -89,7 +90,7 @@ class SqsCustodian:
                 len(gone),
                 len(due),
             )
-            book.lose(gone)
+            receipts.lose(gone)
         others = {refusal.text for refusal in refused.values() if not refusal.gone}
         if others:
             raise ProducerError("; ".join(sorted(others)))
@@ -108,42 +109,43 @@ class SqsCustodian:
             )
 
     def holds(self, lease: Lease) -> bool:
-        book = self._book(lease)
-        return not book.ended() and self._clock.now().timestamp() < self._until(lease, book)
+        receipts = self._receipts_of(lease)
+        return not receipts.ended() and self._clock.now().timestamp() < self._until(lease, receipts)
 
     # -- settling ------------------------------------------------------------------------------
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        book = self._book(lease, fresh=True)
-        if book.report is not None:
-            return book.report
-        report = self._settle(lease, book, settlement) + _beyond(book, settlement)
-        if book.receipts or settlement.expected != 0:
-            return book.end(report, day_of(self._clock.now()))
+        receipts = self._receipts_of(lease, fresh=True)
+        if receipts.report is not None:
+            return receipts.report
+        report = self._settle(lease, receipts, settlement)
+        report += beyond(report_of(receipts.now.values()), settlement)
+        if receipts.handles or settlement.expected != 0:
+            return receipts.end(report, day_of(self._clock.now()))
         return report
 
-    def _settle(self, lease: Lease, book: Receipts, settlement: Settlement) -> SettleReport:
-        planned = plan(book, lease, settlement)
+    def _settle(self, lease: Lease, receipts: Receipts, settlement: Settlement) -> SettleReport:
+        planned = plan(receipts, lease, settlement)
         lapsed = SettleReport(lapsed=planned.lapsed, errors=planned.errors)
-        if not book.receipts:
+        if not receipts.handles:
             # It never received, or somebody else's process did and wrote nothing down.
             return lapsed
-        if self._clock.now().timestamp() >= self._until(lease, book):
+        if self._clock.now().timestamp() >= self._until(lease, receipts):
             return lapsed + report_of(
-                Counter(book.done.values()),
-                lapsed=len(planned.verdicts) - len(book.done),
-                errors=self._why_lapsed(book),
+                receipts.done.values(),
+                lapsed=len(planned.verdicts) - len(receipts.done),
+                errors=self._why_lapsed(receipts),
             )
-        settling = self._settling(lease, book)
-        book.begin()
+        settling = self._settling(lease, receipts)
+        receipts.begin()
         done = settling.carry_out(planned, note=True)
         report = settling.report(done.values()) + lapsed
-        return report + SettleReport(errors=self._nearly_lapsed(book))
+        return report + SettleReport(errors=self._nearly_lapsed(receipts))
 
-    def _nearly_lapsed(self, book: Receipts) -> tuple[str, ...]:
+    def _nearly_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
         """Tell in the report too that there was little time left: the next run may have none."""
         now = self._clock.now().timestamp()
-        left = (book.since or now) + LONGEST_VISIBILITY - now
+        left = (receipts.since or now) + LONGEST_VISIBILITY - now
         if left >= _LATE:
             return ()
         told = (
@@ -152,76 +154,70 @@ class SqsCustodian:
         )
         return (told,)
 
-    def _why_lapsed(self, book: Receipts) -> tuple[str, ...]:
+    def _why_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
         now = self._clock.now().timestamp()
-        if book.since is not None and now >= book.since + LONGEST_VISIBILITY - 2:
+        if receipts.since is not None and now >= receipts.since + LONGEST_VISIBILITY - 2:
             return ("the lease had reached SQS's limit of 12 hours from receipt",)
         return ()
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
-        book = self._book(lease)
+        receipts = self._receipts_of(lease)
         given = {entry.message_id: entry for entry in entries}
         if not given:
             return SettleReport()
-        if book.ended() or self._clock.now().timestamp() >= self._until(lease, book):
+        if receipts.ended() or self._clock.now().timestamp() >= self._until(lease, receipts):
             return SettleReport(lapsed=len(given), undone=frozenset(given))
-        before = {key: book.now[key] for key in given if key in book.now}
+        before = {key: receipts.now[key] for key in given if key in receipts.now}
         verdicts = {
             key: entry.verdict
             for key, entry in given.items()
-            if key not in book.now and key in book.receipts and key not in book.lost
+            if key not in receipts.now and key in receipts.handles and key not in receipts.lost
         }
         lapsed = len(given) - len(before) - len(verdicts)
-        settling = self._settling(lease, book)
+        settling = self._settling(lease, receipts)
         try:
             settling.carry_out(Plan(verdicts, given), note=False)
         finally:
-            book.note_now(settling.done)
+            receipts.note_now(settling.done)
         done = settling.done | before
         undone = frozenset(given.keys() - done.keys())
         return settling.report(done.values()) + SettleReport(lapsed=lapsed, undone=undone)
 
     def close(self) -> None:
-        self._bulk.close()
+        self._requests.close()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
 
     # -- what is known -------------------------------------------------------------------------
 
-    def _book(self, lease: Lease, *, fresh: bool = False) -> Receipts:
-        here = self._producer.place
-        if lease.kind != self._producer.kind or lease.state.get("queue", here) != here:
-            raise ProducerError(
-                f"the lease of generation {lease.generation!r} is of {lease.kind} queue"
-                f" {lease.state.get('queue')!r}, and this producer's is {self._producer.kind} queue"
-                f" {here!r}: give both halves of the run the same options"
-            )
-        book = self._books.get(lease.generation)
-        if book is None or fresh:
-            book = self._books[lease.generation] = self._shelf.book(lease.generation)
-        return book
+    def _receipts_of(self, lease: Lease, *, fresh: bool = False) -> Receipts:
+        check_lease(lease, self._producer.kind, self._producer.place)
+        receipts = self._known.get(lease.generation)
+        if receipts is None or fresh:
+            receipts = self._known[lease.generation] = self._folder.of(lease.generation)
+        return receipts
 
     @staticmethod
-    def _until(lease: Lease, book: Receipts) -> float:
+    def _until(lease: Lease, receipts: Receipts) -> float:
         """Until when all of it is held, by whichever note is the latest."""
         deadline = lease.deadline.timestamp()
-        held = book.until
+        held = receipts.until
         return deadline if held is None else max(deadline, held)
 
-    def _until_by_now(self, lease: Lease, book: Receipts) -> float:
-        book.refresh()
-        return self._until(lease, book)
+    def _until_by_now(self, lease: Lease, receipts: Receipts) -> float:
+        receipts.refresh()
+        return self._until(lease, receipts)
 
-    def _settling(self, lease: Lease, book: Receipts) -> QueueSettlement:
+    def _settling(self, lease: Lease, receipts: Receipts) -> QueueSettlement:
         return QueueSettlement(
             self._producer,
             self._queue,
-            self._shelf,
-            self._bulk,
-            book,
+            self._folder,
+            self._requests,
+            receipts,
             self._clock,
-            held_until=lambda: self._until_by_now(lease, book),
+            held_until=lambda: self._until_by_now(lease, receipts),
         )
 
     @property
@@ -229,18 +225,6 @@ class SqsCustodian:
         if self._opened is None:
             self._opened = open_queue(self._producer, self._env)
         return self._opened
-
-
-def _beyond(book: Receipts, settlement: Settlement) -> SettleReport:
-    """What callbacks settled at once beyond what their caller could still say."""
-    if settlement.settled_now is None or not book.now:
-        return SettleReport()
-    counted = Counter(book.now.values())
-    more: dict[Action, int] = {
-        action: count - getattr(settlement.settled_now, COUNTED[action])
-        for action, count in counted.items()
-    }
-    return report_of({action: count for action, count in more.items() if count > 0})
 
 
 def _instant(seconds: float) -> datetime:

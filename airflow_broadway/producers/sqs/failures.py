@@ -5,9 +5,9 @@ such a message reads them.  Below the pipeline's staging folder::
 
     sqs/<queue>/attempts/<day>.<unique>.json     id → failures on record
 
-As SQS may keep a message for two weeks, there may be tens of thousands of these files.  A run that
-begins merges those of a day into one, while it holds no message whose time runs; what is read later
-are a few files of each day, side by side where the store can.
+SQS may keep a message for two weeks, so there may be tens of thousands of these files.  A run
+merges those of a day into one when it begins, while it holds no message whose time runs.  What is
+read later is a few files of each day, side by side where the store can.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["Failures"]
 log = logging.getLogger(__name__)
 
 #: Days for which failures are kept: SQS keeps no message for longer than 14.
-_KEPT: Final = 16
+_KEPT_DAYS: Final = 16
 #: Files of one day from which on they are merged.
-_MANY: Final = 8
+_MERGED_FROM: Final = 8
 #: Seconds between two looks for failures that others noted.
-_LOOK: Final = 30.0
+_LOOK_INTERVAL: Final = 30.0
 _FOLDER: Final = "attempts"
 
 
 class Failures:
     """The failures on record of one queue's messages; used from one thread.
 
-    :param notes: Where they are written down; ``None``: nowhere.
+    :param files: The queue's.
     """
 
-    def __init__(self, notes: StateFiles | None) -> None:
-        self._notes = notes
+    def __init__(self, files: StateFiles) -> None:
+        self._files = files
         self._known: dict[str, int] = {}
         self._look_at = 0.0
         self._read: set[str] = set()
@@ -51,8 +51,8 @@ class Failures:
 
         :raises StagingError: If that cannot be written.
         """
-        if failures and self._notes is not None:
-            self._write(self._notes, day_of(now), failures)
+        if failures:
+            self._write(day_of(now), failures)
 
     def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
         """The failures on record of those of ``ids`` that have any.
@@ -63,9 +63,9 @@ class Failures:
         """
         wanted = list(ids)
         unknown = not all(each in self._known for each in wanted)
-        if unknown and now.timestamp() >= self._look_at and self._notes is not None:
-            self._look_at = now.timestamp() + _LOOK
-            while self._learn(self._notes):
+        if unknown and now.timestamp() >= self._look_at:
+            self._look_at = now.timestamp() + _LOOK_INTERVAL
+            while self._learn():
                 pass  # somebody merges meanwhile: what is gone is in another file
         return {each: self._known[each] for each in wanted if each in self._known}
 
@@ -74,38 +74,34 @@ class Failures:
 
         :raises StagingError: If that cannot be done.
         """
-        notes = self._notes
-        if notes is None:
-            return
         days: dict[str, list[str]] = defaultdict(list)
-        for name in notes.names(_FOLDER):
+        for name in self._files.names(_FOLDER):
             days[name.partition(".")[0]].append(f"{_FOLDER}/{name}")
-        oldest = day_of(now, before=_KEPT)
+        oldest = day_of(now, before=_KEPT_DAYS)
         for day, paths in days.items():
             if day < oldest:
-                notes.discard(paths)
-            elif len(paths) >= _MANY:
-                read = _counts(notes, paths)
+                self._files.discard(paths)
+            elif len(paths) >= _MERGED_FROM:
+                read = _counts(self._files, paths)
                 merged: dict[str, int] = {}
                 for counts in read.values():
                     _add(merged, counts)
                 # Written before the others are removed: what is in two files counts once.
-                self._write(notes, day, merged)
-                notes.discard(read)
+                self._write(day, merged)
+                self._files.discard(read)
 
-    def _learn(self, notes: StateFiles) -> bool:
+    def _learn(self) -> bool:
         """Read what is there and has not been read; whether some of it was gone before that."""
-        names = (f"{_FOLDER}/{name}" for name in notes.names(_FOLDER))
+        names = (f"{_FOLDER}/{name}" for name in self._files.names(_FOLDER))
         fresh = [path for path in names if path not in self._read]
         self._read.update(fresh)
-        found = _counts(notes, fresh)
+        found = _counts(self._files, fresh)
         for counts in found.values():
             _add(self._known, counts)
         return len(found) < len(fresh)
 
-    @staticmethod
-    def _write(notes: StateFiles, day: str, failures: Mapping[str, int]) -> None:
-        notes.write(f"{_FOLDER}/{day}.{uuid.uuid4().hex}.json", dict(failures))
+    def _write(self, day: str, failures: Mapping[str, int]) -> None:
+        self._files.write(f"{_FOLDER}/{day}.{uuid.uuid4().hex}.json", dict(failures))
 
 
 def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
@@ -113,10 +109,10 @@ def _add(known: dict[str, int], more: Mapping[str, int]) -> None:
         known[message_id] = max(count, known.get(message_id, 0))
 
 
-def _counts(notes: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
+def _counts(files: StateFiles, paths: Iterable[str]) -> dict[str, dict[str, int]]:
     """What is in files, by path: nothing in one that is damaged; what is gone is left out."""
     found: dict[str, dict[str, int]] = {}
-    for path, value in notes.read_all(paths):
+    for path, value in files.read_all(paths):
         whole = isinstance(value, dict) and all(isinstance(each, int) for each in value.values())
         if not whole:
             log.error("%s is damaged: what it says of failures is not counted", path)

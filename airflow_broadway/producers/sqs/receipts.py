@@ -4,20 +4,15 @@ A receipt handle is all that settles an SQS message, and whoever renews or settl
 process than the one that received it.  So the source writes the receipts down, in portions, before
 any callback sees a message: that is how SQS *secures*.  Below the pipeline's staging folder::
 
-    sqs/<queue>/<generation>/
-        receipts-000000.json    a portion: its instants, and id, receipt and group of each message
-        renewed.json            all that was there is held until then
-        now-*.json              what callbacks settled at once: id → action
-        begun.json              settling has begun
-        done-*.json             what settling has carried out so far: id → action
-        lost-*.json             ids whose receipt SQS refused
-        settled.json            settling is done: the report; nothing else is left then
-    sqs/<queue>/ended/<day>/<generation>.json    which folders a later run may remove
+    sqs/<queue>/<generation>/     its GenerationLog, and in the same folder
+        receipts-000000.json      a portion: its instants, and id, handle and group of each message
+        renewed.json              all that was there is held until then
+        lost-*.json               ids whose receipt SQS refused
 
 Losing these files loses no message: all come back when their visibility timeout is over.  Without a
-staging folder the book is in this process's memory alone.
+staging folder the receipts are in this process's memory alone.
 
-Instants are seconds since the epoch, by the producer's clock, never SQS's: it accepts a receipt
+Instants are seconds since the epoch, by the producer's clock and never by SQS's: it takes a receipt
 whose time is over as long as nobody else has the message, and so cannot be asked.
 """
 
@@ -25,61 +20,37 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Action, SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest
+from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
+from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
 from airflow_broadway.producers.sqs.failures import Failures
 
-__all__ = ["COUNTED", "KEPT_REPORTS", "Receipts", "ReceiptsFolder", "report_of"]
+__all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION: Final = 1
 #: Days for which the report of a settled generation is kept.
-KEPT_REPORTS = 7
-#: Books that a process keeps after their end, so that settling again reports the same.
-_KEPT = 256
-
-COUNTED: dict[Action, str] = {
-    Action.ACK: "acked",
-    Action.RETRY: "requeued",
-    Action.DEAD_LETTER: "dead_lettered",
-    Action.LEAVE: "left",
-    Action.RELEASE: "released",
-}
-
-
-def report_of(
-    actions: Mapping[Action, int],
-    *,
-    lapsed: int = 0,
-    failed: int = 0,
-    errors: Iterable[str] = (),
-) -> SettleReport:
-    """A report by counts of actions."""
-    counts: dict[str, Any] = {COUNTED[action]: count for action, count in actions.items() if count}
-    return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
+KEPT_REPORTS: Final = 7
+#: Generations that a process keeps after their end, so that settling again reports the same.
+_KEPT_GENERATIONS: Final = 256
 
 
 class Receipts:
-    """One generation's receipts; shared by the threads of a process.
+    """One generation's receipts; shared by the threads of a process."""
 
-    :param notes: Where they are written down; ``None``: nowhere.
-    :param name: The generation's folder there.
-    """
-
-    def __init__(self, notes: StateFiles | None, name: str) -> None:
-        self._notes = notes
-        self._name = name
+    def __init__(self, files: StateFiles, generation: str) -> None:
+        self._files = files
+        self._log = GenerationLog(files, generation)
         self._lock = threading.Lock()
         self._portions = 0
-        #: Message id → its newest receipt, in order of arrival.
-        self.receipts: dict[str, str] = {}
+        #: Message id → its newest receipt handle, in order of arrival.
+        self.handles: dict[str, str] = {}
         #: Message id → its message group, of a FIFO queue.
         self.groups: dict[str, str] = {}
         #: When the first message was asked for: 12 hours run from it.
@@ -96,15 +67,16 @@ class Receipts:
         self.blocked: set[str] = set()
         #: Whether a settlement began before this one.
         self.begun = False
-        #: Ids for which something was asked of SQS whose answer never came.
-        self.unanswered: set[str] = set()
+        #: What was asked of SQS first whose answer never came.
+        self.unanswered: dict[str, Action] = {}
+        #: How it was settled; ``None`` while it is not.
         self.report: SettleReport | None = None
 
     # -- what is held --------------------------------------------------------------------------
 
     @property
     def until(self) -> float | None:
-        """Until when everything in it is held; ``None`` if nothing is in it."""
+        """Until when all of it is held; ``None`` if nothing was received."""
         with self._lock:
             return min((until for until, _ in self._spans), default=None)
 
@@ -112,43 +84,43 @@ class Receipts:
         """The ids that are neither settled nor lost, in order of arrival."""
         with self._lock:
             gone = self.now.keys() | self.lost
-            return [each for each in self.receipts if each not in gone]
+            return [each for each in self.handles if each not in gone]
 
     def knows(self, message_id: str) -> bool:
         """Whether this generation has received it before."""
-        return message_id in self.receipts
+        return message_id in self.handles
 
     # -- receiving -----------------------------------------------------------------------------
 
     def add(
-        self, messages: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
+        self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
-        """Take receipts into the book, in memory.
+        """Take receipts, in memory.
 
-        :param messages: Message id → receipt; of one that is there already, the newer receipt.
+        :param handles: Message id → receipt handle; of one that is there already, the newer.
         """
         with self._lock:
-            self.receipts.update(messages)
+            self.handles.update(handles)
             self.groups.update(groups)
             self.since = since if self.since is None else min(self.since, since)
-            self._spans.append((until, list(messages)))
+            self._spans.append((until, list(handles)))
 
     def write(
-        self, messages: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
+        self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
     ) -> None:
         """Write receipts down where other processes find them.
 
         :raises StagingError: If they cannot be written.
         """
-        if self._notes is None:
+        if not self._files.durable:  # nobody else could read them
             return
-        name = f"{self._name}/receipts-{self._portions:06d}.json"
+        name = f"receipts-{self._portions:06d}.json"
         self._portions += 1
         held = [
-            [each, receipt, groups[each]] if each in groups else [each, receipt]
-            for each, receipt in messages.items()
+            [each, handle, groups[each]] if each in groups else [each, handle]
+            for each, handle in handles.items()
         ]
-        self._notes.write(name, {"version": _VERSION, "since": since, "until": until, "held": held})
+        self._log.write(name, {"version": _VERSION, "since": since, "until": until, "held": held})
 
     # -- renewing ------------------------------------------------------------------------------
 
@@ -171,15 +143,15 @@ class Receipts:
                     self._spans.append((held_until, ids))
             self._spans.append((until, renewed))
             everything = min(held_until for held_until, _ in self._spans)
-        if self._notes is not None:
-            self._notes.write(f"{self._name}/renewed.json", {"until": everything})
+        self._log.write("renewed.json", {"until": everything})
 
     def lose(self, ids: Iterable[str]) -> None:
         """Note ids whose receipt SQS refuses: they are not asked for again."""
         lost = list(ids)
         with self._lock:
             self.lost.update(lost)
-        self._note("lost", lost)
+        if lost:
+            self._log.append("lost", lost)
 
     # -- settling ------------------------------------------------------------------------------
 
@@ -187,18 +159,18 @@ class Receipts:
         """Note what callbacks settled at once."""
         with self._lock:
             self.now.update(actions)
-        self._note("now", {each: action.value for each, action in actions.items()})
+        self._log.note_now(actions)
 
     def begin(self) -> None:
         """Note that settling begins."""
-        if self._notes is not None and not self.begun:
-            self._notes.write(f"{self._name}/begun.json", {})
+        if not self.begun:
+            self._log.begin()
         self.begun = True
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
         """Note what settling has carried out so far."""
         self.done.update(actions)
-        self._note("done", {each: action.value for each, action in actions.items()})
+        self._log.note_done(actions)
 
     def end(self, report: SettleReport, day: str) -> SettleReport:
         """Note that settling is done; nothing is held from now on.
@@ -206,31 +178,19 @@ class Receipts:
         :param day: Today, as ``YYYY-MM-DD``.
         :returns: The report that stands: of two who settle at once, the first one's.
         """
-        if self._notes is not None:
-            name = f"{self._name}/settled.json"
-            if not self._notes.create(name, report.to_json()):
-                report = SettleReport.from_json(self._read("settled.json"))
-            self._notes.write(f"ended/{day}/{self._name}.json", {})
-            for name in self._notes.names(self._name):
-                if name != "settled.json":
-                    self._notes.remove(f"{self._name}/{name}")
+        stands = self._log.end(report).report
+        self._log.keep_report(day)
         with self._lock:
-            self.report = report
-            self.receipts.clear()
+            self.report = stands
+            self.handles.clear()
             self.groups.clear()
             self._spans.clear()
             self.done.clear()
-        return report
+        return stands
 
     def ended(self) -> bool:
         """Whether it has been settled, by anybody."""
-        if self.report is not None:
-            return True
-        return self._notes is not None and self._notes.exists(f"{self._name}/settled.json")
-
-    def _note(self, kind: str, value: Any) -> None:
-        if value and self._notes is not None:
-            self._notes.write(f"{self._name}/{kind}-{uuid.uuid4().hex}.json", value)
+        return self.report is not None or self._log.is_settled()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -239,125 +199,113 @@ class Receipts:
 
         :raises StagingError: If it cannot be read.
         """
-        notes = self._notes
-        if notes is None:
+        names = self._log.names()
+        settled = self._log.settled() if "settled.json" in names else None
+        if settled is not None:
+            self.report = settled.report
             return
-        names = set(notes.names(self._name))
-        if "settled.json" in names:
-            self.report = SettleReport.from_json(self._read("settled.json"))
-            return
-        least = self._read("renewed.json")["until"] if "renewed.json" in names else 0.0
-        for name in sorted(names):
-            kind = name.partition("-")[0]
-            if kind == "receipts":
+        self.begun = "begun.json" in names
+        self.done, self.now = self._log.done(names), self._log.now(names)
+        least = self._log.read("renewed.json")["until"] if "renewed.json" in names else 0.0
+        for name in names:
+            if name.startswith("receipts-"):
                 try:
-                    self._load_portion(self._read(name), least)
+                    self._load_portion(self._log.read(name), least)
                 except Damaged as error:  # its messages alone are not settled
                     log.error("%s: its messages come back by themselves", error)
-            elif kind in ("now", "done"):
-                actions = {each: Action(value) for each, value in self._read(name).items()}
-                (self.now if kind == "now" else self.done).update(actions)
-            elif kind == "lost":
-                self.lost.update(self._read(name))
-        self.begun = "begun.json" in names
+            elif name.startswith("lost-"):
+                self.lost.update(self._log.read(name))
 
     def refresh(self) -> None:
         """Learn until when others have renewed it since."""
-        told = None if self._notes is None else self._notes.read(f"{self._name}/renewed.json")
-        if told is not None:
+        value = self._files.read(self._log.path("renewed.json"))
+        if value is not None:
             with self._lock:
-                self._spans = [(max(until, told["until"]), ids) for until, ids in self._spans]
+                self._spans = [(max(until, value["until"]), ids) for until, ids in self._spans]
 
     def _load_portion(self, value: Any, least: float) -> None:
+        folder = self._log.folder
         if not isinstance(value, dict) or "version" not in value:
-            raise Damaged(f"receipts of {self._name} are damaged")
+            raise Damaged(f"receipts of {folder} are damaged")
         if value["version"] != _VERSION:
             raise StagingError(
-                f"the receipts of {self._name} have format version {value['version']!r}; this"
-                f" release reads {_VERSION}: use the release that wrote them"
+                f"the receipts of {folder} have format version {value['version']!r}; this release"
+                f" reads {_VERSION}: use the release that wrote them"
             )
         try:
             held = value["held"]
-            receipts = {each[0]: each[1] for each in held}
+            handles = {each[0]: each[1] for each in held}
             groups = {each[0]: each[2] for each in held if len(each) > 2}
             since, until = float(value["since"]), float(value["until"])
         except (KeyError, IndexError, TypeError, ValueError):
-            raise Damaged(f"receipts of {self._name} are damaged") from None
-        self.add(receipts, groups, since, max(until, least))
+            raise Damaged(f"receipts of {folder} are damaged") from None
+        self.add(handles, groups, since, max(until, least))
         self._portions += 1
 
-    def _read(self, name: str) -> Any:
-        value = self._notes.read(f"{self._name}/{name}") if self._notes is not None else None
-        if value is None:
-            raise StagingError(f"the note {name} of {self._name} is gone")
-        return value
 
-
-#: Books of the generations that this process receives, and of some that it has ended.
+#: The receipts that this process receives, and some that it has settled.
 _here: dict[tuple[str | None, str, str], Receipts] = {}
 _here_lock = threading.Lock()
 
 
 class ReceiptsFolder:
-    """The books of one queue.
+    """The receipts of one queue's generations.
 
-    :param staging: The pipeline's folder, as a URI; ``None``: books live in this process alone.
+    :param staging: The pipeline's folder, as a URI; ``None``: they live in this process alone.
     """
 
     def __init__(self, staging: str | None, queue: str) -> None:
         self._staging = staging
         self._queue = queue
-        self._notes = None if staging is None else StateFiles(staging, f"sqs/{digest(queue)}")
-        self.failures = Failures(self._notes)
+        self._files = state_files(staging, f"sqs/{digest(queue)}")
+        self.failures = Failures(self._files)
 
     @property
     def durable(self) -> bool:
-        """Whether other processes see its books."""
-        return self._notes is not None
+        """Whether other processes see them."""
+        return self._files.durable
 
     def open(self, generation: str, oldest: str) -> Receipts:
-        """A new book, for the source; this process finds it from now on.
+        """Those of a new generation, for its source; this process finds them from now on.
 
         :param oldest: What ended before this day is forgotten.
         """
-        if self._notes is not None:
-            for day in self._notes.names("ended"):
-                if day < oldest:
-                    for name in self._notes.names(f"ended/{day}"):
-                        self._notes.remove(name.removesuffix(".json"))
-                    self._notes.remove(f"ended/{day}")
-        book = Receipts(self._notes, digest(generation))
+        forget_ended(self._files, oldest)
+        receipts = Receipts(self._files, generation)
         with _here_lock:
-            while len(_here) >= _KEPT:
+            while len(_here) >= _KEPT_GENERATIONS:
                 old = next((key for key, each in _here.items() if each.report is not None), None)
                 if old is None:
                     break
                 del _here[old]
-            _here[self._staging, self._queue, generation] = book
-        return book
+            _here[self._key(generation)] = receipts
+        return receipts
 
-    def book(self, generation: str) -> Receipts:
-        """The book of a generation, as it is now."""
+    def of(self, generation: str) -> Receipts:
+        """Those of a generation, as they are now."""
         with _here_lock:
-            book = _here.get((self._staging, self._queue, generation))
-        if book is None:
-            book = Receipts(self._notes, digest(generation))
-            book.load()
-        return book
+            receipts = _here.get(self._key(generation))
+        if receipts is None:
+            receipts = Receipts(self._files, generation)
+            receipts.load()
+        return receipts
 
     def is_open(self, generation: str) -> bool:
-        """Whether this process receives for it, or keeps its book."""
+        """Whether this process receives for it, or keeps its receipts."""
         with _here_lock:
-            return (self._staging, self._queue, generation) in _here
+            return self._key(generation) in _here
 
     def ended(self, generation: str) -> bool:
         """Whether a generation has been settled, by anybody."""
         with _here_lock:
-            book = _here.get((self._staging, self._queue, generation))
-        return (book or Receipts(self._notes, digest(generation))).ended()
+            receipts = _here.get(self._key(generation))
+        return (receipts or Receipts(self._files, generation)).ended()
 
     def close(self, generation: str) -> None:
-        """The source has ended: from now on the book is read from its notes, if it has any."""
-        if self._notes is not None:
+        """The source has ended: from now on its receipts are read from their files, if any."""
+        if self.durable:
             with _here_lock:
-                _here.pop((self._staging, self._queue, generation), None)
+                _here.pop(self._key(generation), None)
+
+    def _key(self, generation: str) -> tuple[str | None, str, str]:
+        return self._staging, self._queue, generation

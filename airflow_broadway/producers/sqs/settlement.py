@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,13 +23,15 @@ from airflow_broadway.core.custody.protocol import (
     Verdict,
 )
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.guard import MessageGuard
-from airflow_broadway.producers.sqs import dead_letters as dead
+from airflow_broadway.producers.kit.reports import report_of
+from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import LAPSED, BatchRequests, Call, Refusal
 from airflow_broadway.producers.sqs.client import Queue, Told
 from airflow_broadway.producers.sqs.inspect import dead_letter_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
-from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder, report_of
+from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqs.producer import SqsProducer
@@ -52,12 +53,14 @@ _MISSING: Final = (
 )
 #: What comes again holds back the later messages of its FIFO group.
 _COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
+#: What SQS removes for good.
+_REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
 #: What behind such a message becomes a release.
 _ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Plan(NamedTuple):
-    """What becomes of the messages of one book.
+    """What becomes of the messages of one generation.
 
     :param verdicts: Message id → verdict, in order of arrival.
     :param entries: Of these, those that were named one by one.
@@ -70,46 +73,46 @@ class Plan(NamedTuple):
     errors: tuple[str, ...] = ()
 
 
-def plan(book: Receipts, lease: Lease, settlement: Settlement) -> Plan:
-    """The verdict on each message that the book holds.
+def plan(receipts: Receipts, lease: Lease, settlement: Settlement) -> Plan:
+    """The verdict on each message of a generation.
 
-    What is in the book is compared with what the source says that it wrote, and with the manifest.
+    Its receipts are compared with what the source says that it wrote, and with the manifest.
 
     :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
     """
     entries = {entry.message_id: entry for entry in settlement.entries()}
-    held = book.held()
-    lost = {each for each in book.lost if each in book.receipts}
+    held = receipts.held()
+    lost = {each for each in receipts.lost if each in receipts.handles}
     at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
     named = None if settlement.expected is None else settlement.expected + at_once
     written = max(named or 0, int(lease.state.get("messages") or 0))
-    missing = max(0, written - len(book.receipts))
+    missing = max(0, written - len(receipts.handles))
     # Each gets the verdict of the rest unless it is named: one object for most of them.
     verdicts = dict.fromkeys(held, settlement.rest)
     gone = lost
-    agree = named == len(book.receipts) and not missing
+    agree = named == len(receipts.handles) and not missing
     if settlement.rest.action is not Action.RELEASE and not agree:
         # What was received and never staged must not be settled as if it had been handled.
         if settlement.everything is None:
+            held_now = many(len(receipts.handles) - at_once, "message")
             raise ProducerError(
-                f"generation {lease.generation!r} holds {len(book.receipts) - at_once} messages and"
-                f" its manifest names {settlement.expected}: none was settled, and all come back"
-                " when the lease lapses"
+                f"generation {lease.generation!r} holds {held_now} and its manifest names"
+                f" {settlement.expected}: none was settled, and all come back when the lease lapses"
             )
         known = {entry.message_id for entry in settlement.everything()}
         verdicts = {each: settlement.rest if each in known else RELEASE for each in held}
-        gone = lost | {each for each in known if each not in book.receipts}
+        gone = lost | {each for each in known if each not in receipts.handles}
     for key, entry in entries.items():
         if key in verdicts:
             verdicts[key] = entry.verdict
-        elif key not in book.now:
+        elif key not in receipts.now:
             gone = gone | {key}
-    errors = (_MISSING.format(missing),) if missing and book.receipts else ()
+    errors = (_MISSING.format(missing),) if missing and receipts.handles else ()
     return Plan(verdicts, entries, max(len(gone), missing + len(lost)), errors)
 
 
 class QueueSettlement:
-    """Carries verdicts out on what one book holds; used from one thread.
+    """Carries verdicts out on the messages of one generation; used from one thread.
 
     :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
         that asks nothing more of SQS, which would still take an old receipt.
@@ -119,25 +122,25 @@ class QueueSettlement:
         self,
         producer: SqsProducer,
         queue: Queue,
-        shelf: ReceiptsFolder,
-        bulk: BatchRequests,
-        book: Receipts,
+        folder: ReceiptsFolder,
+        requests: BatchRequests,
+        receipts: Receipts,
         clock: Clock,
         *,
         held_until: Callable[[], float],
     ) -> None:
         self._producer = producer
         self._queue = queue
-        self._shelf = shelf
-        self._bulk = bulk
-        self._book = book
+        self._folder = folder
+        self._requests = requests
+        self._receipts = receipts
         self._clock = clock
         self._held_until = held_until
         self._until = 0.0
         #: Whether a settlement before this one was killed on its way.
-        self._resumed = book.begun
+        self._resumed = receipts.begun
         self._errors: list[str] = []
-        #: What it has done so far, of this book.
+        #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}
         self._entries: dict[str, Entry] = {}
         self._letters: tuple[Queue, int] | None = None
@@ -152,32 +155,33 @@ class QueueSettlement:
         :param note: Whether to note on the way how far it has come.
         :raises ProducerUnavailable: If SQS cannot be reached: calling again goes on.
         """
-        book, self._entries = self._book, plan.entries
+        receipts, self._entries = self._receipts, plan.entries
         done = self.done
-        verdicts = self._held_back(plan.verdicts) if book.groups else plan.verdicts
+        verdicts = self._held_back(plan.verdicts) if receipts.groups else plan.verdicts
         keys = list(verdicts)
         for start in range(0, len(keys), WAVE):
-            if note and start and book.ended():
+            if note and start and receipts.ended():
                 break  # another has settled it meanwhile: what it reports stands
             fresh: dict[str, Action] = {}
             by_verdict: dict[Verdict, list[str]] = {}
             for key in keys[start : start + WAVE]:
-                if key in book.done:
-                    done[key] = book.done[key]
+                if key in receipts.done:
+                    done[key] = receipts.done[key]
                 else:
                     by_verdict.setdefault(verdicts[key], []).append(key)
             for action, each in _by_action(by_verdict).items():
                 try:
                     refused = self._do(action, each)
                 except ProducerUnavailable:
-                    book.unanswered.update(each)
+                    for key in each:
+                        receipts.unanswered.setdefault(key, action)
                     raise
                 fresh.update({key: action for key in each if key not in refused})
                 for key, refusal in refused.items():
                     self._refused(action, key, refusal, fresh)
                 done.update(fresh)
             if note and len(keys) > WAVE:
-                book.note_done(fresh)
+                receipts.note_done(fresh)
         return done
 
     def report(self, done: Iterable[Action]) -> SettleReport:
@@ -187,9 +191,7 @@ class QueueSettlement:
                 f"SQS hides a message for 12 hours from its receipt at most: the delay of"
                 f" {self._cut} messages was cut to the {self._left} s that remained"
             )
-        return report_of(
-            Counter(done), lapsed=self._lapsed, failed=self._failed, errors=self._errors
-        )
+        return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
 
     # -- the actions ---------------------------------------------------------------------------
 
@@ -202,12 +204,12 @@ class QueueSettlement:
             return self._dead_letter(verdicts)
         if action is Action.RETRY:
             failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
-            self._shelf.failures.note(failures, self._clock.now())
+            self._folder.failures.note(failures, self._clock.now())
         return self._change(verdicts)
 
     def _delete(self, keys: Iterable[str]) -> dict[str, Refusal]:
         receipt = self._receipt
-        return self._bulk.send(
+        return self._requests.send(
             self._while_held(self._queue.delete),
             ((key, {"ReceiptHandle": receipt(key)}) for key in keys),
         )
@@ -227,8 +229,8 @@ class QueueSettlement:
         return checked
 
     def _change(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
-        book, now = self._book, self._clock.now().timestamp()
-        since = now if book.since is None else book.since
+        receipts, now = self._receipts, self._clock.now().timestamp()
+        since = now if receipts.since is None else receipts.since
         left = max(0, math.floor(since + LONGEST_VISIBILITY - now) - 1)
         cut = 0
 
@@ -240,7 +242,7 @@ class QueueSettlement:
                     delay, cut = left, cut + 1
                 yield key, {"ReceiptHandle": self._receipt(key), "VisibilityTimeout": delay}
 
-        refused = self._bulk.send(self._while_held(self._queue.change), changes())
+        refused = self._requests.send(self._while_held(self._queue.change), changes())
         if cut:
             self._cut += cut
             self._left = left
@@ -262,12 +264,13 @@ class QueueSettlement:
                 refused[key] = Refusal("", _NO_BODY)
                 continue
             with guard.each(key):
-                letters[key] = dead.letter(
+                letters[key] = dead_letters.letter(
                     entry, self._queue.name, fifo=target.url.endswith(".fifo"), max_bytes=most
                 )
         for key, reason in guard.refused.items():
             refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
-        for key, refusal in self._bulk.send_requests(target.send, dead.requests(letters)).items():
+        requests = dead_letters.requests(letters)
+        for key, refusal in self._requests.send_requests(target.send, requests).items():
             # Said of the letter, not of the receipt.
             code = f"SendMessage: {refusal.code}"
             refused[key] = Refusal(code, refusal.text) if refusal.code else refusal
@@ -284,13 +287,18 @@ class QueueSettlement:
         return target, int(told or MAX_BODY)
 
     def _receipt(self, key: str) -> str:
-        return self._book.receipts.get(key) or self._entries[key].receipt
+        return self._receipts.handles.get(key) or self._entries[key].receipt
 
     # -- refusals ------------------------------------------------------------------------------
 
     def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
         if refusal.gone:
-            again = self._resumed or refusal.unclear or key in self._book.unanswered
+            earlier = self._receipts.unanswered.get(key)
+            if earlier in _REMOVES and refusal.code != LAPSED:
+                # It was done, though the answer never came: the message is gone for good.
+                done[key] = earlier
+                return
+            again = self._resumed or refusal.unclear or earlier is not None
             if again and action in (Action.RETRY, Action.RELEASE) and refusal.code != LAPSED:
                 # An earlier settlement, killed since, gave it back: it is in flight no more.
                 done[key] = action
@@ -316,18 +324,18 @@ class QueueSettlement:
         are handled again after it, in order.  So are those that failed: they may have, because it
         had, and their attempt is not used up.
         """
-        book = self._book
+        receipts = self._receipts
         made = dict(verdicts)
         held = 0
         for key, verdict in verdicts.items():
-            group = book.groups.get(key)
+            group = receipts.groups.get(key)
             if group is None:
                 continue
-            if group in book.blocked and key not in book.done and verdict.action in _ENDS:
+            if group in receipts.blocked and key not in receipts.done and verdict.action in _ENDS:
                 made[key] = RELEASE
                 held += 1
             elif verdict.action in _COMES_AGAIN:
-                book.blocked.add(group)
+                receipts.blocked.add(group)
         if held:
             log.info(
                 "%d messages were handled after one of their message group that comes again: they"

@@ -68,10 +68,10 @@ class SqsSource:
         self._queue = open_queue(producer, env)
         try:
             check(producer, self._queue, env.clock)
-            self._shelf = ReceiptsFolder(env.staging, producer.place)
-            self._shelf.failures.merge(env.clock.now())
+            self._folder = ReceiptsFolder(env.staging, producer.place)
+            self._folder.failures.merge(env.clock.now())
             oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
-            self._book = self._shelf.open(env.generation, oldest)
+            self._receipts = self._folder.open(env.generation, oldest)
         except BaseException:
             self._queue.close()
             raise
@@ -86,7 +86,7 @@ class SqsSource:
             late=self._give_back_late,
             hurry=env.stopping,
         )
-        self._bulk = BatchRequests(producer.receive_concurrency, env.clock)
+        self._requests = BatchRequests(producer.receive_concurrency, env.clock)
         #: Received and not handed out yet, each with the instant it was asked for.
         self._ready: list[tuple[float, Any]] = []
         #: Receipts of messages that are not for this run any more: given back at the end.
@@ -95,7 +95,7 @@ class SqsSource:
         self._unsecured: tuple[dict[str, str], dict[str, str], float] | None = None
         #: Messages secured: all that the generation holds.
         self._secured = 0
-        self._gather = _GATHER_FILES if self._shelf.durable else _GATHER
+        self._gather = _GATHER_FILES if self._folder.durable else _GATHER
         self._position = 0
         self._full = False
         self._trouble: float | None = None
@@ -106,11 +106,11 @@ class SqsSource:
 
     @property
     def lease(self) -> Lease:
-        book, producer = self._book, self._producer
-        until = book.until
+        receipts, producer = self._receipts, self._producer
+        until = receipts.until
         if until is None:  # what holds nothing cannot lapse
             until = self._clock.now().timestamp() + producer.visibility
-        since = book.since
+        since = receipts.since
         return Lease(
             kind=producer.kind,
             generation=self._env.generation,
@@ -127,7 +127,7 @@ class SqsSource:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        if self._book.report is not None:
+        if self._receipts.report is not None:
             raise self._lapsed()
         if demand < 1 or self._stopped:
             return []
@@ -214,16 +214,16 @@ class SqsSource:
     def _sorted(self, taken: list[tuple[float, Any]]) -> list[Message]:
         """The messages of what was taken that are new to this run."""
         now = self._clock.now()
-        book, spare = self._book, self._spare
+        receipts, spare = self._receipts, self._spare
         fresh: dict[str, Any] = {}
         newer: dict[str, str] = {}
         oldest = now.timestamp()
         for at, raw in taken:
             key = raw["MessageId"]
-            if key in book.now or key in spare:
+            if key in receipts.now or key in spare:
                 # This run gave it back: kept out of everybody's way until the run has ended.
                 spare[key] = raw["ReceiptHandle"]
-            elif book.knows(key) and key not in fresh:
+            elif receipts.knows(key) and key not in fresh:
                 newer[key] = raw["ReceiptHandle"]
                 oldest = min(oldest, at)
             else:
@@ -234,19 +234,19 @@ class SqsSource:
         made = self._made(fresh, now)
         if not made:
             return []
-        receipts = {each.message_id: fresh[each.message_id]["ReceiptHandle"] for each in made}
-        self._unsecured = receipts, self._groups(fresh), oldest
+        handles = {each.message_id: fresh[each.message_id]["ReceiptHandle"] for each in made}
+        self._unsecured = handles, self._groups(fresh), oldest
         return made
 
-    def _hold(self, receipts: dict[str, str], groups: dict[str, str], since: float) -> None:
+    def _hold(self, handles: dict[str, str], groups: dict[str, str], since: float) -> None:
         """Write receipts down, and hold their messages from now on.
 
         :raises StagingError: If they cannot be written: then they are not held.
         """
-        if receipts:
+        if handles:
             until = since + self._producer.visibility
-            self._book.write(receipts, groups, since, until)
-            self._book.add(receipts, groups, since, until)
+            self._receipts.write(handles, groups, since, until)
+            self._receipts.add(handles, groups, since, until)
 
     def _still_held(self, taken: list[tuple[float, Any]], lease: int) -> list[tuple[float, Any]]:
         """``taken`` with what has waited here for long held anew, if it still can be."""
@@ -254,7 +254,7 @@ class SqsSource:
         if now - taken[0][0] <= _STALE * lease:
             return taken
         receipts = {raw["ReceiptHandle"]: raw for at, raw in taken if now - at > _STALE * lease}
-        refused = self._bulk.send(
+        refused = self._requests.send(
             self._queue.change,
             ((each, {"ReceiptHandle": each, "VisibilityTimeout": lease}) for each in receipts),
         )
@@ -280,9 +280,9 @@ class SqsSource:
     def _made(self, fresh: dict[str, Any], now: datetime) -> list[Message]:
         counts = {key: receives_of(raw) for key, raw in fresh.items()}
         again = [key for key, count in counts.items() if count > 1]
-        failures = self._shelf.failures.of(again, now) if again else {}
+        failures = self._folder.failures.of(again, now) if again else {}
         # Without notes of failures the receives must stand for them, releases and lapses included.
-        durable = self._shelf.durable
+        durable = self._folder.durable
         made = []
         for key, raw in fresh.items():
             count = counts[key]
@@ -310,7 +310,7 @@ class SqsSource:
         portion = self._unsecured
         if portion is None or not messages:
             return messages
-        if self._book.ended():
+        if self._receipts.ended():
             # A newer execution of this task, or a sweep, has ended the generation meanwhile.
             raise self._lapsed()
         self._hold(*portion)
@@ -345,7 +345,7 @@ class SqsSource:
         newer: dict[str, str] = {}
         for _, raw in ready:
             key = raw["MessageId"]
-            held = self._book.knows(key) and key not in self._book.now
+            held = self._receipts.knows(key) and key not in self._receipts.now
             (newer if held else self._spare)[key] = raw["ReceiptHandle"]
         self._give_back()
         # Received again, and settled by their newest receipts.
@@ -358,7 +358,7 @@ class SqsSource:
             return
         spare = dict(self._spare)
         try:
-            refused = self._bulk.send(self._queue.change, _shown(spare.items()))
+            refused = self._requests.send(self._queue.change, _shown(spare.items()))
         except BroadwayError as error:  # tried once more at the very end
             log.warning("Could not give back %d unused messages: %s", len(spare), error)
             return
@@ -383,10 +383,10 @@ class SqsSource:
         except BroadwayError as error:
             log.warning("Could not note newer receipts: %s", error)
         finally:
-            self._bulk.close()
+            self._requests.close()
             if not self._polls.flying:  # else what it finds is still to be given back
                 self._queue.close()
-            self._shelf.close(self._env.generation)
+            self._folder.close(self._env.generation)
 
 
 def _shown(receipts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:

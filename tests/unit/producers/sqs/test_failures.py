@@ -115,7 +115,7 @@ def test_merging_asks_for_a_few_things_a_day(store: type[Counted]) -> None:
 def test_a_run_merges_before_it_receives(store: type[Counted]) -> None:
     fake = FakeSqs(ManualClock())
     with halves(STAGING, fake=fake) as run:
-        place = run.source._shelf._notes
+        place = run.source._folder._files
         assert place is not None
         noted_for_days(run.clock, place)
     fake.put(["a"])

@@ -425,6 +425,32 @@ def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
         assert report == SettleReport(acked=2, requeued=1)
 
 
+def test_what_was_deleted_without_an_answer_counts_as_acked_and_not_as_retried() -> None:
+    # Given a verdict at once that SQS carries out, and whose answer is lost
+    with halves() as run:
+        run.fake.put(["a", "b"])
+        messages = run.take()
+
+        def lose(action: str, arguments: dict[str, Any]) -> Any:
+            if action != "DeleteMessage":
+                return None
+            run.fake.answer = lambda *_: None
+            run.fake.delete_message_batch(**arguments)
+            return client_error("ServiceUnavailable", status=503)
+
+        run.fake.answer = lose
+        now = list(settlement(messages, {"a": ACK}).entries())
+        with pytest.raises(ProducerUnavailable):
+            run.custodian.settle_now(run.source.lease, now)
+
+        # When the callback that heard of it fails, and its message is to be retried
+        report = run.custodian.settle(run.source.lease, settlement(messages, {"a": RETRY}))
+
+        # Then the report says what became of it
+        assert report == SettleReport(acked=2)
+        assert run.fake.left() == 0
+
+
 # ----------------------------------------------------------------------------------------- FIFO
 
 

@@ -239,8 +239,8 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
         run.source.stop()
 
         # The manifest is out: somebody else settles before this source is closed.
-        assert run.other()._shelf.durable  # type: ignore[attr-defined]
-        run.source._shelf.close(run.env.generation)
+        assert run.other()._folder.durable  # type: ignore[attr-defined]
+        run.source._folder.close(run.env.generation)
         report = run.other().settle(run.source.lease, settlement(messages))
         assert report == SettleReport(acked=1)
         assert run.fake.left() == 0
