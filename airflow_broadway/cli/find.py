@@ -13,9 +13,8 @@ from airflow_broadway.cli.output import cut, say, say_json
 from airflow_broadway.cli.runs import iter_runs, open_root
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.plan_choice import outcomes_of, standing_plans

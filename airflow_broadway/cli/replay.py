@@ -19,9 +19,8 @@ from airflow_broadway.core.custody.protocol import Entry, SettleReport
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.model.reference import load_ref, make_ref

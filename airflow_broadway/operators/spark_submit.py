@@ -22,7 +22,7 @@ from airflow.providers.common.compat.sdk import (
 import airflow_broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.ownership import CURE, Ownership, highest_try
+from airflow_broadway.core.formats.ownership import CURE, Ownership, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Pipeline
@@ -345,10 +345,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         """
         ti = context["ti"]
         name = task_name(ti)
-        while True:
-            number = highest_try(run.files, name) + 1
-            path = paths.work(name, number)
-            work = Work(
+
+        def work(number: int) -> Work:
+            return Work(
                 name=name,
                 try_number=number,
                 pipeline=self.pipeline,
@@ -356,8 +355,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 plans=[head.path for head in heads],
                 package_version=airflow_broadway.__version__,
             )
-            if run.files.create(path, work.dumps()):
-                return path, work
+
+        number, path = begin_try(run.files, name, lambda number: work(number).dumps())
+        return path, work(number)
 
     def is_job_succeeded(self, status: str) -> bool:
         # A job of a cluster may have ended well long ago, and its batches have been cleared since.

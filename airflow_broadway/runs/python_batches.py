@@ -20,12 +20,12 @@ from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_a
 from airflow_broadway.core.custody.protocol import RELEASE, Action, Entry, SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.entries import dump_entry
-from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.formats.outcome import Outcome
-from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
+from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.formats.record_batch import Recorder
-from airflow_broadway.core.model.message import AckRef, BatchInfo, Message, Trigger
+from airflow_broadway.core.formats.record_batch import BatchRecorder
+from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batch_order import chains
@@ -73,11 +73,7 @@ class PythonBatches:
         self._reasons = Reasons()
         self._connections = connections or AirflowConnections()
         self._clock = clock or SystemClock()
-        # Unique, for a host and a process's number come again: in containers it is always 1.
-        self._writer = f"{try_number}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._recorder = Recorder(run.files, plan, self._writer)
         self._stop = Stop(self._clock, min(pipeline.shutdown, MAX_SHUTDOWN))
-        self._fence = Ownership(run.files, clock=self._clock)
 
     def stop(self) -> None:
         """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
@@ -93,11 +89,11 @@ class PythonBatches:
         """
         options = self.pipeline.batchers[self.plan.batcher]
         counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
-        self._begin()
+        recorder = self._begin()
         # Only now: what the run before records from now on, it records as one that is fenced off.
         recorded = Recorded(self.run_folder).recorded(self.plan)
         reader = BatchReader(self.run_folder, self.plan)
-        stages = [_Stage(self, index, reader) for index in range(options.concurrency)]
+        stages = [_Stage(self, index, reader, recorder) for index in range(options.concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
             [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
         )
@@ -127,22 +123,30 @@ class PythonBatches:
             pool.close()
             reader.close()
             self._reasons.tell(log, f"batcher {self.plan.batcher!r}")
-        self._recorder.finish()
+        recorder.finish()
         # What a stop did not wait for has no outcome, or one that this task has not seen.
         counts["without_outcome"] += self.plan.batches - counts["batches"]
         counts["batches"] = self.plan.batches
         return counts
 
-    def _begin(self) -> None:
-        """Fence off whatever runs of this task there were before."""
-        if not self._name:
-            return
-        files, text = self.run_folder.files, json.dumps({"version": VERSION, "by": self._writer})
-        while True:
-            number = highest_try(files, self._name, "tries") + 1
-            if files.create(paths.python_try(self._name, number), text):
-                break
-        self._fence = Ownership(files, self._name, number, folder="tries", clock=self._clock)
+    def _begin(self) -> BatchRecorder:
+        """Take ownership from whatever runs of this task there were before."""
+        files = self.run_folder.files
+        # Unique, for a host and a process's number come again: in containers it is always 1.
+        unique = uuid.uuid4().hex[:8]
+        writer = f"{self._try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
+        number = 0
+        if self._name:
+            text = json.dumps({"version": VERSION, "by": writer})
+            number, _ = begin_try(files, self._name, lambda _: text, "tries")
+        return BatchRecorder(
+            files,
+            self.plan,
+            Ownership(files, self._name, number, folder="tries", clock=self._clock),
+            writer=writer,
+            try_number=self._try_number,
+            clock=self._clock,
+        )
 
     def _batches(self) -> Iterator[PlannedBatch]:
         _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
@@ -152,10 +156,18 @@ class PythonBatches:
 
     def handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome | None:
         """Run one batch, unless its messages are no longer held."""
-        if self._stop.reason() or not self._held(planned):
+        if self._stop.reason():
             return None
-        started = self._clock.now()
-        tick = self._clock.monotonic()
+        try:
+            return self._handle(stage, planned)
+        except OwnershipLost:
+            raise
+        except LeaseLapsed as error:
+            log.error("Batch %s: %s.", planned.batch_id, error)
+            return None
+
+    def _handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome:
+        batch = stage.recorder.begin(planned, load_key(planned.batch_key))
         stage.sink.begin()
         messages = stage.reader.read(planned, stage.ack_ref_of)
         if len(messages) != planned.size:  # what was not read would count as a success
@@ -164,63 +176,17 @@ class PythonBatches:
                 f" {len(messages)} were read from {self.plan.path}: its files are damaged; clear"
                 " the process task"
             )
-        info = BatchInfo(
-            self.plan.batcher,
-            load_key(planned.batch_key),
-            planned.partition,
-            planned.size,
-            Trigger(planned.trigger),
-            planned.batch_id,
-            planned.redelivered,
-            self._try_number,
-        )
-        result = stage.processor.handle(messages, info)
+        result = stage.processor.handle(messages, batch.info)
         stage.sink.give_back(messages, result)
         self._reasons.add(result.failed)
-        if not self._held(planned):
-            return None
-        seconds = self._clock.monotonic() - tick
-        return self._record(planned, result, stage.sink, started.isoformat(), seconds)
-
-    def _held(self, planned: PlannedBatch) -> bool:
-        try:
-            self._fence.check(planned.sources)
-        except OwnershipLost:
-            raise
-        except LeaseLapsed as error:
-            log.error("Batch %s: %s.", planned.batch_id, error)
-            return False
-        return True
-
-    def _record(
-        self,
-        planned: PlannedBatch,
-        result: BatchResult,
-        sink: _BatchSink,
-        started_at: str,
-        seconds: float,
-    ) -> Outcome:
-        exceptions = self._recorder.keep(planned.batch_id, sink.lines)
-        outcome = Outcome(
-            batch_id=planned.batch_id,
-            batcher=self.plan.batcher,
-            plan=self.plan.path,
+        return batch.record(
             successful=len(result.successful),
             failed=len({message.message_id for message in result.failed}),
             missing=len(result.missing),
-            **exceptions._asdict(),
+            exceptions=batch.keep(stage.sink.lines),
             error=_common_error(result, planned.size),
-            writer=self._writer,
-            try_number=self._try_number,
-            started_at=started_at,
-            seconds=round(seconds, 6),
-            settled_now=sink.settled_now.to_json(),
+            settled_now=stage.sink.settled_now.to_json(),
         )
-        if not self._recorder.record(outcome):
-            path = paths.outcome(self.plan.path, planned.batch_id)
-            log.warning("Another try recorded batch %s first; this one's result is void.", path)
-            return Outcome.loads(self.run_folder.files.read(path), path)
-        return outcome
 
     def settle_now(
         self, generation: str, entries: list[Entry]
@@ -246,7 +212,9 @@ class PythonBatches:
 class _Stage:
     """One of the batch processors: what its thread needs."""
 
-    def __init__(self, batches: PythonBatches, index: int, reader: BatchReader) -> None:
+    def __init__(
+        self, batches: PythonBatches, index: int, reader: BatchReader, recorder: BatchRecorder
+    ) -> None:
         plan, pipeline = batches.plan, batches.pipeline
         self._batches = batches
         self.processor = BatchProcessorStage(
@@ -254,6 +222,7 @@ class _Stage:
         )
         self.sink = _BatchSink(batches)
         self.reader = reader
+        self.recorder = recorder
         self._acknowledger = RunAcknowledger(pipeline.producer, self.sink)
         self._generations = plan.generations
 

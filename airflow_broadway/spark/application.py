@@ -99,8 +99,8 @@ class _Run:
         self.plans = plans
         self.stop = stop
         self.connect = is_connect(spark)
-        self.fence = Ownership(files, work.name, work.try_number)
-        self.fence.check_try(fresh=True)
+        self.ownership = Ownership(files, work.name, work.try_number)
+        self.ownership.check_try(fresh=True)
         self.app = Application(
             spark=spark,
             uri=uri,
@@ -108,7 +108,7 @@ class _Run:
             work=work,
             pipeline=pipeline,
             context=context_of(pipeline),
-            fence=self.fence,
+            ownership=self.ownership,
             stopping=stop.is_set,
             application_id="" if self.connect else spark.sparkContext.applicationId,
         )
@@ -181,7 +181,7 @@ class _Run:
                 logging.shutdown()
                 os._exit(INCOMPLETE)
             try:
-                self.fence.check_try(fresh=True)
+                self.ownership.check_try(fresh=True)
             except OwnershipLost as error:
                 self._give_up(error)
             except Exception as error:
@@ -296,9 +296,8 @@ class _Run:
             return
         with self.changed:
             self.recorded += 1
-            self.failed += bool(outcome and outcome.error)
-        if outcome is not None:
-            progress.tell(outcome)
+            self.failed += bool(outcome.error)
+        progress.tell(outcome)
 
 
 class _Progress:

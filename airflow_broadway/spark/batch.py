@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
@@ -30,9 +27,9 @@ from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
-from airflow_broadway.core.formats.record_batch import Exceptions, Recorder
+from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.message import BatchInfo, Status, Trigger
+from airflow_broadway.core.model.message import BatchInfo, Status
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.entries import Counts, Judge
@@ -85,7 +82,7 @@ class Application:
     work: Work
     pipeline: Pipeline
     context: Any
-    fence: Ownership
+    ownership: Ownership
     stopping: Callable[[], bool] = lambda: False
     application_id: str = ""
     host: str = field(default_factory=socket.gethostname)
@@ -125,14 +122,22 @@ class BatchRunner:
         self._app = application
         self._plan = plan
         self._frames = BatchFrames(application.uri, plan)
-        writer = f"{application.work.try_number:06d}-{uuid.uuid4().hex[:8]}"
-        self._recorder = Recorder(application.files, plan, writer)
+        work = application.work
+        self._recorder = BatchRecorder(
+            application.files,
+            plan,
+            application.ownership,
+            writer=f"{work.name} try {work.try_number} on {application.host}",
+            try_number=work.try_number,
+            fresh=True,
+            application_id=application.application_id,
+        )
         about = application.pipeline, application.context, self._frames
         self._judge = Judge(*about)
         self._judge_without = Judge(*about, handle_failed=False)
 
-    def run(self, batch: PlannedBatch, *, lane: int = 0) -> Outcome | None:
-        """Handle one batch and record its outcome; ``None`` if another had recorded one first.
+    def run(self, planned: PlannedBatch, *, lane: int = 0) -> Outcome:
+        """Handle one batch and record its outcome; returns the one that stands.
 
         :param lane: Which of the batcher's ``concurrency`` threads runs it, from 0.
         :raises LeaseLapsed: If the run no longer holds its messages, or a later try has begun.
@@ -140,10 +145,10 @@ class BatchRunner:
         :raises Stopped: If the application was told to stop.
         :raises Unreadable: If its files are not there, or what failed cannot be read back.
         """
-        self._app.fence.check(batch.sources)
+        batch = self._recorder.begin(planned, plain_key(planned.batch_key))
         session = new_session(self._app.spark)
         try:
-            return self._run(session, batch, lane)
+            return self._run(session, planned, batch, lane)
         finally:
             end_session(session)
 
@@ -151,54 +156,29 @@ class BatchRunner:
         """Say that no further batch comes."""
         self._recorder.finish()
 
-    def _run(self, session: SparkSession, batch: PlannedBatch, lane: int) -> Outcome | None:
-        app = self._app
-        started, clock = datetime.now(timezone.utc), time.monotonic()
-        self._name_jobs(session, batch, lane)
-        info = BatchInfo(
-            batcher=self._plan.batcher,
-            batch_key=plain_key(batch.batch_key),
-            partition=batch.partition,
-            size=batch.size,
-            trigger=Trigger(batch.trigger),
-            batch_id=batch.batch_id,
-            redelivered=batch.redelivered,
-            attempt=app.work.try_number,
-        )
-        found = self._call(session, batch, info, lane)
-        exceptions, counts, whole = self._keep(session, batch, found)
+    def _run(
+        self, session: SparkSession, planned: PlannedBatch, batch: OpenBatch, lane: int
+    ) -> Outcome:
+        self._name_jobs(session, planned, lane)
+        found = self._call(session, planned, batch.info, lane)
+        exceptions, counts, whole = self._keep(session, planned, found)
         if counts.unnamed:
             log.error(
                 "%s.handle_batch received %s and returned outcomes of only %d; one without"
                 " an outcome is not settled, and goes back to its broker when the run ends",
-                type(app.pipeline).__name__,
-                many(batch.size, "message"),
-                batch.size - counts.unnamed,
+                type(self._app.pipeline).__name__,
+                many(planned.size, "message"),
+                planned.size - counts.unnamed,
                 extra={"code": "handle_batch_count_mismatch"},
             )
-        outcome = Outcome(
-            batch_id=batch.batch_id,
-            batcher=self._plan.batcher,
-            plan=self._plan.path,
-            successful=batch.size - counts.failed - counts.missing,
+        self._app.check_alive()
+        return batch.record(
+            successful=planned.size - counts.failed - counts.missing,
             failed=counts.failed,
             missing=counts.missing,
-            **exceptions._asdict(),
-            error=cut(whole.text, MAX_REASON) if whole else "",
-            writer=f"{app.work.name} try {app.work.try_number} on {app.host}",
-            try_number=app.work.try_number,
-            started_at=started.isoformat(),
-            seconds=round(time.monotonic() - clock, 6),
-            application_id=app.application_id,
+            exceptions=exceptions,
+            error=whole.text if whole else "",
         )
-        app.check_alive()
-        app.fence.check(batch.sources, fresh=True)
-        if not self._recorder.record(outcome):
-            log.warning(
-                "Batch %s has an outcome already; the one of this try is discarded.", batch.batch_id
-            )
-            return None
-        return outcome
 
     # ----------------------------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun
 

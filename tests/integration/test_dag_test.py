@@ -493,18 +493,18 @@ def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(25))
-    from airflow_broadway.runs.python_batches import PythonBatches
+    from airflow_broadway.core.formats.record_batch import OpenBatch
 
-    record = PythonBatches._record
+    record = OpenBatch.record
     left = [2]
 
-    def failing(self: Any, *given: Any) -> Any:
+    def failing(self: OpenBatch, **given: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise OSError("no room")
-        return record(self, *given)
+        return record(self, **given)
 
-    monkeypatch.setattr(PythonBatches, "_record", failing)
+    monkeypatch.setattr(OpenBatch, "record", failing)
     ran = world.run(dag_of(Puppets, default_args={"retries": 1, "retry_delay": timedelta(0)}))
 
     assert ran.state == "success"

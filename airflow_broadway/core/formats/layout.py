@@ -97,11 +97,12 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def work(name: str, try_number: int) -> str:
-        return f"work/{name}-{try_number:06d}.json"
+        return paths.of_try(name, try_number)
 
     @staticmethod
-    def python_try(name: str, try_number: int) -> str:
-        return f"tries/{name}-{try_number:06d}.json"
+    def of_try(name: str, number: int, folder: str = "work") -> str:
+        """A try of a task: of a Spark application in ``work``, of Python's batches in ``tries``."""
+        return f"{folder}/{name}-{number:06d}.json"
 
 
 def check_version(value: Mapping[str, Any], path: str) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
-from airflow_broadway.core.formats.sums import sealed
+from airflow_broadway.core.formats.sums import checked, sealed
 
-__all__ = ["Outcome"]
+__all__ = ["Outcome", "entry_lines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +60,20 @@ class Outcome:
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:
         return cls(**read_json(text, path))
+
+
+def entry_lines(files: Files, path: str, total: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """The lines of a file of entries, or of an outcome that holds them itself.
+
+    :param path: :attr:`Outcome.exceptions`, or any file of entries.
+    :param total: The file's sum, where it is known.
+    :raises StagingDamaged: At the latest at the end, if they are not as they were written.
+    """
+    if not path.endswith(".json"):
+        yield from checked(files.lines(path), total, path)
+        return
+    try:
+        text = files.read(path)
+    except FileNotFoundError:
+        raise StagingDamaged(f"{path} is not there") from None
+    yield from Outcome.loads(text, path).lines or ()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import Lease
@@ -27,7 +27,7 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import paths
 
-__all__ = ["Ownership", "OwnershipLost", "highest_try"]
+__all__ = ["CURE", "Ownership", "OwnershipLost", "begin_try", "highest_try"]
 
 #: What people are told to do when a run no longer holds its messages.
 CURE = "this run no longer holds its messages: clear `process`"
@@ -42,6 +42,23 @@ def highest_try(files: Files, name: str, folder: str = "work") -> int:
     pattern = re.compile(re.escape(name) + r"-(\d+)\.json")
     found = (pattern.fullmatch(file) for file in files.list(folder))
     return max((int(match[1]) for match in found if match), default=0)
+
+
+def begin_try(
+    files: Files, name: str, text: Callable[[int], str], folder: str = "work"
+) -> tuple[int, str]:
+    """Make the file of a new try of a task, which takes ownership from all tries before it.
+
+    Its number rises over retries and clears alike.
+
+    :param text: The file's text, of the try's number.
+    :returns: The number, and the file's path.
+    """
+    while True:
+        number = highest_try(files, name, folder) + 1
+        path = paths.of_try(name, number, folder)
+        if files.create(path, text(number)):
+            return number, path
 
 
 class Ownership:

@@ -16,9 +16,8 @@ from airflow_broadway.core.custody.protocol import Entry, Lease
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.formats.record_batch import entry_lines
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo

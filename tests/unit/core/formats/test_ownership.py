@@ -171,7 +171,7 @@ def test_without_a_name_there_are_no_tries_to_look_for(
 ) -> None:
     lease(files, seconds=10)
     files.create(paths.work("task", 7), "{}")
-    files.create(paths.python_try("task", 9), "{}")
+    files.create(paths.of_try("task", 9, "tries"), "{}")
     Ownership(files, clock=clock).check(["g"], fresh=True)
     Ownership(files, "task", 9, folder="tries", clock=clock).check(["g"], fresh=True)
     with pytest.raises(OwnershipLost, match="try 9 of 'task'"):
