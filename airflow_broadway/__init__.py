@@ -18,13 +18,12 @@ from airflow_broadway.core.model.message import (
 )
 from airflow_broadway.core.model.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.version import __version__ as __version__
 from airflow_broadway.pipeline import Broadway
 from airflow_broadway.types import PythonBatch, SparkBatch
 
 if TYPE_CHECKING:
     from airflow_broadway.spark.results import failed
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BatchInfo",

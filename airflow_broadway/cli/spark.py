@@ -9,11 +9,11 @@ from typing import Any, cast
 
 from airflow.providers.common.compat.sdk import AirflowException
 
-import airflow_broadway
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.version import __version__
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -52,7 +52,7 @@ def run_on_spark(
         pipeline=ref,
         run=info.to_json(),
         plans=[plan.path for plan in plans],
-        package_version=airflow_broadway.__version__,
+        package_version=__version__,
     )
     shadow.files.create(path, work.dumps())
     try:

@@ -19,7 +19,6 @@ from airflow.providers.common.compat.sdk import (
     AirflowSkipException,
 )
 
-import airflow_broadway
 from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import CURE, Ownership, begin_try
@@ -27,6 +26,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.version import __version__
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
@@ -353,7 +353,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 pipeline=self.pipeline,
                 run=run_info(context).to_json(),
                 plans=[head.path for head in heads],
-                package_version=airflow_broadway.__version__,
+                package_version=__version__,
             )
 
         number, path = begin_try(run.files, name, lambda number: work(number).dumps())

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway import __version__
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.model.reference import load_ref
+from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
 

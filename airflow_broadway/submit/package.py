@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import airflow_broadway
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.reference import import_class
 from airflow_broadway.core.text import many
@@ -31,6 +30,8 @@ CHECK_SECONDS = 120.0
 
 _EXTENSIONS = (".so", ".pyd", ".dylib")
 _SKIPPED = ("__pycache__", "node_modules")
+#: The folder of this package.
+_PACKAGE = Path(__file__).parents[1]
 #: The rooms of this package that run in a Spark driver.
 _OWN = ("core", "producers", "spark")
 
@@ -74,7 +75,7 @@ def ship(class_path: str, folder: Path) -> Shipment:
     target = folder / ZIP_NAME
     _write(target, members)
     launcher = folder / LAUNCHER_NAME
-    source = Path(str(airflow_broadway.__file__)).parent / "spark" / "launcher.py"
+    source = _PACKAGE / "spark" / "launcher.py"
     launcher.write_bytes(source.read_bytes())
     return Shipment(target, launcher, packages)
 
@@ -121,13 +122,12 @@ def check_import(
 
 
 def _own_files() -> Iterator[tuple[str, Path]]:
-    root = Path(str(airflow_broadway.__file__)).parent
     # Airflow, should a pipeline import it in the driver, asks every provider for its info.
     for name in ("__init__.py", "get_provider_info.py", "pipeline.py", "types.py"):
-        if (root / name).is_file():
-            yield f"airflow_broadway/{name}", root / name
+        if (_PACKAGE / name).is_file():
+            yield f"airflow_broadway/{name}", _PACKAGE / name
     for room in _OWN:
-        yield from _tree(root / room, f"airflow_broadway/{room}")
+        yield from _tree(_PACKAGE / room, f"airflow_broadway/{room}")
 
 
 def _pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
