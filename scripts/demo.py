@@ -24,7 +24,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fi
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.staging.names import encode_run_id
+from airflow_broadway.staging.names import encode_name
 from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
 from scripts.demo_report import Expected, Run, make_report, show, shown
 from scripts.demo_screen import Screen
@@ -150,7 +150,7 @@ class Demo:
         run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(self.output)})
         self.screen.step(f"Triggered the DAG {DAG_ID}, run {run_id}")
         # What the run stages there is read for the progress, and its report at the end.
-        folder = self.home / "broadway" / "Flights" / DAG_ID / encode_run_id(run_id)
+        folder = self.home / "broadway" / "Flights" / DAG_ID / encode_name(run_id)
         deadline = time.monotonic() + PATIENCE
         while True:
             dag_run, tasks = self._look(run_id)

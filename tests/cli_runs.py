@@ -26,7 +26,7 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.settle import RunSettler
-from airflow_broadway.staging.plan_choice import outcomes_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -144,7 +144,7 @@ class Shop:
         if self.engine == "python":
             PythonBatches(run, self.load(), plan).run()
             return
-        for planned, _ in outcomes_of(run, plan):
+        for planned, _ in Recorded(run).outcomes(plan):
             outcome = Outcome(
                 batch_id=planned.batch_id,
                 batcher="default",

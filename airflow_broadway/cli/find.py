@@ -17,7 +17,7 @@ from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.plan_choice import outcomes_of, standing_plans
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 
@@ -155,7 +155,8 @@ def _verdict(line: EntryLine) -> dict[str, Any]:
 def _in_batch(
     run: StagedRun, batcher: str, generation: str, message_id: str
 ) -> tuple[BatchPlan, PlannedBatch, Outcome | None] | None:
-    for plan in standing_plans(run, batcher):
+    recorded = Recorded(run)
+    for plan in recorded.standing(batcher):
         if generation not in plan.generations:
             continue
         source = plan.generations.index(generation)
@@ -165,7 +166,7 @@ def _in_batch(
             for row in _rows(run, files, message_id, ["batch", "source"])
             if row["source"] == source
         }
-        for planned, outcome in outcomes_of(run, plan) if numbers else ():
+        for planned, outcome in recorded.outcomes(plan) if numbers else ():
             if any(low <= number <= high for low, high in planned.rows for number in numbers):
                 return plan, planned, outcome
     return None

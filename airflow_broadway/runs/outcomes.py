@@ -53,9 +53,9 @@ def tell_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
 
 def outcomes(run: StagedRun, head: BatchPlan) -> Iterator[Outcome]:
     """The recorded outcomes of a plan's batches, in order."""
-    from airflow_broadway.staging.plan_choice import outcomes_of
+    from airflow_broadway.staging.plan_choice import Recorded
 
-    return (outcome for _, outcome in outcomes_of(run, head) if outcome is not None)
+    return (outcome for _, outcome in Recorded(run).outcomes(head) if outcome is not None)
 
 
 def is_settled(run: StagedRun, generation: str) -> bool:

@@ -26,7 +26,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.plan_choice import outcomes_of, standing_plans
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -48,10 +48,11 @@ class StagedBatch(NamedTuple):
 
 def staged_batches(run: StagedRun) -> Iterator[StagedBatch]:
     """The batches of a run, by batcher, in the order of their plans."""
+    recorded = Recorded(run)
     for batcher in run.files.list("batches"):
         seen: set[str] = set()
-        for plan in standing_plans(run, batcher):
-            for planned, outcome in outcomes_of(run, plan):
+        for plan in recorded.standing(batcher):
+            for planned, outcome in recorded.outcomes(plan):
                 if planned.batch_id not in seen:
                     seen.add(planned.batch_id)
                     yield StagedBatch(plan, planned, outcome)

@@ -19,7 +19,7 @@ from airflow_broadway.staging.arrow_schema import from_arrow
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.tables import ParquetFile, holds
 
-__all__ = ["BatchReader", "StagedReceipt", "messages_of", "read_batch"]
+__all__ = ["BatchReader", "StagedReceipt", "messages_of"]
 
 #: Messages of row groups that are kept between batches: small batches share groups.
 CACHED_MESSAGES = 32_768
@@ -148,17 +148,6 @@ class BatchReader:
         """Close files until so many are open."""
         while len(self._open) > kept:
             self._open.popitem(last=False)[1].close()
-
-
-def read_batch(
-    run: StagedRun,
-    plan: BatchPlan,
-    planned: PlannedBatch,
-    ack_ref_of: AckRefOf | None = None,
-) -> list[Message]:
-    """Read one batch; :class:`BatchReader` reads many of a plan more cheaply."""
-    with BatchReader(run, plan) as reader:
-        return reader.read(planned, ack_ref_of)
 
 
 def messages_of(

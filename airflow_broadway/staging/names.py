@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["MAX_NAME", "decode_name", "decode_run_id", "encode_name", "encode_run_id"]
+__all__ = ["MAX_NAME", "encode_name"]
 
 #: The longest name made here; disks take 255 bytes, and S3 1,024 for the whole path.
 MAX_NAME = 150
 
 _HASHED = "!!"
 _UNSAFE = re.compile(rb"^[._]|[^A-Za-z0-9_.-]")
-_ENCODED = re.compile(rb"!([0-9A-F]{2})")
 
 
 def encode_name(text: str) -> str:
@@ -32,17 +31,3 @@ def encode_name(text: str) -> str:
     head = name[: MAX_NAME - len(digest) - len(_HASHED)]
     head = head[:-1] if head.endswith("!") else head[:-2] if head[-2:-1] == "!" else head
     return f"{head}{_HASHED}{digest}"
-
-
-def decode_name(name: str) -> str | None:
-    """Return the text that :func:`encode_name` was given; ``None`` for a name that was cut."""
-    if _HASHED in name:
-        return None
-    if name == "!":
-        return ""
-    raw = _ENCODED.sub(lambda match: bytes([int(match[1], 16)]), name.encode("ascii"))
-    return raw.decode("utf-8", "surrogatepass")
-
-
-encode_run_id = encode_name
-decode_run_id = decode_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.entries import EntryLine, load_line
@@ -20,18 +20,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun
 
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
-
-__all__ = [
-    "Recorded",
-    "counted_plans",
-    "outcomes_of",
-    "planned_elsewhere",
-    "plans_of",
-    "standing_plan",
-    "standing_plans",
-]
+__all__ = ["Recorded", "planned_elsewhere"]
 
 log = logging.getLogger(__name__)
 
@@ -217,11 +206,6 @@ class Recorded:
         return checked(lines if lines[-1] else lines[:-1], total, path)
 
 
-def standing_plan(run: StagedRun, folder: str) -> tuple[int, BatchPlan] | None:
-    """The plan in ``batches/<batcher>/<inputs>`` that stands, and how many outcomes it has."""
-    return Recorded(run).standing_in(folder)
-
-
 def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
     """The generations that plans of a batcher hold whose inputs are others than ``inputs``."""
     top = f"batches/{batcher}"
@@ -233,23 +217,3 @@ def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
             except FileNotFoundError:  # never finished
                 continue
     return found
-
-
-def standing_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
-    """The standing plans of a batcher, one for each set of generations, oldest first."""
-    return Recorded(run).standing(batcher)
-
-
-def counted_plans(run: StagedRun, batcher: str) -> list[BatchPlan]:
-    """The standing plans of a batcher without those that are void; see :class:`Recorded`."""
-    return Recorded(run).counted(batcher)
-
-
-def plans_of(run: StagedRun, pipeline: Pipeline, generation: str) -> list[BatchPlan]:
-    """The plans that decide about a generation's messages: one for each batcher at most."""
-    return Recorded(run).deciding(pipeline.batchers, generation)
-
-
-def outcomes_of(run: StagedRun, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
-    """The batches of a plan in order, each with its outcome where one is recorded."""
-    return Recorded(run).outcomes(plan)

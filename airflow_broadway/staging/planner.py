@@ -31,7 +31,7 @@ from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batching import Batching
 from airflow_broadway.staging.merge_generations import SOURCE, merged, only_bytes
-from airflow_broadway.staging.plan_choice import planned_elsewhere, standing_plan
+from airflow_broadway.staging.plan_choice import Recorded, planned_elsewhere
 from airflow_broadway.staging.plan_data_files import DataFiles
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
@@ -69,7 +69,7 @@ def plan_batches(
     manifests = _published(run, batcher, generations)
     inputs = hashlib.sha256("\n".join(each.generation for each in manifests).encode()).hexdigest()
     folder = f"batches/{batcher}/{inputs[:16]}"
-    standing = standing_plan(run, folder)
+    standing = Recorded(run).standing_in(folder)
     if standing is not None:
         log.info(
             "batcher %r: the plan %s stands; %d of its %s have an outcome",

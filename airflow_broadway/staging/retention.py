@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import VERSION
-from airflow_broadway.staging.names import encode_run_id
+from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.run_folder import (
     OPEN,
     SETTLED,
@@ -42,7 +42,7 @@ _MARK = re.compile(r"(\d{8}T\d{6})-(.+)\.json")
 def mark_balanced(run: StagedRun) -> None:
     """Note that all generations of a run are settled, and that the sum is right."""
     now = run.clock.now()
-    name = f"{now.astimezone(UTC).strftime(_STAMP)}-{encode_run_id(run.run_id)}.json"
+    name = f"{now.astimezone(UTC).strftime(_STAMP)}-{encode_name(run.run_id)}.json"
     text = json.dumps({"version": VERSION, "run_id": run.run_id, "at": now.isoformat()})
     run.dag.replace(f"{BALANCED}/{name}", text)
 
@@ -116,7 +116,7 @@ def _run_id(folder: Folder, mark: str) -> str | None:
 def remove_run(run: StagedRun) -> None:
     """Remove the files of one run, whose generations are all settled."""
     run.files.remove_all()
-    suffix = f"-{encode_run_id(run.run_id)}.json"
+    suffix = f"-{encode_name(run.run_id)}.json"
     for name in run.dag.list(BALANCED):
         match = _MARK.fullmatch(name)
         if match is not None and name == f"{match[1]}{suffix}":

@@ -21,7 +21,7 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, StagingDamaged, StagingError
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.staging.names import encode_name, encode_run_id
+from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.store import Folder, Store, host_name
 
 __all__ = [
@@ -112,7 +112,7 @@ class StagedRun:
         self.clock: Clock = clock or SystemClock()
         self.dag = dag_folder(store, pipeline, dag_id)
         #: Relative to the root.
-        self.path = f"{self.dag.path}/{encode_run_id(run_id)}"
+        self.path = f"{self.dag.path}/{encode_name(run_id)}"
         self.files = store.folder(self.path)
 
     def __repr__(self) -> str:

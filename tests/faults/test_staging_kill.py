@@ -22,7 +22,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.staging.batch_reader import BatchReader
-from airflow_broadway.staging.plan_choice import outcomes_of, plans_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -151,10 +151,10 @@ def finish(run: StagedRun) -> dict[str, str]:
     for found, record in list(iter_unsettled(run.store, "Pipeline", "dag")):
         if record.published:  # its batcher is retried
             plan = plan_batches(found, PIPELINE, "b", [GENERATION], try_label="2")
-            for batch, outcome in list(outcomes_of(found, plan)):
+            for batch, outcome in list(Recorded(found).outcomes(plan)):
                 if outcome is None:
                     record_outcome(found, plan, batch)
-        plans = plans_of(found, PIPELINE, GENERATION)
+        plans = Recorded(found).deciding(PIPELINE.batchers, GENERATION)
         settlement, _, progress = build_settlement(found, GENERATION, PIPELINE, plans, final=True)
         settle_generation(found, record, custodian, settlement, progress=progress)
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
@@ -193,7 +193,7 @@ def test_what_is_recorded_twice_keeps_its_first_text(tmp_path: Path, nursery: Nu
     # Given a run that is settled, and a zombie that does its steps again
     assert nursery.work(tmp_path, 0) == 0
     run = open_run(tmp_path)
-    [standing] = plans_of(run, PIPELINE, GENERATION)
+    [standing] = Recorded(run).deciding(PIPELINE.batchers, GENERATION)
     for batch in batches_of(run, standing):
         with pytest.raises(AssertionError):
             record_outcome(run, standing, batch)

@@ -15,7 +15,6 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.sqs.failures import Failures
-from airflow_broadway.staging.batch_reader import read_batch
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
@@ -30,6 +29,7 @@ from tests.unit.staging.kit import (
     open_generation,
     pipeline_of,
     publish,
+    read_batch,
     record_outcome,
     stage,
 )

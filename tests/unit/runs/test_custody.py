@@ -25,7 +25,7 @@ from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.settle import RunSettler
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.staging.batch_reader import BatchReader
-from airflow_broadway.staging.plan_choice import plans_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
@@ -371,7 +371,7 @@ def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> N
     reference = run.process()
     run.batch(reference)
 
-    plans = plans_of(run.staged, run.pipeline, reference["generation"])
+    plans = Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"])
     settlement, complete, _ = build_settlement(
         run.staged, reference["generation"], run.pipeline, plans, final=False
     )

@@ -12,7 +12,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.staging.plan_choice import outcomes_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
 from tests.unit.operators.steps import Run, Sums
@@ -33,7 +33,7 @@ def planned(run: Run, **options: Any) -> PythonBatches:
 
 
 def recorded(batches: PythonBatches, run: Run) -> list[Outcome | None]:
-    return [outcome for _, outcome in outcomes_of(run.staged, batches.plan)]
+    return [outcome for _, outcome in Recorded(run.staged).outcomes(batches.plan)]
 
 
 def test_each_batch_gets_one_outcome(run: Run) -> None:

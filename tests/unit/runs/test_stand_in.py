@@ -12,7 +12,7 @@ import pytest
 
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
-from airflow_broadway.staging.plan_choice import plans_of
+from airflow_broadway.staging.plan_choice import Recorded
 from tests.unit.operators.steps import Run
 
 
@@ -55,7 +55,7 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
         task_id="handle_batches", pipeline=run.pipeline, batches=[]
     )
     run.batch(reference)  # what the application records
-    heads = list(plans_of(run.staged, run.pipeline, reference["generation"]))
+    heads = list(Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"]))
     plans = [SimpleNamespace(head=head) for head in heads]
     operator._submitted = (run.staged, plans)  # type: ignore[assignment]
     context = context_of(run, datetime.now(UTC), {})

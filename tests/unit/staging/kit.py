@@ -20,6 +20,7 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.core.model.options import Batcher, options
 from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
@@ -188,6 +189,12 @@ def publish(
 def batches_of(run: StagedRun, plan: BatchPlan) -> list[PlannedBatch]:
     """The batches of a plan."""
     return list(BatchPlan.read(run.files, plan.path)[1])
+
+
+def read_batch(run: StagedRun, plan: BatchPlan, batch: PlannedBatch) -> list[Message]:
+    """The messages of a batch."""
+    with BatchReader(run, plan) as reader:
+        return reader.read(batch)
 
 
 def record_outcome(

@@ -18,7 +18,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.staging.plan_choice import plans_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement import build_settlement
@@ -54,7 +54,7 @@ class Ready:
         record_outcome(self.run, plan, second)
 
     def settlement(self) -> Settlement:
-        plans = plans_of(self.run, self.pipeline, self.generation)
+        plans = Recorded(self.run).deciding(self.pipeline.batchers, self.generation)
         return build_settlement(self.run, self.generation, self.pipeline, plans, final=True)[0]
 
     def all_read(self) -> None:
@@ -223,7 +223,7 @@ def test_sealed_formats_come_back_as_they_were(tmp_path: Path) -> None:
     assert Manifest.loads(manifest.dumps(), "m") == manifest
     outcome = Outcome(batch_id="b", batcher="b", plan="p", successful=1, failed=0)
     assert Outcome.loads(outcome.dumps(), "o") == outcome
-    [plan] = plans_of(ready.run, ready.pipeline, ready.generation)
+    [plan] = Recorded(ready.run).deciding(ready.pipeline.batchers, ready.generation)
     assert BatchPlan.read(ready.run.files, plan.path)[0] == plan
 
 

@@ -20,7 +20,7 @@ from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.staging import plan_data_files
 from airflow_broadway.staging import planner as planner_module
 from airflow_broadway.staging import writer as writer_module
-from airflow_broadway.staging.batch_reader import BatchReader, read_batch
+from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -32,6 +32,7 @@ from tests.unit.staging.kit import (
     open_run,
     pipeline_of,
     publish,
+    read_batch,
     record_outcome,
 )
 

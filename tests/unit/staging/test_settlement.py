@@ -22,7 +22,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import NO_ACK, Message
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.staging import plan_choice as plans
-from airflow_broadway.staging.plan_choice import plans_of
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -245,8 +245,8 @@ def test_the_newest_plan_that_holds_a_generation_decides(tmp_path: Path) -> None
     clocked.clock.sleep(5)
     again = publish(clocked, pipeline, [stream(3, 20)], map_index=1)
     newer = planned(clocked, pipeline, kept, again)
-    assert plans_of(clocked, pipeline, kept) == [newer]
-    assert plans_of(clocked, pipeline, "nowhere") == []
+    assert Recorded(clocked).deciding(pipeline.batchers, kept) == [newer]
+    assert Recorded(clocked).deciding(pipeline.batchers, "nowhere") == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_an_outcome_counts_only_for_the_execution_whose_messages_it_judged(tmp_p
     ]
 
     # Then it has no outcome yet: nobody has handled it for this execution
-    assert [outcome for _, outcome in plans.outcomes_of(run, after)] == [None]
+    assert [outcome for _, outcome in Recorded(run).outcomes(after)] == [None]
     settlement, complete, _ = build_settlement(run, second, pipeline, [after], final=False)
     assert not complete
     assert (settlement.rest, verdicts(settlement)) == (RELEASE, {})

@@ -10,7 +10,7 @@ from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.journal import Journal
-from airflow_broadway.staging.plan_choice import plans_of, standing_plans
+from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
@@ -72,7 +72,8 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
     assert [each.generation for _, each in iter_unsettled(run.store, "Pipeline", "dag")] == [
         generation
     ]
-    assert standing_plans(run, "b") == plans_of(run, pipeline, generation) == [plan]
+    recorded = Recorded(run)
+    assert recorded.standing("b") == recorded.deciding(pipeline.batchers, generation) == [plan]
     assert plan_batches(run, pipeline, "b", [generation], try_label="2") == plan
     _, complete, progress = build_settlement(run, generation, pipeline, [plan], final=False)
     assert (complete, progress.recorded, progress.batches) == (False, 1, 2)
