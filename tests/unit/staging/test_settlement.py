@@ -21,7 +21,6 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import NO_ACK, Message
 from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
