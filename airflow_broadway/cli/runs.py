@@ -31,7 +31,7 @@ from airflow_broadway.staging.run_folder import (
     SETTLED,
     SETTLING,
     StagedRun,
-    recorded,
+    generations_in,
 )
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
@@ -99,7 +99,7 @@ def _folders(store: Store, path: str) -> list[str]:
 
 def _identified(store: Store, folder: Folder) -> StagedRun | None:
     """The run of a folder, by the ids that its files give: a long id is not whole in its name."""
-    opened = recorded(folder.list(paths.GENERATIONS))
+    opened = generations_in(folder.list(paths.GENERATIONS))
     for path in (*map(paths.generation, opened[:1]), MARK, REPORT):
         try:
             value = json.loads(folder.read(path))

@@ -23,7 +23,7 @@ from airflow_broadway.staging.run_folder import (
     GenerationRecord,
     StagedRun,
     dag_folder,
-    recorded,
+    generations_in,
 )
 from airflow_broadway.staging.store import Folder, Store
 
@@ -132,7 +132,7 @@ def _instant(stamp: str) -> datetime | None:
 
 def _unsettled_runs(folder: Folder) -> set[str]:
     found: set[str] = set()
-    for generation in recorded(folder.list(OPEN)):
+    for generation in generations_in(folder.list(OPEN)):
         path = f"{OPEN}/{generation}.json"
         try:
             found.add(GenerationRecord.loads(folder.read(path), path).run_id)

@@ -1,9 +1,9 @@
 """A run's folder, and its generations: opened, published, settled.
 
 A *generation* is one execution of a process task.  Its record is written before the first message
-is received, and a second copy of it into ``_open/`` beside the runs of the Dag; that copy goes when
-the generation is settled.  So a sweep finds what is unsettled by listing one small folder, however
-many runs lie beside it.
+is received.  A copy of the record lies in ``_open/``, beside the runs of the Dag, until the
+generation is settled.  So a sweep finds what is unsettled by listing one small folder, however many
+runs there are.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
     "GenerationRecord",
     "StagedRun",
     "dag_folder",
+    "generations_in",
     "iter_unsettled",
-    "recorded",
 ]
 
 log = logging.getLogger(__name__)
 
-#: Beside the runs of a Dag: what is unsettled.  No run's folder begins with ``_``.
+#: The folder, beside the runs of a Dag, of what is unsettled.  No run's folder begins with ``_``.
 OPEN = "_open"
 
-#: The file of a generation's record, in either place; whatever else lies there is not ours.
+#: The name of a generation's record, in either place; other files there are not ours.
 _RECORD = re.compile(r"([0-9a-f]{32})\.json")
 
 #: What a generation has come to.
@@ -157,7 +157,9 @@ class StagedRun:
 
     def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
         """All generations of the run, or those of some tasks, oldest first."""
-        found = [self.generation(each) for each in recorded(self.files.list(paths.GENERATIONS))]
+        found = [
+            self.generation(each) for each in generations_in(self.files.list(paths.GENERATIONS))
+        ]
         wanted = [each for each in found if task_ids is None or each.task_id in task_ids]
         return sorted(wanted, key=_age)
 
@@ -188,17 +190,6 @@ class StagedRun:
                 return state
         return OPENED
 
-    def void(self, generation: str) -> bool:
-        """Whether the run holds its messages no longer: settled, given back or lapsed."""
-        if self.state(generation) in (SETTLING, SETTLED):
-            return True
-        return self.lease(generation).deadline <= self.clock.now()
-
-    def current(self, task_id: str, map_index: int = -1) -> GenerationRecord | None:
-        """The newest generation of a task; ``None`` if it never opened one."""
-        found = [each for each in self.generations([task_id]) if each.map_index == map_index]
-        return found[-1] if found else None
-
     # -- manifest and lease --------------------------------------------------------------------
 
     def manifest(self, generation: str) -> Manifest | None:
@@ -216,8 +207,9 @@ class StagedRun:
         return manifest
 
     def publish(self, manifest: Manifest) -> bool:
-        """Make an execution real; whether this call did, or one before it.
+        """Write the manifest: only now what the generation staged counts.
 
+        :returns: Whether this call wrote it; otherwise an earlier one did.
         :raises LeaseLapsed: If its messages have been given back in the meantime.
         """
         if self.files.exists(paths.intent(manifest.generation)):
@@ -228,9 +220,9 @@ class StagedRun:
         return self.files.create(paths.manifest(manifest.generation), manifest.dumps())
 
     def lease(self, generation: str | GenerationRecord) -> Lease:
-        """The lease as last renewed.
+        """The lease as last renewed; the one in the record if it never was.
 
-        :param generation: Or its record, which serves where it is the only one that was written.
+        :param generation: Its name, or its record, which then need not be read.
         """
         record = generation if isinstance(generation, GenerationRecord) else None
         name = record.generation if record is not None else str(generation)
@@ -253,9 +245,9 @@ class StagedRun:
         self.store.folder(f"{self.path}/{generation}").remove_all()
 
     def forget_open(self, generation: str) -> None:
-        """Take a settled generation from the list that sweeps go by.
+        """Take a settled generation from the list of unsettled ones.
 
-        It is settled in any case: who may not delete leaves it there, and sweeps pass over it.
+        Where deleting fails it stays on the list, and sweeps pass over it.
         """
         try:
             self.dag.remove(f"{OPEN}/{generation}.json")
@@ -263,8 +255,8 @@ class StagedRun:
             log.warning("generation %s is settled and stays on the list: %s", generation, error)
 
 
-def recorded(names: Iterable[str]) -> list[str]:
-    """The generations whose records have these names of files; other files are passed over."""
+def generations_in(names: Iterable[str]) -> list[str]:
+    """The generations whose records bear these names of files; other names are passed over."""
     return [match[1] for match in map(_RECORD.fullmatch, names) if match]
 
 
@@ -278,18 +270,19 @@ def iter_unsettled(
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """All generations of all runs of a Dag that are not settled, oldest first.
 
-    Costs one listing, and a read and a listing for each of them, however many runs there have been.
+    However many runs there are, this costs one listing, and for each such generation a read and
+    another listing.
     """
     folder = dag_folder(store, pipeline, dag_id)
     found: list[tuple[StagedRun, GenerationRecord]] = []
-    for name in recorded(folder.list(OPEN)):
+    for name in generations_in(folder.list(OPEN)):
         path = f"{OPEN}/{name}.json"
         try:
             record = GenerationRecord.loads(folder.read(path), path)
         except FileNotFoundError:  # settled since it was listed
             continue
         except StagingError as error:
-            # Not in the way of the others, nor of a run: its lease lapses by itself.
+            # It must not stop the others, or a run: its lease lapses by itself.
             log.error("an unsettled generation is passed over: %s", error)
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=record.run_id, clock=clock)

@@ -1,10 +1,12 @@
 """The staging root, and folders below it.
 
 A :class:`Store` is one root: a folder of a disk (``file://``) or of a bucket (``s3://`` and what
-else fsspec knows).  Under it lies ``.broadway-root.json``, made by whoever writes first: its id
-goes into manifests and plans, so that a task that sees *another* disk under the same path says so
-instead of finding nothing.  A :class:`Folder` is one folder of it, and implements
+else fsspec knows).  A :class:`Folder` is one folder below it, and implements
 :class:`airflow_broadway.core.formats.files.Files`.
+
+Whoever writes first puts ``.broadway-root.json`` into the root.  The id in it goes into manifests
+and plans.  So a task that sees *another* disk under the same path raises an error instead of
+finding nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import check_path
 from airflow_broadway.staging.bucket import Bucket
@@ -31,7 +33,7 @@ __all__ = ["ROOT_FILE", "Folder", "Sink", "Store", "host_name"]
 
 #: The file that tells one root from another.
 ROOT_FILE = ".broadway-root.json"
-#: Files that are read at a time.
+#: Files that :meth:`Folder.read_all` reads at a time.
 READERS = 16
 #: Bytes that are read at a time where a file is read line by line.
 _BUFFER = 1024 * 1024
@@ -105,7 +107,7 @@ class Store:
 
     :param fs: An fsspec file system.
     :param root: The root's path, as ``fs`` wants it.
-    :param uri: The root as the user wrote it; ``conn_id@`` in it is no part of Spark's address.
+    :param uri: The root as the user wrote it; Spark's address of it has no ``conn_id@``.
     """
 
     def __init__(self, fs: Any, root: str, uri: str) -> None:
@@ -118,7 +120,7 @@ class Store:
         self.backend: Backend = (
             Disk(self.root, self.uri) if self.local else Bucket(fs, self.root, self.uri)
         )
-        self._root_id: dict[str, Any] | None = None
+        self._root_id: str | None = None
 
     @classmethod
     def open(cls, uri: str, **storage_options: Any) -> Store:
@@ -144,12 +146,14 @@ class Store:
 
     # -- identity ------------------------------------------------------------------------------
 
-    def root_id(self, clock: Clock | None = None) -> str:
+    def root_id(self) -> str:
         """The root's id; made at first use.
 
         :raises StagingError: If the root cannot be written, is no folder, or its parent is missing.
         """
-        return str(self._identity(clock)["id"])
+        if self._root_id is None:
+            self._root_id = self._read_root_id()
+        return self._root_id
 
     def check_root(self, root_id: str, host: str) -> None:
         """Refuse what was written under another root.
@@ -168,36 +172,34 @@ class Store:
             " s3://bucket/folder"
         )
 
-    def _identity(self, clock: Clock | None = None) -> dict[str, Any]:
-        if self._root_id is not None:
-            return self._root_id
-        with translated("use a file", self.uri):
-            self.backend.prepare()
-            path = f"{self.root}/{ROOT_FILE}"
-            try:
-                text = self.backend.read(path)
-            except FileNotFoundError:
-                made = {
-                    "version": 1,
-                    "id": uuid.uuid4().hex,
-                    "host": host_name(),
-                    "created_at": (clock or SystemClock()).now().isoformat(),
-                }
-                try:
-                    self.backend.create(path, (json.dumps(made).encode(),))
-                    text = self.backend.read(path)
-                except FileNotFoundError as error:
-                    raise cannot("write a file", self.uri, error) from error
+    def _read_root_id(self) -> str:
+        text = self._root_file()
         try:
-            found: dict[str, Any] = json.loads(text)
-            found["id"]
+            return str(json.loads(text)["id"])
         except (ValueError, KeyError, TypeError):
             raise StagingError(
                 f"{self.uri}/{ROOT_FILE} is no file of airflow-broadway; set {SETTING} to a folder"
                 " of its own"
             ) from None
-        self._root_id = found
-        return found
+
+    def _root_file(self) -> bytes:
+        """What the root's file says; it is made if there is none."""
+        path = f"{self.root}/{ROOT_FILE}"
+        with translated("use a file", self.uri):
+            self.backend.prepare()
+            with suppress(FileNotFoundError):
+                return self.backend.read(path)
+            made = {
+                "version": 1,
+                "id": uuid.uuid4().hex,
+                "host": host_name(),
+                "created_at": SystemClock().now().isoformat(),
+            }
+            try:
+                self.backend.create(path, (json.dumps(made).encode(),))
+                return self.backend.read(path)  # of two that are made at once, one stands
+            except FileNotFoundError as error:
+                raise cannot("write a file", self.uri, error) from error
 
     # -- addresses -----------------------------------------------------------------------------
 
@@ -225,10 +227,9 @@ class Store:
 class Folder:
     """One folder below a root; see :class:`airflow_broadway.core.formats.files.Files`.
 
-    Every error of the file system leaves here as :class:`StagingError`, except that what is not
-    there raises ``FileNotFoundError``.
-
     :param path: Relative to the root.
+    :raises StagingError: From every method, for whatever the file system raises; only reading a
+        file that is not there raises ``FileNotFoundError``.
     """
 
     def __init__(self, store: Store, path: str) -> None:
@@ -256,7 +257,10 @@ class Folder:
             return self._backend.read(self.full(path)).decode("utf-8")
 
     def read_all(self, paths: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Read whole files, many at a time, in order; ``None`` for one that is not there."""
+        """Read whole files, :data:`READERS` at a time; yields (path, text) in the given order.
+
+        The text is ``None`` for a file that is not there.
+        """
 
         def read(path: str) -> tuple[str, str | None]:
             try:
@@ -299,7 +303,7 @@ class Folder:
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         count = 0
-        with self._writing(path), self.writing(path) as file:
+        with self._writing(path), _committed(self.sink(path)) as file:
             for line in lines:
                 file.write(line.encode("utf-8") + b"\n")
                 count += 1
@@ -313,10 +317,6 @@ class Folder:
         """Open a new file for writing; it counts once committed."""
         with self._writing(path):
             return self._backend.sink(self.full(path))
-
-    def writing(self, path: str) -> AbstractContextManager[IO[bytes]]:
-        """A new file as a context: committed at its end, dropped by an exception."""
-        return _committed(self.sink(path))
 
     def source(self, path: str) -> IO[bytes]:
         """Open a file for reading in any order."""
@@ -337,6 +337,7 @@ class Folder:
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[None]:
+        """Make sure of the root, and translate errors: whoever writes expects no missing file."""
         self.store.root_id()
         try:
             with translated(f"write {path}", self.store.uri):
@@ -347,6 +348,7 @@ class Folder:
 
 @contextmanager
 def _committed(sink: Sink) -> Iterator[IO[bytes]]:
+    """A new file, committed at the end of the block, and dropped by an exception."""
     try:
         yield sink.file
         sink.commit()

@@ -36,7 +36,7 @@ def test_a_generation_is_opened_once(tmp_path: Path) -> None:
         run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
 
 
-def test_the_newest_generation_of_a_task_is_current_whatever_the_clocks_say(tmp_path: Path) -> None:
+def test_the_newest_generation_of_a_task_comes_last_whatever_the_clocks_say(tmp_path: Path) -> None:
     # Given a retry on a host whose clock is an hour behind
     clock = ManualClock()
     clock.advance(3600)
@@ -45,9 +45,7 @@ def test_the_newest_generation_of_a_task_is_current_whatever_the_clocks_say(tmp_
     other = open_generation(open_run(tmp_path), map_index=1)
 
     run = open_run(tmp_path)
-    assert run.current("process", 0) == newer
-    assert run.current("process", 1) == other
-    assert run.current("process", 2) is None
+    assert run.generations(["process"])[1:] == [newer, other]
     assert [each.map_index for each in run.generations(["process"])] == [0, 0, 1]
     assert run.generations(["other"]) == []
 
@@ -111,14 +109,11 @@ def test_a_record_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_renewed_lease_is_the_one_that_counts(tmp_path: Path) -> None:
-    clock = ManualClock()
-    run = open_run(tmp_path, clock=clock)
+    run = open_run(tmp_path)
     generation = open_generation(run).generation
-    clock.advance(901)
-    assert run.void(generation)
+    assert run.lease(generation).seconds == 900
     run.put_lease(lease_of(generation, seconds=2000))
     assert run.lease(generation).seconds == 2000
-    assert not run.void(generation)
 
 
 def test_a_sweep_finds_what_is_unsettled_in_all_runs_of_the_dag(tmp_path: Path) -> None:
