@@ -62,7 +62,7 @@ def _owner(text: str) -> dict[str, Any]:
 
 
 def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, Any]) -> LeaseRecord:
-    key, generation, owner, seconds, deadline, state, received, opened, ended, told = row
+    key, generation, owner, seconds, deadline, state, received, opened, ended, report = row
     held = db.execute("SELECT COUNT(*) FROM messages WHERE lease = ?", (key,)).fetchone()[0]
     return LeaseRecord(
         lease=Lease(
@@ -78,5 +78,5 @@ def _record(db: sqlite3.Connection, row: tuple[Any, ...], lease_of: dict[str, An
         opened_at=from_micros(opened),
         ended_at=None if ended is None else from_micros(ended),
         settled_early=settled_early(db, key),
-        report=None if told is None else SettleReport.from_json(json.loads(told)),
+        report=None if report is None else SettleReport.from_json(json.loads(report)),
     )

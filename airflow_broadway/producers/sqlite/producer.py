@@ -10,10 +10,9 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
     Entry,
@@ -23,69 +22,28 @@ from airflow_broadway.core.custody.protocol import (
     SettleReport,
     Source,
 )
-from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import option, options
-from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule
-from airflow_broadway.producers.sqlite.queue import KIND, SqliteQueue
+from airflow_broadway.core.model.options import options
+from airflow_broadway.producers.kit.checks import check_lease
+from airflow_broadway.producers.sqlite.options import SqliteOptions, path_of
+from airflow_broadway.producers.sqlite.queue import SqliteQueue
+from airflow_broadway.producers.sqlite.records import KIND
 
-__all__ = ["DEFAULT_CONNECTION", "SqliteProducer", "path_of"]
+__all__ = ["SqliteProducer"]
 
 log = logging.getLogger(__name__)
 
-#: The connection that names the queue file where no path is given.
-DEFAULT_CONNECTION = "broadway_sqlite_default"
-
-#: Types of connections that name a file in their host.
-_TYPES = ("broadway_sqlite", "sqlite", "generic", "")
-
 #: Seconds between two looks at an empty queue: the first, and the longest.
-_PAUSES = (0.02, 0.5)
-
-_ABSOLUTE = Rule(
-    "an absolute path, the same file for every task",
-    lambda v: isinstance(v, str) and Path(v).expanduser().is_absolute(),
-)
+_POLL_INTERVALS = (0.02, 0.5)
 
 
 @options
-class SqliteProducer(Producer):
+class SqliteProducer(SqliteOptions):
     """Messages from an embedded queue: see ``docs/embedded-queue.md``.
 
     ``on_success`` and ``on_failure`` take ``"ack"``, ``"retry"``, ``"dead_letter"`` and ``"noop"``,
     which leaves the message in the queue: it is delivered again when the lease would have lapsed.
     """
-
-    kind: ClassVar[str] = KIND
-
-    queue: str = option(rule=TEXT, doc="The queue's name in its file.")
-    path: str | None = option(
-        default=None,
-        rule=_ABSOLUTE.or_none(),
-        doc="The queue file: an absolute path, on a disk of this machine.  Instead of ``conn_id``.",
-    )
-    conn_id: str | None = option(
-        default=AUTO,
-        rule=CONN_ID.or_none(),
-        doc="The Airflow connection whose host, or extra ``path``, is the queue file;"
-        f" ``{DEFAULT_CONNECTION}`` unless ``path`` is given.",
-    )
-    busy_timeout: float = option(
-        default=30.0, rule=SECONDS, doc="Seconds to wait while another process writes to the file."
-    )
-
-    def _resolve(self) -> None:
-        super()._resolve()
-        self._default("conn_id", DEFAULT_CONNECTION if self.path is None else None)
-        if self.path is not None and self.conn_id is not None:
-            raise OptionsError(
-                "SqliteProducer.conn_id", "nothing beside 'path': one of the two", self.conn_id
-            )
-        if self.path is None and self.conn_id is None:
-            raise OptionsError.missing(
-                "SqliteProducer.path",
-                'SqliteProducer(path="/data/queue.db", …), or the id of a connection as conn_id',
-            )
 
     def open_queue(self, env: ProducerEnv) -> SqliteQueue:
         """The queue itself; nothing is opened before its first call.
@@ -136,28 +94,6 @@ def _warn_if_unknown(queue: SqliteQueue) -> None:
         )
 
 
-def path_of(connection: Connection) -> str:
-    """The queue file that a connection names, in its host or in the extra ``path``.
-
-    :raises ConnectionMissing: If it names none, or two, or is of another service.
-    """
-    shown = f"the connection {connection.conn_id!r}"
-    if connection.conn_type not in _TYPES:
-        raise ConnectionMissing(
-            f"{shown} is of type {connection.conn_type!r}; an embedded queue needs one of type"
-            " 'broadway_sqlite', with the path of the queue file as its host"
-        )
-    extra = connection.extra.get("path") or ""
-    if connection.host and extra and connection.host != extra:
-        raise ConnectionMissing(f"{shown} names two files, as host and as extra 'path': keep one")
-    path = connection.host or extra
-    if not _ABSOLUTE.holds(path):
-        raise ConnectionMissing(
-            f"{shown} names no queue file: its host must be an absolute path, got: {path!r}"
-        )
-    return str(path)
-
-
 class _Source:
     """Receives for one generation."""
 
@@ -183,7 +119,7 @@ class _Source:
         if self._stopped:
             return []
         limit = self._clock.monotonic() + timeout
-        pause, longest = _PAUSES
+        pause, longest = _POLL_INTERVALS
         while True:
             lease = self._lease
             deadline = self._deadline(lease.seconds)
@@ -242,13 +178,7 @@ class _Custodian:
 
     def _checked(self, lease: Lease) -> str:
         """The lease's generation, if it is this queue's to settle."""
-        here = _state(self._queue)["queue"]
-        if lease.kind != KIND or lease.state.get("queue", here) != here:
-            raise ProducerError(
-                f"the lease of generation {lease.generation!r} is of {lease.kind} queue"
-                f" {lease.state.get('queue')!r}, and this producer's is {KIND} queue {here!r}: give"
-                " both halves of the run the same options"
-            )
+        check_lease(lease, KIND, self._queue.name)
         return lease.generation
 
 

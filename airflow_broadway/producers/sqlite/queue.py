@@ -27,12 +27,11 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.sqlite import dead_letters as dead
-from airflow_broadway.producers.sqlite import inspect as looking
-from airflow_broadway.producers.sqlite import settling
+from airflow_broadway.producers.sqlite import dead_letters, inspect, settling
 from airflow_broadway.producers.sqlite.database import Database, transaction
 from airflow_broadway.producers.sqlite.receive import Portion, receive
 from airflow_broadway.producers.sqlite.records import (
+    KIND,
     DeadLetter,
     LeaseRecord,
     QueueRow,
@@ -44,12 +43,9 @@ from airflow_broadway.producers.sqlite.send import MAX_BODY, Sendable, parts
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["KIND", "SqliteQueue"]
+__all__ = ["SqliteQueue"]
 
 log = logging.getLogger(__name__)
-
-#: The kind of its leases.
-KIND = "sqlite"
 
 
 class SqliteQueue:
@@ -249,7 +245,7 @@ class SqliteQueue:
         with self._opened() as opened:
             if opened is None:
                 return QueueDepth(0, 0, 0, 0, None)
-            return looking.depth(*opened, self._now())
+            return inspect.depth(*opened, self._now())
 
     def leases(self, *, ended: bool = False) -> list[LeaseRecord]:
         """The open leases, oldest first, for sweeps; with ``ended`` those still on record too."""
@@ -257,7 +253,7 @@ class SqliteQueue:
             if opened is None:
                 return []
             lease_of = {"kind": KIND, "state": {"path": self.path, "queue": self.name}}
-            return looking.leases(*opened, lease_of, ended=ended)
+            return inspect.leases(*opened, lease_of, ended=ended)
 
     def names(self) -> list[str] | None:
         """The names of all queues in the file, sorted; ``None`` if there is no file."""
@@ -287,17 +283,17 @@ class SqliteQueue:
         :param offset: How many to pass over.
         """
         with self._opened() as opened:
-            return [] if opened is None else dead.letters(*opened, limit, offset)
+            return [] if opened is None else dead_letters.letters(*opened, limit, offset)
 
     def dead_reasons(self) -> list[tuple[str, str, int]]:
         """Of the dead letters each (reason, stage, how many), the most frequent first."""
         with self._opened() as opened:
-            return [] if opened is None else dead.reasons(*opened)
+            return [] if opened is None else dead_letters.reasons(*opened)
 
     def dead_among(self, message_ids: Iterable[str]) -> set[str]:
         """Those of some ids that are dead letters of this queue."""
         with self._opened() as opened:
-            return set() if opened is None else dead.among(*opened, message_ids)
+            return set() if opened is None else dead_letters.among(*opened, message_ids)
 
     def requeue_dead(self, message_ids: Iterable[str] | None = None, *, delay: float = 0.0) -> int:
         """Put dead letters back into the queue, on their first attempt, under their old ids.
@@ -308,12 +304,12 @@ class SqliteQueue:
         """
         ready_at = self._now() + settling.micros_of(delay)
         with self._opened() as opened:
-            return 0 if opened is None else dead.requeue(*opened, message_ids, ready_at)
+            return 0 if opened is None else dead_letters.requeue(*opened, message_ids, ready_at)
 
     def purge_dead(self, message_ids: Iterable[str] | None = None) -> int:
         """Delete dead letters for good, by id or (``None``) all; return how many."""
         with self._opened() as opened:
-            return 0 if opened is None else dead.purge(*opened, message_ids)
+            return 0 if opened is None else dead_letters.purge(*opened, message_ids)
 
     def purge(self) -> int:
         """Delete for good all messages that nobody holds; return how many."""

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
-from airflow_broadway.producers.sqlite import dead_letters as dead
-from airflow_broadway.producers.sqlite import settling
+from airflow_broadway.producers.sqlite import dead_letters, settling
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros
 
@@ -77,7 +76,7 @@ def receive(
             # Made before the commit: what fails here stays in the queue.
             rows = _rows(db, (queue.id, now, lease, portion.demand))
             messages, unread = _messages(queue, name, portion, rows)
-            dead.set_aside(db, unread, generation, now)
+            dead_letters.set_aside(db, unread, generation, now)
             if messages or not rows:
                 break
         if messages:
@@ -116,14 +115,14 @@ def _messages(
     unread: dict[int, str] = {}
     acknowledger = AckRef(NO_ACK.acknowledger, portion.generation, Delivery())
     messages = []
-    sent, told = None, ""
+    sent, sent_at = None, ""
     for row, body, attributes, enqueued_at, attempt, deliveries in rows:
         metadata: dict[str, Any]
         try:
             if enqueued_at != sent:
-                sent, told = None, from_micros(enqueued_at).isoformat()
+                sent, sent_at = None, from_micros(enqueued_at).isoformat()
                 sent = enqueued_at
-            metadata = {"queue": name, "enqueued_at": told}
+            metadata = {"queue": name, "enqueued_at": sent_at}
             if attributes is not None:
                 metadata["attributes"] = json.loads(attributes)
             redelivered, size = deliveries > 0, len(body)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Lease, SettleReport
 
-__all__ = ["DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
+__all__ = ["KIND", "DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
+
+#: The kind of the queue's leases.
+KIND: Final = "sqlite"
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)

@@ -50,12 +50,12 @@ def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
             f"message {place} was not sent: its body has {len(body)} bytes, and a row holds at most"
             f" {MAX_BODY}: store it elsewhere, and send its address"
         )
-    told = None
+    text = None
     if attributes is not None:
         if not isinstance(attributes, Mapping):
             _bad(place, "attributes in a mapping", attributes)
         try:
-            told = json.dumps(dict(attributes), allow_nan=False) if attributes else None
+            text = json.dumps(dict(attributes), allow_nan=False) if attributes else None
         except (TypeError, ValueError) as error:
             raise ProducerError(
                 f"message {place} was not sent: its attributes are no JSON: {error}"
@@ -63,8 +63,8 @@ def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
     if delay:
         if not isinstance(delay, (int, float)) or not 0 <= delay < MAX_DELAY:
             _bad(place, "a delay in seconds of at least 0", delay)
-        return body, told, micros_of(delay)
-    return body, told, 0
+        return body, text, micros_of(delay)
+    return body, text, 0
 
 
 def _bad(place: int, rule: str, got: object) -> NoReturn:

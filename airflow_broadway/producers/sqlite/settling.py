@@ -11,7 +11,6 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from airflow_broadway.core.custody.protocol import (
     RELEASE,
@@ -23,7 +22,9 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.guard import MessageGuard
+from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow
 
@@ -49,7 +50,7 @@ _CODES = {
     Action.LEAVE: 3,
     Action.RELEASE: 4,
 }
-_COUNTS = {0: "acked", 1: "requeued", 2: "dead_lettered", 3: "left", 4: "released"}
+_ACTIONS = {code: action for action, code in _CODES.items()}
 
 _ENTRIES = """CREATE TEMP TABLE IF NOT EXISTS entries (
     id INTEGER PRIMARY KEY, action INTEGER, delay INTEGER, stage TEXT, reason TEXT
@@ -73,12 +74,11 @@ def settle(
 ) -> SettleReport:
     """Carry out all verdicts on a lease and end it; a second time, only report."""
     guard = _load(db, queue, settlement.entries())
-    strangers = len(guard.refused)
-    if strangers and settlement.everything is None:  # their verdicts would fall to the rest
+    if guard.refused and settlement.everything is None:  # their verdicts would fall to the rest
         raise ProducerError(
-            f"{strangers} verdicts of generation {generation!r} name message ids that are not of"
-            " this queue: nothing was settled, and all comes back when the lease lapses; a"
-            " transformer must keep the message_id"
+            f"{many(len(guard.refused), 'verdict')} of generation {generation!r} for message ids"
+            " that are not of this queue: nothing was settled, and all comes back when the lease"
+            " lapses; a transformer must keep the message_id"
         )
     with transaction(db):
         lease = db.execute(
@@ -88,48 +88,60 @@ def settle(
         ).fetchone()
         if lease is None:
             return _never_opened(db, queue, generation, settlement, now, state)
-        lease_id, was, deadline, told, received = lease
+        lease_id, was, deadline, kept, received = lease
         early = settled_early(db, lease_id)
-        untold = _untold(early, settlement)
+        unreported = beyond(early, settlement)
         if was != "open":
-            report = SettleReport.from_json(json.loads(told))
-            return report + untold if was == "lapsed" else report
+            report = SettleReport.from_json(json.loads(kept))
+            return report + unreported if was == "lapsed" else report
         work = _Work(db, lease_id, generation, deadline, now)
-        rest = settlement.rest
-        missing = 0
-        if settlement.expected is not None:
-            known = settlement.settled_now
-            named = settlement.expected + (0 if known is None else known.total)
-            missing = named - received
-            # What was received and never staged must not be settled as if it had been handled;
-            # nor may equal counts hide it.
-            unsure = strangers or missing or received != work.held() + early.total
-            if unsure and rest.action is not Action.RELEASE:
-                if settlement.everything is not None:
-                    _name_all(db, queue, settlement, settlement.everything())
-                    rest = RELEASE
-                elif missing < 0:
-                    raise ProducerError(
-                        f"generation {generation!r} holds {work.held()} messages and its manifest"
-                        f" names {settlement.expected}: none was settled, and all come back when"
-                        " the lease lapses"
-                    )
-        lost = received - work.held() - early.total
+        held, rest = work.held(), settlement.rest
+        missing = _missing(settlement, received)
+        lost = received - held - early.total
+        # Equal counts may hide that some are strangers, or lost.
+        unsure = bool(guard.refused) or missing != 0 or lost != 0
+        if settlement.expected is not None and unsure and rest.action is not Action.RELEASE:
+            rest = _rest_if_unsure(db, queue, generation, settlement, missing=missing, held=held)
         lapsed = max(work.entries_lapsed(), missing + lost)
-        told_of = SettleReport(lapsed=lapsed, errors=guard.errors())
-        report = work.entries() + work.rest(rest) + told_of + untold
+        report = work.entries() + work.rest(rest)
+        report += SettleReport(lapsed=lapsed, errors=guard.errors()) + unreported
         _end(db, lease_id, state, now, report)
     return report
 
 
-def _untold(early: SettleReport, settlement: Settlement) -> SettleReport:
-    """What was settled early beyond what the settlement knows of."""
+def _missing(settlement: Settlement, received: int) -> int:
+    """Messages that the settlement knows of and the lease never received; below 0: the reverse."""
+    if settlement.expected is None:
+        return 0
     known = settlement.settled_now
-    if known is None:
-        return SettleReport()
-    return SettleReport(
-        **{name: max(0, getattr(early, name) - getattr(known, name)) for name in _COUNTS.values()}
-    )
+    return settlement.expected + (0 if known is None else known.total) - received
+
+
+def _rest_if_unsure(
+    db: sqlite3.Connection,
+    queue: QueueRow,
+    generation: str,
+    settlement: Settlement,
+    *,
+    missing: int,
+    held: int,
+) -> Verdict:
+    """The verdict on what no entry names, where lease and manifest do not agree.
+
+    What was received and never staged must not be settled as if it had been handled: so all that
+    the manifest knows is named, one by one, and the others are given back.
+
+    :raises ProducerError: If the lease holds more than the manifest knows, and that names nothing.
+    """
+    if settlement.everything is not None:
+        _name_all(db, queue, settlement.rest, settlement.everything())
+        return RELEASE
+    if missing < 0:
+        raise ProducerError(
+            f"generation {generation!r} holds {many(held, 'message')} and its manifest names"
+            f" {settlement.expected}: none was settled, and all come back when the lease lapses"
+        )
+    return settlement.rest
 
 
 def settle_now(
@@ -312,10 +324,10 @@ def _load(db: sqlite3.Connection, queue: QueueRow, entries: Iterable[Entry]) -> 
 
 
 def _name_all(
-    db: sqlite3.Connection, queue: QueueRow, settlement: Settlement, everything: Iterable[Entry]
+    db: sqlite3.Connection, queue: QueueRow, rest: Verdict, everything: Iterable[Entry]
 ) -> None:
-    """Turn the verdict on the rest into entries, because lease and manifest do not agree."""
-    action, delay, reason, stage = settlement.rest
+    """Turn the verdict on the rest into entries: one for each message that has none."""
+    action, delay, reason, stage = rest
     values = (_CODES[action], micros_of(delay), stage, cut(reason, MAX_REASON))
     named = (queue.row_of(entry.message_id) for entry in everything)
     db.executemany(
@@ -354,8 +366,7 @@ def _end(db: sqlite3.Connection, lease: int, state: str, now: int, report: Settl
 
 def _report(counts: Iterable[tuple[int, int]]) -> SettleReport:
     """The report of some actions' codes and counts."""
-    named: dict[str, Any] = {_COUNTS[code]: count for code, count in counts}
-    return SettleReport(**named)
+    return report_of({_ACTIONS[code]: count for code, count in counts})
 
 
 def _refused(guard: MessageGuard) -> SettleReport:

@@ -6,7 +6,6 @@ Everything is bulk: one call here is one request.  The client may be used from s
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -18,41 +17,26 @@ from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import translated
+from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of
 
 if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
-    from airflow_broadway.producers.sqs.producer import SqsProducer
 
 __all__ = [
-    "DEFAULT_CONNECTION",
     "Queue",
     "Told",
     "boto_client",
     "endpoint_of",
     "open_queue",
-    "region_of",
 ]
 
 log = logging.getLogger(__name__)
-
-#: The connection of AWS where none is named; without it boto3 looks where it always looks.
-DEFAULT_CONNECTION = "aws_default"
 
 #: Extras of an Airflow connection that only the Amazon provider knows how to follow.
 _PROVIDERS = frozenset(
     {"role_arn", "assume_role_method", "assume_role_kwargs", "session_kwargs", "s3_config_file"}
 )
-
-_URL = re.compile(
-    r"https://(?:sqs\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.(?:amazonaws\.com(?:\.cn)?|api\.aws)/"
-)
-
-
-def region_of(url: str) -> str | None:
-    """The region in the URL of one of AWS's own queues."""
-    found = _URL.match(url)
-    return None if found is None else found.group(1) or found.group(2)
 
 
 def endpoint_of(url: str) -> str | None:
@@ -171,7 +155,7 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
 
-def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
+def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
     """The producer's queue.
 
     :raises ConnectionMissing: If the connection is missing or lacks what is needed.
@@ -183,7 +167,7 @@ def open_queue(producer: SqsProducer, env: ProducerEnv) -> Queue:
     return Queue(client, "", shown=str(producer.queue_name)).other(str(producer.queue_name))
 
 
-def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
+def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
     """A client of boto3 with a pool for all of the producer's threads."""
     connection = _connection(producer, env)
     extra: Mapping[str, Any] = connection.extra if connection is not None else {}
@@ -212,7 +196,7 @@ def boto_client(producer: SqsProducer, env: ProducerEnv) -> SQSClient:
 
 
 def _client(
-    producer: SqsProducer,
+    producer: SqsOptions,
     connection: Connection | None,
     region: str | None,
     endpoint: str | None,
@@ -246,7 +230,7 @@ def _client(
     return client
 
 
-def _connection(producer: SqsProducer, env: ProducerEnv) -> Connection | None:
+def _connection(producer: SqsOptions, env: ProducerEnv) -> Connection | None:
     conn_id = producer.conn_id
     if conn_id is None:
         return None

@@ -21,7 +21,7 @@ from airflow_broadway.producers.sqs.settlement import Plan, QueueSettlement, pla
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.sqs.producer import SqsProducer
+    from airflow_broadway.producers.sqs.options import SqsOptions
 
 __all__ = ["SqsCustodian"]
 
@@ -37,7 +37,7 @@ _LATE: Final = 3600.0
 class SqsCustodian:
     """Renews and settles the generations of one queue."""
 
-    def __init__(self, producer: SqsProducer, env: ProducerEnv) -> None:
+    def __init__(self, producer: SqsOptions, env: ProducerEnv) -> None:
         self._producer = producer
         self._env = env
         self._clock = env.clock

@@ -15,7 +15,7 @@ from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.sqs.producer import SqsProducer
+    from airflow_broadway.producers.sqs.options import SqsOptions
 
 __all__ = ["check", "dead_letter_queue", "depth", "look_at_empty", "redrive_of"]
 
@@ -36,7 +36,7 @@ def redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
     return policy if isinstance(policy, dict) else {}
 
 
-def dead_letter_queue(producer: SqsProducer, queue: Queue) -> Queue:
+def dead_letter_queue(producer: SqsOptions, queue: Queue) -> Queue:
     """Where dead letters go: the option's queue, else that of the redrive policy.
 
     :raises ProducerError: If there is none, or it may not be asked for.
@@ -55,7 +55,7 @@ _NO_DEAD_LETTER = (
 )
 
 
-def check(producer: SqsProducer, queue: Queue, clock: Clock) -> None:
+def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
     """Look at the queue before anything is received, and say what will go wrong.
 
     :raises ProducerError: If there is no such queue, or dead letters would have nowhere to go.
@@ -104,7 +104,7 @@ def _compare_clocks(queue: Queue, clock: Clock) -> None:
         )
 
 
-def look_at_empty(producer: SqsProducer, queue: Queue) -> None:
+def look_at_empty(producer: SqsOptions, queue: Queue) -> None:
     """Say why a receive was empty, if it was not because the queue is.
 
     With long polling, and of FIFO queues, SQS does not say that a queue has as many messages in
@@ -137,7 +137,7 @@ def look_at_empty(producer: SqsProducer, queue: Queue) -> None:
         )
 
 
-def depth(producer: SqsProducer, env: ProducerEnv) -> QueueDepth | None:
+def depth(producer: SqsOptions, env: ProducerEnv) -> QueueDepth | None:
     """How full the queue is, about; ``None`` if that may not be asked."""
     queue = open_queue(producer, env)
     try:

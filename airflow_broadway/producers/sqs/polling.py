@@ -7,17 +7,32 @@ run's thread collects what they found.  While the queue is quiet one of them ask
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
+from airflow_broadway.producers.sqs.reading import request_of
 
-__all__ = ["Answer", "Polls"]
+if TYPE_CHECKING:
+    from airflow_broadway.producers.sqs.client import Queue
+    from airflow_broadway.producers.sqs.options import SqsOptions
 
+__all__ = ["Answer", "Polls", "Receives"]
+
+log = logging.getLogger(__name__)
+
+#: What a message is known and held by.
+_KEYS: Final = ("MessageId", "ReceiptHandle")
+_SPAN: Final = "sqs.receive_messages"
+_EVENTS: Final = tuple(f"{_SPAN}.{end}" for end in ("start", "stop", "exception"))
 #: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
 _PATIENCE: Final = 120.0
 #: The same of a run that was told to stop.
@@ -219,3 +234,71 @@ class Polls:
     def _end(self) -> None:
         self._flying -= 1
         self._changed.notify_all()
+
+
+class Receives:
+    """Makes the receives of one run.
+
+    :param pipeline: Its name, for the spans.
+    """
+
+    def __init__(self, producer: SqsOptions, queue: Queue, pipeline: str, clock: Clock) -> None:
+        self._producer = producer
+        self._queue = queue
+        self._pipeline = pipeline
+        self._clock = clock
+        #: Of a FIFO queue, those whose answer was lost: asked again, they get that answer.
+        self._unanswered: deque[dict[str, Any]] = deque()
+
+    def receive(self, count: int) -> list[dict[str, Any]]:
+        """At most ``count`` messages, as SQS gives them, each with what it is held by.
+
+        :raises ProducerError: If SQS refuses.
+        :raises ProducerUnavailable: If it cannot be reached.
+        """
+        request = request_of(self._producer, count)
+        if self._unanswered:
+            with suppress(IndexError):  # another thread was faster
+                request = self._unanswered.popleft()
+        if not telemetry.handlers(*_EVENTS):
+            return self._asked(request)
+        span = telemetry.Span(_SPAN, {"name": self._pipeline, "demand": count})
+        try:
+            found = self._asked(request)
+        except Exception as error:
+            span.exception("error", error, "")
+            raise
+        span.stop({"name": self._pipeline, "demand": count, "messages": found})
+        return found
+
+    def lost(self) -> list[tuple[float, dict[str, Any]]]:
+        """What the lost answers held, each with when it was asked for anew.
+
+        Its groups would be blocked for a lease.  What is still out of reach comes back by itself.
+        """
+        messages: list[tuple[float, dict[str, Any]]] = []
+        with suppress(BroadwayError):
+            while self._unanswered:
+                at = self._clock.now().timestamp()
+                messages += [(at, raw) for raw in self._asked(self._unanswered.popleft())]
+        return messages
+
+    def _asked(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            found = self._queue.receive(request)
+        except ProducerUnavailable:
+            if self._producer.fifo:  # it may have been carried out: its groups would be blocked
+                self._unanswered.append(request)
+            raise
+        return [raw for raw in found if self._is_whole(raw)]
+
+    def _is_whole(self, raw: Any) -> bool:
+        """Whether a message has what it is known and held by."""
+        if all(isinstance(raw.get(name), str) and raw[name] for name in _KEYS):
+            return True
+        log.error(
+            "a message of the SQS queue %r came without %s: it cannot be held, and comes again",
+            self._queue.name,
+            " or ".join(name for name in _KEYS if not raw.get(name)),
+        )
+        return False

@@ -7,17 +7,14 @@ import json
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.model.message import AckRef, Message
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
-
-if TYPE_CHECKING:
-    from airflow_broadway.producers.sqs.producer import SqsProducer
+from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsOptions
 
 __all__ = [
-    "SYSTEM_ATTRIBUTES",
     "Reader",
     "asked",
     "group_of",
@@ -26,17 +23,6 @@ __all__ = [
     "request_of",
 ]
 
-#: Broadway's names of the system attributes → SQS's.
-SYSTEM_ATTRIBUTES: Final = {
-    "sender_id": "SenderId",
-    "sent_timestamp": "SentTimestamp",
-    "approximate_receive_count": "ApproximateReceiveCount",
-    "approximate_first_receive_timestamp": "ApproximateFirstReceiveTimestamp",
-    "sequence_number": "SequenceNumber",
-    "message_deduplication_id": "MessageDeduplicationId",
-    "message_group_id": "MessageGroupId",
-    "aws_trace_header": "AWSTraceHeader",
-}
 _OURS: Final = {theirs: ours for ours, theirs in SYSTEM_ATTRIBUTES.items()}
 _NUMBERS: Final = frozenset(
     {"SentTimestamp", "ApproximateReceiveCount", "ApproximateFirstReceiveTimestamp"}
@@ -51,7 +37,7 @@ _NEEDED_FIFO: Final = (
 )
 
 
-def asked(producer: SqsProducer, demand: int) -> dict[str, Any]:
+def asked(producer: SqsOptions, demand: int) -> dict[str, Any]:
     """The producer's options as one receive has them: what is unset is left out, 0 is not."""
     options = {
         "max_number_of_messages": min(demand, producer.max_number_of_messages, MAX_BATCH),
@@ -63,7 +49,7 @@ def asked(producer: SqsProducer, demand: int) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
+def request_of(producer: SqsOptions, demand: int) -> dict[str, Any]:
     """The arguments of one ``ReceiveMessage``.
 
     Beside the options it asks for what custody needs: the visibility timeout, which is the lease,
@@ -93,7 +79,7 @@ def request_of(producer: SqsProducer, demand: int) -> dict[str, Any]:
 class Reader:
     """Makes messages of what SQS hands out, with metadata as the options want it."""
 
-    def __init__(self, producer: SqsProducer, generation: str = "") -> None:
+    def __init__(self, producer: SqsOptions, generation: str = "") -> None:
         self._generation = generation
         names = producer.attribute_names
         self._all = names == "all"

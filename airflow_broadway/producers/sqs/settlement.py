@@ -34,7 +34,7 @@ from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
 from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
 
 if TYPE_CHECKING:
-    from airflow_broadway.producers.sqs.producer import SqsProducer
+    from airflow_broadway.producers.sqs.options import SqsOptions
 
 __all__ = ["Plan", "QueueSettlement", "plan"]
 
@@ -120,7 +120,7 @@ class QueueSettlement:
 
     def __init__(
         self,
-        producer: SqsProducer,
+        producer: SqsOptions,
         queue: Queue,
         folder: ReceiptsFolder,
         requests: BatchRequests,

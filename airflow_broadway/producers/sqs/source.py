@@ -21,18 +21,17 @@ from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import open_queue
 from airflow_broadway.producers.sqs.errors import Expired, InFlightLimit
 from airflow_broadway.producers.sqs.inspect import check, look_at_empty
-from airflow_broadway.producers.sqs.polling import Answer, Polls
+from airflow_broadway.producers.sqs.polling import Answer, Polls, Receives
 from airflow_broadway.producers.sqs.reading import (
     Reader,
     group_of,
     receives_of,
 )
 from airflow_broadway.producers.sqs.receipts import KEPT_REPORTS, ReceiptsFolder
-from airflow_broadway.producers.sqs.receives import Receives
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.sqs.producer import SqsProducer
+    from airflow_broadway.producers.sqs.options import SqsOptions
 
 __all__ = ["SqsSource"]
 
@@ -56,7 +55,7 @@ _TICK: Final = 0.02
 class SqsSource:
     """Receives for one generation."""
 
-    def __init__(self, producer: SqsProducer, env: ProducerEnv) -> None:
+    def __init__(self, producer: SqsOptions, env: ProducerEnv) -> None:
         if producer.visibility_timeout == 0:
             raise ProducerError(
                 "visibility_timeout=0 hides a message from nobody, so no run can hold it: leave it"

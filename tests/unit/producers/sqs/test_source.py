@@ -19,7 +19,7 @@ from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUn
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.errors import Expired
-from airflow_broadway.producers.sqs.producer import partition_of
+from airflow_broadway.producers.sqs.options import partition_of
 from airflow_broadway.producers.sqs.reading import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed

@@ -1,0 +1,315 @@
+"""The options of the SQS producer, and what follows from them; loads no client."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import (
+    AUTO,
+    CONN_ID,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    TEXT,
+    Rule,
+    is_int,
+)
+from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BATCH
+
+__all__ = ["DEFAULT_CONNECTION", "SYSTEM_ATTRIBUTES", "SqsOptions", "partition_of", "region_of"]
+
+log = logging.getLogger(__name__)
+
+#: The connection of AWS where none is named; without it boto3 looks where it always looks.
+DEFAULT_CONNECTION: Final = "aws_default"
+#: Broadway's names of a message's system attributes → SQS's.
+SYSTEM_ATTRIBUTES: Final = {
+    "sender_id": "SenderId",
+    "sent_timestamp": "SentTimestamp",
+    "approximate_receive_count": "ApproximateReceiveCount",
+    "approximate_first_receive_timestamp": "ApproximateFirstReceiveTimestamp",
+    "sequence_number": "SequenceNumber",
+    "message_deduplication_id": "MessageDeduplicationId",
+    "message_group_id": "MessageGroupId",
+    "aws_trace_header": "AWSTraceHeader",
+}
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}|[A-Za-z0-9_-]{1,75}\.fifo")
+
+
+def _between(low: int, high: int, what: str) -> Rule:
+    return Rule(f"{what} from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
+
+
+def _whole(high: int) -> Rule:
+    def read(text: str) -> float:
+        return float(text)
+
+    return Rule(
+        f"whole seconds from 0 to {high}",
+        lambda v: type(v) in (int, float) and 0 <= v <= high and v == int(v),
+        read,
+    )
+
+
+_URL = Rule(
+    "the URL of a queue, https://… (or http://… of a test server)",
+    lambda v: isinstance(v, str) and v.startswith(("https://", "http://")),
+)
+_QUEUE_NAME = Rule(
+    "a queue's name: up to 80 letters, digits, '-' and '_', of a FIFO queue with '.fifo'",
+    lambda v: isinstance(v, str) and _NAME.fullmatch(v) is not None,
+)
+_ATTRIBUTES = Rule(
+    f"'all' or a list of {sorted(SYSTEM_ATTRIBUTES)}",
+    lambda v: (
+        v == "all"
+        or (isinstance(v, (list, tuple)) and all(name in SYSTEM_ATTRIBUTES for name in v))
+    ),
+)
+_MESSAGE_ATTRIBUTES = Rule(
+    "'all' or a list of non-empty names, such as 'kind' or 'trace.*'",
+    lambda v: (
+        v == "all"
+        or (isinstance(v, (list, tuple)) and all(isinstance(name, str) and name for name in v))
+    ),
+)
+_PLACE = Rule(
+    "a queue's URL, ARN or name",
+    lambda v: (
+        isinstance(v, str)
+        and (v.startswith(("https://", "http://", "arn:")) or _NAME.fullmatch(v) is not None)
+    ),
+)
+
+
+_AWS_URL = re.compile(
+    r"https://(?:sqs\.([a-z0-9-]+)|([a-z0-9-]+)\.queue)\.(?:amazonaws\.com(?:\.cn)?|api\.aws)/"
+)
+
+
+def region_of(url: str) -> str | None:
+    """The region in the URL of one of AWS's own queues."""
+    found = _AWS_URL.match(url)
+    return None if found is None else found.group(1) or found.group(2)
+
+
+def partition_of(message: Message) -> int:
+    """A number of the message's FIFO group: messages of one group stay in order by it."""
+    return zlib.crc32(_group(message).encode())
+
+
+def _group(message: Message) -> str:
+    attributes = message.metadata.get("attributes") or {}
+    return str(attributes.get("message_group_id", ""))
+
+
+@options
+class SqsOptions(Producer):
+    """The options of :class:`~airflow_broadway.producers.sqs.SqsProducer`."""
+
+    kind: ClassVar[str] = "sqs"
+    keeps_payload: ClassVar[bool] = True
+    actions: ClassVar[Mapping[str, Action]] = {
+        "ack": Action.ACK,
+        "noop": Action.LEAVE,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "release": Action.RELEASE,
+    }
+
+    queue_url: str | None = option(
+        default=None, rule=_URL.or_none(), doc="The queue's URL.  Or ``queue_name``."
+    )
+    queue_name: str | None = option(
+        default=None,
+        rule=_QUEUE_NAME.or_none(),
+        doc="The queue's name, looked up in the connection's account.  Instead of ``queue_url``.",
+    )
+    conn_id: str | None = option(
+        default=DEFAULT_CONNECTION,
+        rule=CONN_ID.or_none(),
+        doc="The Airflow connection of type ``aws``; ``None``: boto3 looks for credentials itself,"
+        f" and so it does where there is no ``{DEFAULT_CONNECTION}``.",
+    )
+    region_name: str | None = option(
+        default=None,
+        rule=TEXT.or_none(),
+        doc="The AWS region; that of ``queue_url``, else of the connection.",
+    )
+    endpoint_url: str | None = option(
+        default=None,
+        rule=_URL.or_none(),
+        doc="Another endpoint than AWS's; the connection's unless given, else the host of a"
+        " ``queue_url`` that is not AWS's own.",
+    )
+    receive_concurrency: int = option(
+        default=10,
+        rule=_between(1, 100, "an integer"),
+        doc="Receives in flight at a time, and requests in which messages are renewed and settled.",
+    )
+    max_number_of_messages: int = option(
+        default=10,
+        rule=_between(1, MAX_BATCH, "an integer"),
+        doc="Messages in one receive, at most.",
+    )
+    wait_time_seconds: float | None = option(
+        default=None,
+        rule=_whole(20).or_none(),
+        doc="Seconds that a receive waits for a message (long polling); ``None``: as the queue is"
+        " set up.",
+    )
+    visibility_timeout: float | None = option(
+        default=None,
+        rule=_whole(LONGEST_VISIBILITY).or_none(),
+        doc="The lease under its name in SQS; whole seconds.  ``lease`` unless given.",
+    )
+    receive_interval: float = option(
+        default=5.0,
+        rule=SECONDS_OR_ZERO,
+        doc="Seconds from an empty receive to the next one.",
+    )
+    attribute_names: Any = option(
+        default=None,
+        rule=_ATTRIBUTES.or_none(),
+        doc="System attributes in a message's metadata: ``all`` or a list.",
+    )
+    message_attribute_names: Any = option(
+        default=None,
+        rule=_MESSAGE_ATTRIBUTES.or_none(),
+        doc="Message attributes in its metadata: ``all`` or a list of names and prefixes"
+        " (``trace.*``).",
+    )
+    on_failure: str = option(
+        default="noop",
+        rule=Rule("an action of this producer", lambda v: isinstance(v, str)),
+        doc="What is done with a message that failed; the values of ``on_success``.",
+    )
+    lease: float = option(
+        default=AUTO,
+        rule=SECONDS,
+        doc="Seconds for which messages are held, at most 43,200; renewed while the run is at work,"
+        " up to 12 hours from receipt.  ``visibility_timeout``, else 900.",
+    )
+    dead_letter: str | None = option(
+        default=None,
+        rule=_PLACE.or_none(),
+        doc="The queue for dead letters, by URL, ARN or name; ``None``: that of the queue's own"
+        " redrive policy.",
+    )
+
+    def _resolve(self) -> None:
+        for name in ("on_success", "on_failure"):
+            value = getattr(self, name)
+            checked = self.check_action(name, value, f"SqsProducer.{name}")
+            if checked != value:
+                object.__setattr__(self, name, checked)
+        if self.queue_url is not None and self.queue_name is not None:
+            raise OptionsError(
+                "SqsProducer.queue_name",
+                "nothing beside 'queue_url': one of the two",
+                self.queue_name,
+            )
+        if self.queue_url is None and self.queue_name is None:
+            raise OptionsError.missing(
+                "SqsProducer.queue_url",
+                'SqsProducer(queue_name="orders"), or its whole address as queue_url',
+            )
+        told = region_of(self.queue_url or "")
+        if told is not None and self.region_name not in (None, told) and not _is_open(self):
+            raise OptionsError(
+                "SqsProducer.region_name", f"{told!r}, the region of queue_url", self.region_name
+            )
+        given = self.visibility_timeout
+        self._default("lease", given or 900.0)
+        if _is_open(self):
+            return
+        if self.lease > LONGEST_VISIBILITY:
+            raise OptionsError(
+                "SqsProducer.lease",
+                f"at most {LONGEST_VISIBILITY} seconds, SQS's 12 hours",
+                self.lease,
+            )
+        wait = self.wait_time_seconds
+        if isinstance(wait, (int, float)) and self.lease < 2 * wait and given != 0:
+            raise OptionsError(
+                "SqsProducer.lease",
+                f"at least twice wait_time_seconds ({wait:g}): it runs from before the long poll",
+                self.lease,
+            )
+        if given and self.lease != given:
+            raise OptionsError(
+                "SqsProducer.lease", f"{given:g}, as visibility_timeout: they are one", self.lease
+            )
+
+    def check_action(self, name: str, value: object, path: str) -> str:
+        """``value``, or ``noop`` for any other word, as Broadway's SQS producer takes it."""
+        if not isinstance(value, str) or value in self.actions or "{{" in value:
+            return super().check_action(name, value, path)
+        near = difflib.get_close_matches(value, self.actions, n=1)
+        log.warning(
+            "%s=%r is no action of SqsProducer (%s) and means 'noop', as in Broadway%s",
+            path,
+            value,
+            ", ".join(self.actions),
+            f"; did you mean {near[0]!r}?" if near else "",
+        )
+        return "noop"
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """A FIFO queue's groups are kept in order, unless the pipeline partitions otherwise."""
+        if not self.fifo or pipeline.partition_by is not None:
+            return {}
+        return {"partition_by": partition_of}
+
+    # -- what follows from the options ---------------------------------------------------------
+
+    @property
+    def fifo(self) -> bool:
+        """Whether the queue is a FIFO queue: its name ends so, by AWS's rule."""
+        return (self.queue_url or self.queue_name or "").endswith(".fifo")
+
+    @property
+    def place(self) -> str:
+        """The queue as its options name it: what leases and notes go by."""
+        return str(self.queue_url or self.queue_name)
+
+    @property
+    def visibility(self) -> int:
+        """The visibility timeout of a receive: the lease in whole seconds."""
+        return math.ceil(self.lease)
+
+    def publishes(self, action: Action) -> bool:
+        """A dead letter alone is sent anew; a message of its own may say that it is one."""
+        return action is Action.DEAD_LETTER
+
+    @property
+    def keeps_order(self) -> bool:
+        """Of a FIFO queue, within each message group."""
+        return self.fifo
+
+    def group_of(self, message: Message) -> str | None:
+        return _group(message) if self.fifo else None
+
+
+def _is_open(producer: SqsOptions) -> bool:
+    """Whether something is still a template."""
+    return any(
+        isinstance(value, str) and "{{" in value
+        for value in (
+            producer.queue_url,
+            producer.region_name,
+            producer.lease,
+            producer.visibility_timeout,
+        )
+    )
