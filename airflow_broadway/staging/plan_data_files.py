@@ -105,7 +105,7 @@ class DataFiles:
         columns["batch"] = array_of(batches, pa.int64())
         columns["_flush"], columns["_size"] = table["flush"], table["size"]
         if not self._python:
-            columns["batch_key"] = _plain_keys(table["batch_key"])
+            columns["batch_key"] = _spark_keys(table["batch_key"])
         if self._as_bytes:
             columns["data"] = table["data_bytes"]
         elif self._mixed:
@@ -131,16 +131,16 @@ def _groups(ends: list[int]) -> Iterator[tuple[int, int]]:
         yield start, begun
 
 
-def _plain_keys(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
+def _spark_keys(column: pa.ChunkedArray[Any]) -> pa.Array[Any]:
     """Keys as Spark gets them: text as itself, anything else as its JSON text."""
     encoded: Any = column.combine_chunks().dictionary_encode()
-    texts = [plain_key(text) for text in encoded.dictionary.to_pylist()]
+    texts = [spark_key(text) for text in encoded.dictionary.to_pylist()]
     made: pa.Array[Any] = array_of(texts, pa.string()).take(encoded.indices)
     return made
 
 
-def plain_key(text: str) -> str:
-    """The key of some JSON text as a column holds it."""
+def spark_key(text: str) -> str:
+    """A key as Spark gets it, of its JSON text."""
     return json.loads(text) if text.startswith('"') else text
 
 

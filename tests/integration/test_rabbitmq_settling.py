@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
@@ -62,18 +61,10 @@ def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lea
         return source.lease, messages
 
 
-def part(messages: list[Message], verdicts: Mapping[str, Verdict]) -> Settlement:
-    """The settlement of a run some of whose messages never got an outcome: they are released."""
-    return Settlement(
-        rest=RELEASE,
-        entries=lambda: (
-            entry_of(message, verdicts[message.message_id])
-            for message in messages
-            if message.message_id in verdicts
-        ),
-        everything=lambda: (entry_of(message, RELEASE) for message in messages),
-        expected=len(messages),
-    )
+def purge(place: Place, lease: Lease) -> None:
+    """Empty the lease's queue, as an operator might."""
+    with place.channel() as channel:
+        channel.queue_purge(lease.state["lease_queue"])
 
 
 def everything_in(place: Place, queue: str) -> Counter[bytes]:
@@ -108,7 +99,8 @@ def test_two_settlements_at_once_lose_nothing_and_both_reports_are_true(
     lease, messages = hold(place, "g1", 1_500)
     assert lease.state["bundles"] >= 3
     good, bad, open_ = messages[::3], messages[1::3], messages[2::3]
-    settlement = part(messages, dict.fromkeys(ids(good), ACK) | dict.fromkeys(ids(bad), DEAD))
+    chosen = dict.fromkeys(ids(good), ACK) | dict.fromkeys(ids(bad), DEAD)
+    settlement = settlement_of(messages, chosen, RELEASE)
     stalled, go_on = threading.Event(), threading.Event()
     inside = bundle.unpack
     read = 0
@@ -217,8 +209,7 @@ def test_a_lease_queue_that_was_emptied_is_settled_from_staging(place: Place) ->
     # Given a lease queue that an operator has purged
     place.declare()
     lease, messages = hold(place, "g1", 10)
-    with place.channel() as channel:
-        channel.queue_purge(lease.state["lease_queue"])
+    purge(place, lease)
 
     # When dead letters and retries are decided, and all else succeeded
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: RETRY}
@@ -254,11 +245,10 @@ def test_bundles_that_come_late_are_known_to_be_settled(place: Place) -> None:
 def test_an_undecided_message_whose_bundle_is_not_there_is_reported_lapsed(place: Place) -> None:
     place.declare()
     lease, messages = hold(place, "g1", 10)
-    with place.channel() as channel:
-        channel.queue_purge(lease.state["lease_queue"])
+    purge(place, lease)
     chosen = {messages[0].message_id: DEAD, messages[1].message_id: ACK}
 
-    report = place.carry_out(lease, part(messages, chosen))
+    report = place.carry_out(lease, settlement_of(messages, chosen, RELEASE))
 
     assert (report.acked, report.dead_lettered, report.lapsed) == (1, 1, 8)
     assert everything_in(place, place.queues.dead) == {b"000000": 1}

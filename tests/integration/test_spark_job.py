@@ -58,6 +58,11 @@ def _clean() -> Iterator[None]:
     Counting.callback = staticmethod(lambda *_: None)
 
 
+def pairs(count: int) -> list[Planned]:
+    """Batches of two messages each: b0, b1 and so on."""
+    return [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(count)]
+
+
 def run(
     spark: SparkSession,
     staged: Staged,
@@ -917,7 +922,7 @@ def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(
 def test_a_second_application_runs_only_what_has_no_outcome(
     spark: SparkSession, staged: Staged
 ) -> None:
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(4)])
+    plan = staged.plan("default", pairs(4))
     assert run(spark, staged, lambda messages, info: None, plan) == 0
     before = staged.outcomes("default")
     for name in ("b1", "b3"):
@@ -933,7 +938,7 @@ def test_a_second_application_runs_only_what_has_no_outcome(
 def test_a_zombie_records_nothing_once_a_later_try_has_begun(
     spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    plan = staged.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":  # the task was killed, and retried, while this batch ran
@@ -1013,7 +1018,7 @@ def test_the_first_outcome_wins(
 
 def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged: Staged) -> None:
     stop = threading.Event()
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    plan = staged.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
@@ -1027,7 +1032,7 @@ def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged:
 
 
 def test_a_keyboard_interrupt_is_never_swallowed(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    plan = staged.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
@@ -1043,7 +1048,7 @@ def test_what_is_no_exception_ends_the_application_and_what_is_recorded_stands(
     class Over(BaseException):
         pass
 
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    plan = staged.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
@@ -1061,7 +1066,7 @@ def test_a_batch_whose_spark_was_stopped_has_no_outcome(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Given a context that is stopped while the second of three batches is handled
-    plan = staged.plan("default", [Planned(f"b{n}", rows(2, prefix=f"b{n}")) for n in range(3)])
+    plan = staged.plan("default", pairs(3))
     stopped = mock.Mock()
     stopped._jsc.sc().isStopped.return_value = True
     spark_loss = batch.spark_loss
@@ -1130,8 +1135,7 @@ def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
     spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given a cluster set to read on without files that it cannot read, and a damaged data file
-    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(2)]
-    plan = staged.plan("default", batches, batches_per_file=1)
+    plan = staged.plan("default", pairs(2), batches_per_file=1)
     (staged.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -1149,8 +1153,7 @@ def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
 def test_a_batch_whose_file_is_gone_alone_has_no_outcome(
     spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(3)]
-    plan = staged.plan("default", batches, batches_per_file=1)
+    plan = staged.plan("default", pairs(3), batches_per_file=1)
     (staged.root / plan.path / plan.data[1]).unlink()
 
     assert run(spark, staged, lambda messages, info: None, plan) == 1

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +33,7 @@ from tests.integration.pipelines.slow import (
     SlowProcesses,
     SlowThreads,
 )
+from tests.unit.operators.context import task_context
 
 COUNT = 400
 #: Seconds that a busy machine may add; all messages would take one processor twenty.
@@ -55,24 +55,7 @@ class Place:
         self.queue.send([b"%d" % number for number in range(COUNT)])
 
     def context(self) -> Any:
-        ti = SimpleNamespace(
-            id="0" * 32,
-            dag_id="d",
-            run_id="r",
-            task_id="task",
-            map_index=0,
-            try_number=1,
-            get_dr_count=lambda **_: 1,
-            xcom_push=lambda key, value: self.pushed.update({key: value}),
-        )
-        dag_run = SimpleNamespace(
-            run_id="r",
-            run_type="manual",
-            logical_date=None,
-            data_interval_start=None,
-            data_interval_end=None,
-        )
-        return {"ti": ti, "dag_run": dag_run, "params": {}}
+        return task_context(map_index=0, pushed=self.pushed)
 
     def pipeline(self, kind: type[Slow], **options: Any) -> Slow:
         return kind(producer={"path": str(self.folder / "queue.db")}, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.unit.operators.context import task_context
 from tests.unit.operators.steps import PlainSums, Sums
 
 
@@ -30,19 +30,9 @@ class Task:
         )
 
     def execute(self) -> dict[str, Any]:
-        ti = SimpleNamespace(
-            dag_id="d",
-            run_id="r",
-            task_id="process",
-            map_index=0,
-            try_number=1,
-            get_dr_count=lambda **_: 1,
-            xcom_push=lambda key, value: self.pushed.update({key: value}),
+        return self.operator.execute(
+            task_context(task_id="process", map_index=0, pushed=self.pushed)
         )
-        dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
-        dag_run = SimpleNamespace(run_id="r", run_type="manual", **dates)
-        context: Any = {"ti": ti, "dag_run": dag_run, "params": {}}
-        return self.operator.execute(context)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.staging.run_folder import SETTLED
+from tests.unit.operators.context import task_context
 
 
 class Echo(Broadway):
@@ -65,7 +65,7 @@ def execute(
     root: Path, run_id: str, pipeline: type[Echo] = Echo, **given: Any
 ) -> tuple[dict[str, Any], Any]:
     """One run; what it returned, and its folder."""
-    context = context_of(run_id)
+    context = task_context(run_id, running=False)
     operator = BroadwayRunOperator(
         task_id="run",
         pipeline=pipeline(producer={"path": str(root / "queue.db")}),
@@ -78,25 +78,6 @@ def execute(
 
 def run_of(root: Path, context: Any, pipeline: type[Echo]) -> Any:
     return open_run(context, f"file://{root}/staging", pipeline.__name__)
-
-
-def context_of(run_id: str) -> Any:
-    ti = SimpleNamespace(
-        dag_id="d",
-        run_id=run_id,
-        task_id="run",
-        map_index=-1,
-        try_number=1,
-        get_dr_count=lambda **_: 0,
-    )
-    dag_run = SimpleNamespace(
-        run_id=run_id,
-        run_type="manual",
-        logical_date=None,
-        data_interval_start=None,
-        data_interval_end=None,
-    )
-    return {"ti": ti, "dag_run": dag_run, "params": {}}
 
 
 def send(root: Path, count: int) -> None:
@@ -202,7 +183,7 @@ def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
         execute(tmp_path, "r1", Breaking)
 
     # Then it is settled, nothing is open, and its report says what became of each message
-    run = run_of(tmp_path, context_of("r1"), Breaking)
+    run = run_of(tmp_path, task_context("r1"), Breaking)
     [record] = run.generations()
     assert record.state == SETTLED
     assert run.dag.list("_open") == []

@@ -23,7 +23,7 @@ from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
-from airflow_broadway.staging.plan_data_files import plain_key
+from airflow_broadway.staging.plan_data_files import spark_key
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 GENERATION = "0" * 31 + "1"
@@ -216,7 +216,7 @@ def _table(
     columns: dict[str, tuple[pa.DataType, list[Any]]] = {
         "message_id": (pa.string(), [row.message_id for row in given]),
         "data": (data, [row.data for row in given]),
-        "batch_key": (pa.string(), [plain_key(json.dumps(row.batch_key)) for row in given]),
+        "batch_key": (pa.string(), [spark_key(json.dumps(row.batch_key)) for row in given]),
         "metadata": (
             pa.map_(pa.string(), pa.string()),
             [list(row.metadata.items()) for row in given],
