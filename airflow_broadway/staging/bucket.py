@@ -24,6 +24,8 @@ PART = 8 * 1024 * 1024
 
 
 class _BucketSink:
+    """A file that is being uploaded; see :class:`airflow_broadway.staging.store.Sink`."""
+
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
         self._path = path

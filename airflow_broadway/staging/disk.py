@@ -30,6 +30,8 @@ __all__ = ["Disk"]
 
 
 class _DiskSink:
+    """A file being written under its own name; see :class:`airflow_broadway.staging.store.Sink`."""
+
     def __init__(self, path: str) -> None:
         self._path = path
         self.file: IO[bytes] = new_file(path)

@@ -159,11 +159,12 @@ class HeldMessages:
     # -- exceptions ----------------------------------------------------------------------------
 
     def _before_batches(self) -> Iterator[EntryLine]:
+        """The entries of the process task."""
         for path in self._manifest.entries:
             yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
     def _in_batches(self) -> Iterator[EntryLine]:
-        """The exceptions that outcomes name, of this generation only."""
+        """The entries of batches, of this generation only."""
         unsure = self._unsure()
         for found in self._exceptions:
             for line in self._recorded.entries(found.path, found.sum):
@@ -174,7 +175,7 @@ class HeldMessages:
                     yield line
 
     def _unsure(self) -> set[str]:
-        """Ids in shared batches whose entries name no source, and that are of this generation."""
+        """The ids of this generation among entries of shared batches that name no source."""
         ids = {
             line.entry.message_id
             for found in self._exceptions
@@ -232,7 +233,10 @@ class HeldMessages:
         return ["_payload", "_properties"] if self._producer.keeps_payload else []
 
     def _rows(self, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """The staged messages of the generation, in order of file."""
+        """The staged messages of the generation, in order of file.
+
+        :raises StagingDamaged: If a file is not there, or they are not as many as were staged.
+        """
         for batcher, files in self._manifest.files.items():
             count = 0
             for path in files:
@@ -255,8 +259,26 @@ class HeldMessages:
             raise StagingDamaged(f"{path} is not there") from None
 
     def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[Entry]:
-        """The plain successes of batches with an outcome, each with its own verdict."""
-        producer, plan, count = self._producer, decided.plan, 0
+        """The messages of decided batches that have no entry, each with its own verdict."""
+        producer = self._producer
+        for row in self._decided_rows(decided):
+            if row["_acked"] or row["message_id"] in exceptions:
+                continue
+            facts = Facts(
+                row["_on_success"] or producer.on_success,
+                row["attempt"],
+                row["redelivered"],
+                stage="batch",
+                message_id=row["message_id"],
+            )
+            yield _entry(row, producer.judge(facts))
+
+    def _decided_rows(self, decided: _Decided) -> Iterator[dict[str, Any]]:
+        """The rows of the generation in decided batches.
+
+        :raises StagingDamaged: At their end, if they are more or fewer than the plan says.
+        """
+        plan, count = decided.plan, 0
         columns = ["message_id", "batch", "source", "attempt", "redelivered"]
         columns += ["_receipt", "_on_success", "_acked", *self._payload_columns()]
         for index in sorted(decided.files):
@@ -265,21 +287,12 @@ class HeldMessages:
                     if not holds(decided.ranges, *file.bounds(group, "batch")):
                         continue
                     for row in file.read(group, columns).to_pylist():
-                        if row["source"] != decided.source or not holds(
-                            decided.ranges, row["batch"], row["batch"]
+                        number = row["batch"]
+                        if row["source"] == decided.source and holds(
+                            decided.ranges, number, number
                         ):
-                            continue
-                        count += 1
-                        if row["_acked"] or row["message_id"] in exceptions:
-                            continue
-                        facts = Facts(
-                            row["_on_success"] or producer.on_success,
-                            row["attempt"],
-                            row["redelivered"],
-                            stage="batch",
-                            message_id=row["message_id"],
-                        )
-                        yield _entry(row, producer.judge(facts))
+                            count += 1
+                            yield row
         if count != decided.count:
             raise StagingDamaged(
                 f"the batches of {plan.path} that have an outcome hold"

@@ -1,8 +1,8 @@
 """Which plans of a run count, and what has become of their batches.
 
-A batcher's task may be tried or cleared any number of times.  A plan of its generations that is
-there stands; should two tries have made one at once, the one whose batches have outcomes, or else
-the newest.  Among plans of different generations the newest that holds the one in question decides.
+A batcher's task may be tried or cleared any number of times, so a run may hold several plans of one
+batcher.  Of the plans of the same generations one *stands*: the one with the most outcomes, and of
+equals the newest.  Of the standing plans that hold a generation the newest decides about it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Recorded", "planned_elsewhere"]
 
 log = logging.getLogger(__name__)
 
-#: Bytes of files of entries that are kept once read, together; and of one of them at most.
+#: Bytes of files of entries that memory keeps once they are read: of all, and of one at most.
 KEPT_BYTES, KEPT_FILE_BYTES = 32 * 1024 * 1024, 256 * 1024
 
 Sum = Mapping[str, Any]
 
 
 class Recorded:
-    """What is recorded of a run's batches, as of now: each file is read once, however many ask.
+    """What is recorded of a run's batches; for one thread.
 
-    Outcomes, and small files of entries, are read many at a time: in an object store each costs a
-    round trip.  Used from one thread.
+    Each file is read once: what is recorded later is not seen.  Outcomes and small files of entries
+    are read many at a time, since each costs a round trip to an object store.
     """
 
     def __init__(self, run: StagedRun) -> None:
@@ -63,7 +63,10 @@ class Recorded:
         return self._standing[batcher]
 
     def standing_in(self, folder: str) -> tuple[int, BatchPlan] | None:
-        """The plan in ``batches/<batcher>/<inputs>`` that stands, and how many outcomes it has."""
+        """The plan that stands, with how many outcomes it has; ``None`` if there is no plan.
+
+        :param folder: ``batches/<batcher>/<inputs>``.
+        """
         best: tuple[int, BatchPlan] | None = None
         for name in self.run.files.list(folder):  # oldest first
             try:
@@ -78,8 +81,10 @@ class Recorded:
         return best
 
     def counted(self, batcher: str) -> list[BatchPlan]:
-        """The standing plans of a batcher without those that are void: none of their batches was
-        handled, and a cleared ``process`` has brought newer ones.
+        """The standing plans of a batcher, without void ones.
+
+        A plan is void if none of its batches has an outcome and there is a newer one: ``process``
+        was cleared before any batch was handled.
         """
         plans = self.standing(batcher)
         return [plan for plan in plans if plan is plans[-1] or self.ids(plan)]
@@ -94,7 +99,7 @@ class Recorded:
     # -- outcomes ------------------------------------------------------------------------------
 
     def ids(self, plan: BatchPlan) -> set[str]:
-        """The ids of the batches, planned from a plan's generations, that have an outcome."""
+        """The ids of the batches with an outcome, of all plans of the same generations."""
         folder = paths.outcomes(plan.path)
         if folder not in self._ids:
             names = self.run.files.list(folder)
@@ -107,7 +112,7 @@ class Recorded:
         return self._ids[folder]
 
     def recorded(self, plan: BatchPlan) -> dict[str, Outcome]:
-        """The outcomes of a plan's batches, as far as they are recorded, by batch id."""
+        """The outcomes of a plan's batches by batch id; a batch without one is missing."""
         if not self.ids(plan):
             return {}
         found = ((batch.batch_id, outcome) for batch, outcome in self.outcomes(plan))
@@ -116,8 +121,8 @@ class Recorded:
     def outcomes(self, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
         """The batches of a plan in order, each with its outcome where one is recorded.
 
-        What an outcome holds of entries is not in it, but read by :meth:`entries`, from
-        :attr:`Outcome.exceptions` like that of others.
+        Entries that an outcome holds itself are taken out of it: :meth:`entries` reads them, like
+        those in a file, by :attr:`Outcome.exceptions`.
         """
         if plan.path not in self._batches:
             self._batches[plan.path] = list(BatchPlan.read(self.run.files, plan.path)[1])
@@ -139,9 +144,10 @@ class Recorded:
             yield batch, None if found is None else self._outcomes[found]
 
     def _read_gathered(self, folder: str) -> None:
-        """Read the copies of outcomes; what of them is not whole is read from the outcome itself.
+        """Read the files that hold copies of many outcomes.
 
-        A copy alone is no outcome: only names in the folder say which batches have one.
+        A copy that is damaged is passed over: the outcome itself is read then.  A copy does not say
+        that a batch has an outcome: only the names in the folder do.
         """
         for name, text in self.run.files.read_all(self._gathered.pop(folder, [])):
             for line in (text or "").split("\n")[:-1]:
@@ -153,7 +159,7 @@ class Recorded:
                 self._take(outcome, f"{folder}/{outcome.batch_id}.json")
 
     def _take(self, outcome: Outcome, path: str) -> None:
-        """Keep an outcome, and the lines that it holds if there is room."""
+        """Keep an outcome; of the lines that it holds as many bytes as there is room for."""
         if outcome.lines:
             text = "\n".join(outcome.lines)
             if self._kept + len(text) <= KEPT_BYTES:
@@ -165,7 +171,10 @@ class Recorded:
     # -- entries -------------------------------------------------------------------------------
 
     def keep(self, files: Mapping[str, Sum | None]) -> None:
-        """Read the small ones of some files of entries, many at a time, and keep them."""
+        """Read files of entries ahead, many at a time: the small ones, while memory has room.
+
+        :param files: Path → what the file should add up to.
+        """
         small = []
         for path, total in files.items():
             if path in self._texts or total is None or total["bytes"] > KEPT_FILE_BYTES:
@@ -207,7 +216,10 @@ class Recorded:
 
 
 def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
-    """The generations that plans of a batcher hold whose inputs are others than ``inputs``."""
+    """The generations in a batcher's plans of other inputs.
+
+    :param inputs: The name of the folder ``batches/<batcher>/<inputs>`` that does not count.
+    """
     top = f"batches/{batcher}"
     found: set[str] = set()
     for other in run.files.list(top):

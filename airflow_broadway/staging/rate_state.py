@@ -13,16 +13,20 @@ from airflow_broadway.staging.run_folder import StagedRun
 __all__ = ["StagedRateState"]
 
 _FOLDER = "_rate"
-#: Each try is beaten by somebody else's update at most; so many in a row means something is broken.
+#: Tries of one update.  A try fails only if another update came first: after so many failures in a
+#: row something is broken.
 _TRIES = 1000
 _DIGITS = 12
 _STATE = re.compile(rf"\d{{{_DIGITS}}}\.json")
-#: Old states that stay, so that one who is late finds the number taken that he would create.
+#: Old states that stay: a slow writer must find the number taken that it is about to create.
 _KEPT = 100
 
 
 class StagedRateState:
-    """A series of numbered files, each created exclusively: who comes second tries again."""
+    """The state is the last of a series of numbered files.
+
+    An update creates the next file.  Of two that do so at once one fails, and tries again.
+    """
 
     def __init__(self, run: StagedRun) -> None:
         self._files = run.dag

@@ -1,4 +1,4 @@
-"""The journal of a settled generation: what became of it, written once and for all."""
+"""The journal of a settled generation: what became of it, written once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Progress:
     :param received: Messages by the manifest; 0 without one.
     :param staged: Of these, staged for batchers.
     :param decided: Of the staged, those of batches with an outcome.
-    :param batches: Batches that hold messages of the generation; ``recorded``: with an outcome.
+    :param batches: Batches that hold messages of the generation.
+    :param recorded: Of these, those with an outcome.
     :param unplanned: Batchers that have messages of it but no plan.
     :param settled_now: What callbacks settled at once, in processors and batches.
     """
@@ -45,7 +46,8 @@ class Journal(NamedTuple):
     :param report: What settling it did.
     :param settled_now: What callbacks had settled at once, in processors and batches.
     :param received: Messages by its manifest; ``None`` if it published none.
-    :param by: Who settled it, for people; ``at``: when.
+    :param by: Who settled it, for people: a task and its try, or a host.
+    :param at: When, in ISO 8601.
     """
 
     report: SettleReport
@@ -80,8 +82,9 @@ def record_settled(
     progress: Progress | None = None,
     by: str = "",
 ) -> Journal:
-    """Note what settling a generation did, unless it is noted already; what stands is returned.
+    """Write down what settling a generation did, unless that is written already.
 
+    :returns: What is written now: this call's report, or an earlier one.
     :raises StagingError: If it cannot be written.
     """
     progress = progress or Progress()

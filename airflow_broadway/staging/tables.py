@@ -41,7 +41,7 @@ FILE_BYTES = 128 * 1024 * 1024
 _NO_DICTIONARY = frozenset(
     {"message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt", "_payload"}
 )
-#: Columns whose least and greatest value, or count of nulls, is looked at before reading.
+#: Columns with statistics: readers look at their bounds, or their nulls, before they read.
 _STATISTICS = ("batch", "chunk", "data_bytes", "position", "received_at", "source")
 
 
