@@ -22,7 +22,7 @@ from airflow_broadway.core.schema.json_text import BASE64
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
-from airflow_broadway.staging.tables import FILE_BYTES, TableFile, data_schema
+from airflow_broadway.staging.tables import TableFiles, data_schema
 
 __all__ = ["BUFFER_BYTES", "BUFFER_ROWS", "DataFiles"]
 
@@ -42,14 +42,11 @@ class DataFiles:
     def __init__(
         self, folder: Folder, path: str, options: Batcher, producer: Producer, *, as_bytes: bool
     ) -> None:
-        self.names: list[str] = []
-        self._folder = folder
-        self._path = path
         self._schema = data_schema(options, producer, as_bytes=as_bytes)
+        self._files = TableFiles(folder, f"{path}/data", self._schema)
         self._python = options.engine == "python"
         self._mixed = options.schema is None and not self._python and not as_bytes
         self._as_bytes = options.schema is None and not self._python and as_bytes
-        self._file: TableFile | None = None
         self._tables: list[pa.Table] = []
         self._rows = 0
         self._bytes = 0
@@ -68,36 +65,27 @@ class DataFiles:
         :returns: The index of the file it went to, and the numbers of the batches with rows in it.
         """
         if not self._rows:
-            return max(0, len(self.names) - 1), []
+            return 0, []
         table = pa.concat_tables(self._tables).combine_chunks()
         self._tables, self._rows, self._bytes = [], 0, 0
         table = table.take(pc.sort_indices(table, sort_keys=[("batch", "ascending")]))
         runs: Any = pc.run_end_encode(table["batch"].combine_chunks())
-        if self._file is None:
-            name = f"data-{len(self.names):05d}.parquet"
-            self._file = TableFile(self._folder, f"{self._path}/{name}", self._schema)
-            self.names.append(name)
-        for start, stop in _groups(runs.run_ends.to_pylist()):
-            self._file.write(table.slice(start, stop - start))
-        index = len(self.names) - 1
-        if self._file.bytes >= FILE_BYTES:
-            self._finish()
+        groups = _groups(runs.run_ends.to_pylist())
+        index = self._files.write(table.slice(start, stop - start) for start, stop in groups)
         return index, runs.values.to_pylist()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files so far, by index."""
+        return [path.rpartition("/")[2] for path in self._files.paths]
 
     def close(self) -> None:
         """Finish the last file, durably; what is gathered must have been flushed."""
-        self._finish()
+        self._files.close()
 
     def abort(self) -> None:
         """Drop what is unfinished."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.abort()
-
-    def _finish(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.commit()
+        self._files.abort()
 
     def _shaped(self, table: pa.Table, batches: list[int]) -> pa.Table:
         """The rows with the columns of the data files."""

@@ -8,7 +8,7 @@ batch, with the public columns as Spark's ``handle_batch`` sees them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import pyarrow as pa
@@ -25,7 +25,7 @@ from airflow_broadway.staging.store import Folder, Sink
 __all__ = [
     "INSTANT",
     "ParquetFile",
-    "TableFile",
+    "TableFiles",
     "data_fields",
     "data_schema",
     "holds",
@@ -35,7 +35,7 @@ __all__ = [
 INSTANT = pa.timestamp("us", tz="UTC")
 METADATA = pa.map_(pa.string(), pa.string())
 
-#: Bytes of a file after which the next is begun.
+#: Bytes of a Parquet file after which the next is begun.
 FILE_BYTES = 128 * 1024 * 1024
 #: Columns of high cardinality, for which a dictionary only costs.
 _NO_DICTIONARY = frozenset(
@@ -135,12 +135,11 @@ def _leaves(name: str, kind: pa.DataType) -> Iterator[str]:
         yield name
 
 
-class TableFile:
+class _TableFile:
     """One Parquet file being written; a call of :meth:`write` is a row group."""
 
     def __init__(self, folder: Folder, path: str, schema: pa.Schema) -> None:
         self.path = path
-        self.rows = 0
         self._uri = folder.store.uri
         self._sink: Sink = folder.sink(path)
         leaves = [leaf for field in schema for leaf in _leaves(field.name, field.type)]
@@ -167,7 +166,6 @@ class TableFile:
         """Write the table as one row group."""
         with translated(f"write {self.path}", self._uri):
             self._writer.write_table(table, row_group_size=max(1, table.num_rows))
-        self.rows += table.num_rows
 
     def commit(self) -> None:
         """Finish the file, durably."""
@@ -181,6 +179,43 @@ class TableFile:
     def abort(self) -> None:
         """Leave nothing of it."""
         self._sink.abort()
+
+
+class TableFiles:
+    """Parquet files of one schema, written one after another: each until it has enough bytes.
+
+    :param stem: What their paths begin with: ``"a/data"`` gives ``a/data-00000.parquet`` and so on.
+    """
+
+    def __init__(self, folder: Folder, stem: str, schema: pa.Schema) -> None:
+        self.paths: list[str] = []
+        self._folder = folder
+        self._stem = stem
+        self._schema = schema
+        self._file: _TableFile | None = None
+
+    def write(self, groups: Iterable[pa.Table]) -> int:
+        """Write tables as row groups, all into one file; returns the file's index."""
+        if self._file is None:
+            self.paths.append(f"{self._stem}-{len(self.paths):05d}.parquet")
+            self._file = _TableFile(self._folder, self.paths[-1], self._schema)
+        for group in groups:
+            self._file.write(group)
+        if self._file.bytes >= FILE_BYTES:
+            self.close()
+        return len(self.paths) - 1
+
+    def close(self) -> None:
+        """Finish the last file, durably; safe to repeat."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.commit()
+
+    def abort(self) -> None:
+        """Drop what is unfinished; safe to repeat."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.abort()
 
 
 class ParquetFile:

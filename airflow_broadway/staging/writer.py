@@ -25,7 +25,7 @@ from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
-from airflow_broadway.staging.tables import FILE_BYTES, INSTANT, TableFile, message_schema
+from airflow_broadway.staging.tables import INSTANT, TableFiles, message_schema
 
 __all__ = ["ProcessWriter", "Written"]
 
@@ -150,20 +150,17 @@ class _MessageFiles:
 
     def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
-        self.paths: list[str] = []
         self.rows = 0
         #: Whether a callback configured how one of the messages is settled.
         self.configured = False
         self.dropped: Counter[str] = Counter()
-        self._folder = folder
-        self._path = path
         self._columns = message_schema(options, producer)
+        self._files = TableFiles(folder, f"{path}/part", self._columns)
         self._schema = None if options.schema is None else parse_schema(options.schema)
         self._producer = producer
         self._plain_kept: bool = producer.may_publish(_PLAIN)
         # A callback of a later task may still configure how such a message is settled.
         self._all_kept = options.engine == "python" or pipeline.defines("handle_failed")
-        self._file: TableFile | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -184,29 +181,20 @@ class _MessageFiles:
         """Write what is held as one row group."""
         table = self._table()
         self._clear()
-        if self._file is None:
-            path = f"{self._path}/part-{len(self.paths):05d}.parquet"
-            self._file = TableFile(self._folder, path, self._columns)
-            self.paths.append(path)
-        self._file.write(table)
+        self._files.write([table])
         self.rows += table.num_rows
-        if self._file.bytes >= FILE_BYTES:
-            self._finish()
-
-    def _finish(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.commit()
 
     def close(self) -> None:
         if self._messages:
             self._write()
-        self._finish()
+        self._files.close()
 
     def abort(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.abort()
+        self._files.abort()
+
+    @property
+    def paths(self) -> list[str]:
+        return self._files.paths
 
     def _table(self) -> pa.Table:
         messages = self._messages

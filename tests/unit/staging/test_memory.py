@@ -40,7 +40,6 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that the smaller run passes several times, too."""
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 4096)
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 8192)
-    monkeypatch.setattr(writer_module, "FILE_BYTES", 512 * 1024)
     monkeypatch.setattr(tables, "FILE_BYTES", 512 * 1024)
 
 

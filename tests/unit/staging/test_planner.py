@@ -25,6 +25,7 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import record_settled
 from airflow_broadway.staging.store import Folder
+from airflow_broadway.staging.tables import ParquetFile
 from tests.unit.staging.kit import (
     batches_of,
     message,
@@ -279,18 +280,17 @@ def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 20)
     run, pipeline = open_run(tmp_path), python(batch_size=10)
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
-    reader = BatchReader(run, plan)
-    opened: list[int] = []
-    group = reader._group
+    groups: list[int] = []
+    read = ParquetFile.read
 
-    def counted(file: int, number: int) -> Any:
-        opened.append(number)
-        return group(file, number)
+    def counted(file: ParquetFile, group: int) -> pa.Table:
+        groups.append(group)
+        return read(file, group)
 
-    monkeypatch.setattr(reader, "_group", counted)
-    with reader:
+    monkeypatch.setattr(ParquetFile, "read", counted)
+    with BatchReader(run, plan) as reader:
         assert [each.position for each in reader.read(batches[7])] == list(range(70, 80))
-    assert len(opened) == 1
+    assert len(groups) == 1
 
 
 def test_a_reader_opens_each_file_once_for_all_its_batches(

@@ -14,6 +14,7 @@ from airflow_broadway.core.model.message import NO_ACK
 from airflow_broadway.core.model.options import Batcher
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.staging import tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
@@ -216,7 +217,7 @@ def test_each_batcher_has_its_own_files_and_dropped_keys_are_counted(tmp_path: P
 def test_files_are_rolled_and_row_groups_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "FILE_BYTES", 40_000)
+    monkeypatch.setattr(tables, "FILE_BYTES", 40_000)
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
     monkeypatch.setattr(writer_module, "GROUP_BYTES", 20_000)
     run = open_run(tmp_path)
