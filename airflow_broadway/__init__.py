@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.model.message import (
-    BatchInfo,
-    BatchMode,
-    Message,
-    Trigger,
-    ack_immediately,
+from airflow_broadway.core.model.acks import ack_immediately
+from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.model.pipeline_options import (
+    Batcher,
+    Processors,
+    RateLimiting,
+    RetryPolicy,
 )
-from airflow_broadway.core.model.options import Batcher, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.version import __version__ as __version__
 from airflow_broadway.pipeline import Broadway

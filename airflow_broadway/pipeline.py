@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from airflow_broadway.core.local.run import RunReport

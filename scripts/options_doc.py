@@ -10,7 +10,12 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.model.options import Batcher, Processors, RateLimiting, RetryPolicy
+from airflow_broadway.core.model.pipeline_options import (
+    Batcher,
+    Processors,
+    RateLimiting,
+    RetryPolicy,
+)
 from airflow_broadway.core.model.rules import AUTO
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer

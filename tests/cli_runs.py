@@ -17,9 +17,9 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Pipeline
-from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators._common import open_store, producer_env
 from airflow_broadway.producers.sqlite import SqliteQueue

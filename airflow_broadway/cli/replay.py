@@ -15,16 +15,17 @@ from airflow.providers.common.compat.sdk import conf
 
 from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_json, table
 from airflow_broadway.cli.runs import find_run, open_root
-from airflow_broadway.core.custody.protocol import Entry, SettleReport
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Pipeline
-from airflow_broadway.core.model.reference import load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.replay_folder import StagedBatch, add_result, choose, make_shadow

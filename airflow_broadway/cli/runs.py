@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.cli.output import CommandError, cut, say, say_json, table
-from airflow_broadway.core.custody.account import (
-    failures_trouble,
-    handled_of,
-    lines_of,
-    settling_trouble,
-)
+from airflow_broadway.core.custody.report import handled_of
+from airflow_broadway.core.custody.run_summary import failures_trouble, lines_of, settling_trouble
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.manifest import Manifest

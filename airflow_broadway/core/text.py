@@ -1,10 +1,10 @@
-"""Text from outside, made fit for a terminal and a log."""
+"""Text for people: cut, counted, and made fit for a terminal and a log."""
 
 from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["escaped", "many", "printable", "without_outcome"]
+__all__ = ["cut", "escaped", "many", "printable", "without_outcome"]
 
 #: Categories that a terminal may act on, or that hide what stands beside them: controls, format
 #: characters (directions, zero width), halves of pairs, private use, line separators.
@@ -37,3 +37,16 @@ def escaped(line: str) -> str:
         else each.encode("unicode_escape").decode("ascii")
         for each in line
     )
+
+
+def cut(text: str, limit: int) -> str:
+    """``text`` cut to ``limit`` bytes of UTF-8, at a character's edge.
+
+    What UTF-8 cannot encode, as half a surrogate pair, is written as its escape.
+    """
+    if len(text) <= limit and text.isascii():
+        return text
+    raw = text.encode("utf-8", "backslashreplace")
+    if len(raw) > limit:
+        return raw[: limit - 3].decode("utf-8", "ignore") + "…"
+    return raw.decode("utf-8")

@@ -17,9 +17,9 @@ from airflow.providers.common.compat.sdk import (
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, StagingError
-from airflow_broadway.core.model.pipeline import Pipeline
-from airflow_broadway.core.model.reference import import_class, is_dag_file, load_ref, make_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import import_class, is_dag_file, load_ref, make_ref
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

@@ -9,7 +9,8 @@ from enum import StrEnum
 
 from airflow.providers.common.compat.sdk import Stats
 
-from airflow_broadway.core.custody.protocol import QueueDepth, SettleReport
+from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
 
 __all__ = ["Metric", "Metrics"]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.process import Process
     from airflow_broadway.staging.run_folder import StagedRun

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.core.custody.account import check_fail_when, lines_of
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.run_summary import check_fail_when, lines_of
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.local.engine import check_engines
@@ -69,7 +69,7 @@ class BroadwayRunOperator(PullOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.core.clock import SystemClock
-        from airflow_broadway.core.local.run import run_local
+        from airflow_broadway.core.local.run import LocalRun
         from airflow_broadway.core.stages.rate_limiter import RateLimiter
         from airflow_broadway.core.stages.stop import Stop
         from airflow_broadway.runs.sweep import give_back
@@ -93,35 +93,24 @@ class BroadwayRunOperator(PullOperator):
                 try_number=ti.try_number,
             )
 
-        ended: list[RunReport] = []
+        env = producer_env(
+            pipeline,
+            generation=generation,
+            owner=owner_of(context),
+            index=self.producer_index,
+            store=run.store,
+            connections=connections,
+        )
+        # Of all runs together: each may be over within seconds.
+        limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
+        local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)
         started = SystemClock().now()
         try:
-            report = run_local(
-                pipeline,
-                max_messages=budget.max_messages,
-                max_bytes=budget.max_bytes,
-                max_seconds=budget.max_seconds,
-                wait_seconds=budget.wait_seconds,
-                idle_seconds=budget.idle_seconds,
-                env=producer_env(
-                    pipeline,
-                    generation=generation,
-                    owner=owner_of(context),
-                    index=self.producer_index,
-                    store=run.store,
-                    connections=connections,
-                ),
-                # Of all runs together: each may be over within seconds.
-                limiter=RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run)),
-                stop=self._stop,
-                on_sigterm=False,  # Airflow's own calls on_kill
-                on_lease=opened,
-                on_end=ended.append,
-            )
+            report = local.pull(budget, on_lease=opened)
         except BaseException:
-            for report in ended:  # none, if it broke before it had settled
+            if local.report is not None:  # it had settled before it broke
                 try:
-                    self._record(run, report, started, failed=True)
+                    self._record(run, local.report, started, failed=True)
                 except BroadwayError as error:  # the first error is the one to show
                     self.log.warning("What the run did could not be recorded: %s", error)
             raise
@@ -205,4 +194,4 @@ class BroadwayRunOperator(PullOperator):
 
     def on_kill(self) -> None:
         if self._stop is not None:
-            self._stop.tell("signal")
+            self._stop.request("signal")

@@ -24,7 +24,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import CURE, Ownership, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.core.version import __version__
 from airflow_broadway.operators import _docs

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from airflow_broadway.core.custody.account import CLASSES, REASONS, handled_of
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
+from airflow_broadway.core.custody.run_summary import REASONS
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.text import many

@@ -14,35 +14,25 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 
-from airflow_broadway.core.custody.account import settling_trouble
-from airflow_broadway.core.custody.acknowledger import (
-    Judged,
-    RunAcknowledger,
-    ack_messages_or_raise,
-    is_settled,
-)
+from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Custodian,
-    Lease,
-    Settlement,
-    SettleReport,
-    Source,
-)
+from airflow_broadway.core.custody.protocol import Custodian, Lease, Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.run_summary import settling_trouble
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.failures import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 from airflow_broadway.operators._common import MAX_SHUTDOWN
@@ -104,7 +94,7 @@ class Process:
         """Stop pulling: what was handed out is finished within the pipeline's ``shutdown``, what is
         done then is published, and the rest goes back.  Called from a signal handler.
         """
-        self._stop.tell(reason)
+        self._stop.request(reason)
 
     def run(self) -> dict[str, Any]:
         """Do it all; returns the reference that later tasks get.
@@ -179,7 +169,7 @@ class Process:
         acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
         # Verdicts are kept when a result is staged: one that nobody takes has none.
         pool = ProcessorPool(
-            self._pipeline, ack=_later, convert=Rows, stop=self._stop, traces=False
+            self._pipeline, ack=_later, convert=RowConverter, stop=self._stop, traces=False
         )
         intake = self._intake_now = self._intake(source, acknowledger)
         self._stop.bound(self._budget.max_seconds)
@@ -212,7 +202,7 @@ class Process:
         except AirflowTaskTimeout:
             if intake.receiving:  # nobody knows what the source gave, or was about to give
                 raise
-            self._stop.tell("interrupted", at_once=True)
+            self._stop.request("interrupted", at_once=True)
             # What other processors were at ends with their present message.
             yield from pool.map([], wait=lambda: _LOOK)
 
@@ -338,7 +328,7 @@ class Process:
             manifest.batchers or "none",
             manifest.stopped,
         )
-        self._reasons.tell(log, "the process stage")
+        self._reasons.log_table(log, "the process stage")
         if manifest.dropped:
             log.warning("Columns that the schema lacks were dropped: %s.", manifest.dropped)
         return manifest

@@ -10,14 +10,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.acknowledger import (
-    Judged,
-    RunAcknowledger,
-    ack_messages_or_raise,
-    is_settled,
-)
+from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
-from airflow_broadway.core.custody.protocol import RELEASE, Action, Entry, SettleReport
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.layout import VERSION
@@ -25,8 +22,9 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
-from airflow_broadway.core.model.message import AckRef, Message
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batch_order import chains
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
@@ -80,7 +78,7 @@ class PythonBatches:
 
         Called from a signal handler.
         """
-        self._stop.tell("signal")
+        self._stop.request("signal")
 
     def run(self) -> dict[str, int]:
         """Run them; counts of batches, of messages by result, and of batches without an outcome.
@@ -117,12 +115,12 @@ class PythonBatches:
                 pool.wait(_LOOK)
                 _count(counts, (outcome for _, outcome in pool.take()))
         except BaseException:  # a kill and a time-out too; it goes on at once
-            self._stop.tell("error", at_once=True)  # what waits for a worker is not begun
+            self._stop.request("error", at_once=True)  # what waits for a worker is not begun
             raise
         finally:
             pool.close()
             reader.close()
-            self._reasons.tell(log, f"batcher {self.plan.batcher!r}")
+            self._reasons.log_table(log, f"batcher {self.plan.batcher!r}")
         recorder.finish()
         # What a stop did not wait for has no outcome, or one that this task has not seen.
         counts["without_outcome"] += self.plan.batches - counts["batches"]

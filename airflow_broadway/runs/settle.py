@@ -15,7 +15,7 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.operators._metrics import Metric, Metrics
 from airflow_broadway.runs.account import (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from airflow_broadway.core.custody.protocol import RELEASE, Custodian, Settlement
+from airflow_broadway.core.custody.protocol import Custodian, Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError, StagingDamaged
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.staging.plan_choice import Recorded

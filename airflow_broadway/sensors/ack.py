@@ -18,10 +18,10 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
-from airflow_broadway.core.custody.account import (
+from airflow_broadway.core.custody.report import handled_of
+from airflow_broadway.core.custody.run_summary import (
     check_fail_when,
     failures_trouble,
-    handled_of,
     lines_of,
     settling_trouble,
 )

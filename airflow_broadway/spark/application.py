@@ -22,9 +22,9 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.pipeline import Pipeline
-from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many

@@ -21,17 +21,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
+from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import BroadwayError, PipelineError
-from airflow_broadway.core.formats.entries import MAX_REASON, cut, dump_entry
+from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.message import BatchInfo, Status
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
 from airflow_broadway.spark.results import Failed, Outcomes, read
@@ -39,7 +41,7 @@ from airflow_broadway.spark.results import Failed, Outcomes, read
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable", "spark_loss"]
 

@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812
 
-from airflow_broadway.core.custody.acknowledger import (
-    Judged,
-    RunAcknowledger,
-    Scope,
-    ack_messages,
-    is_settled,
-)
-from airflow_broadway.core.custody.protocol import RELEASE, Delivery, Entry, Verdict
+from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
+from airflow_broadway.core.custody.protocol import Delivery, Entry
+from airflow_broadway.core.custody.verdicts import MAX_REASON, RELEASE, Verdict
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.entries import MAX_REASON, EntryLine
+from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
-from airflow_broadway.core.model.message import NO_ACK, AckRef, Message, Status
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, Scope, ack_messages, is_settled
+from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.schema.ddl import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.core.stages.callbacks import run_handle_failed
 from airflow_broadway.spark.frame import BatchFrames
@@ -34,7 +30,7 @@ from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Out
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Counts", "Judge"]
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.work import Work, digest_of
-from airflow_broadway.core.model.reference import load_ref
+from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files

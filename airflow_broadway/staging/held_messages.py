@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import (
-    Action,
-    Entry,
-    SettleReport,
-    Verdict,
-)
-from airflow_broadway.core.custody.verdicts import COUNTED, Facts
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
@@ -191,7 +187,7 @@ class HeldMessages:
         counts: Counter[str] = Counter()
         for line in self._in_batches():
             if line.settled:
-                counts[COUNTED[line.entry.verdict.action]] += 1
+                counts[CLASS_OF[line.entry.verdict.action]] += 1
         return SettleReport.from_json(dict(counts))
 
     # -- streams -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.ddl import encode_json
 from airflow_broadway.core.schema.json_text import BASE64
 from airflow_broadway.staging.arrow_schema import array_of

@@ -24,8 +24,8 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
-from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc

@@ -12,16 +12,12 @@ import json
 import logging
 from collections.abc import Sequence
 
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Custodian,
-    Settlement,
-    SettleReport,
-)
+from airflow_broadway.core.custody.protocol import Custodian, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.held_messages import HeldMessages
 from airflow_broadway.staging.plan_choice import Recorded

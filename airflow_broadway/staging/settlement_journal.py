@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import VERSION, check_version, paths
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats.layout import VERSION
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 from airflow_broadway.staging.errors import translated

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
-from airflow_broadway.core.custody.acknowledger import is_settled
 from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import BatchMode, Message
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.staged_row import StagedRow
 from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
@@ -84,7 +84,7 @@ class ProcessWriter:
     def messages(self, messages: Sequence[Message]) -> None:
         """Stage the successes of the next chunk, in order, each for its batcher.
 
-        :param messages: As :class:`~airflow_broadway.core.stages.staged_row.Rows` made them.
+        :param messages: As :class:`.RowConverter` made them.
         :raises StagingError: If the files cannot be written.
         """
         for message in messages:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.reference import import_class
+from airflow_broadway.core.reference import import_class
 from airflow_broadway.core.text import many
 
 __all__ = ["Shipment", "check_import", "ship"]

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.local.engine import Batch, Engine
-from airflow_broadway.core.model.message import AckRef, Message
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.local.batching import Batch
+from airflow_broadway.core.local.engine import Engine
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import transformed
 from airflow_broadway.testing.clock import ManualClock
@@ -45,8 +47,13 @@ class PipelineDriver:
         #: The batches handed to ``handle_batch``, in order.
         self.batches: list[Batch] = []
         self.limiter = RateLimiter(self.pipeline.producer.rate_limiting, self.clock)
-        self._engine = Engine(self.pipeline, clock=self.clock, inline=True, stand_in=True)
-        self._engine.on_batch = self.batches.append
+        self._engine = Engine(
+            self.pipeline,
+            clock=self.clock,
+            inline=True,
+            spark_succeeds=True,
+            on_batch=self.batches.append,
+        )
         self._buffer: list[Message] = []
         self._count = 0
         self._drained = False
@@ -90,9 +97,9 @@ class PipelineDriver:
         end = self.clock.monotonic() + seconds
         while True:
             waits = [end - self.clock.monotonic()]
-            patience = self._engine.patience()
-            if patience is not None:
-                waits.append(patience)
+            timeout = self._engine.next_timeout()
+            if timeout is not None:
+                waits.append(timeout)
             if self._buffer:
                 waits.append(self.limiter.wait_seconds())
             step = min(waits)

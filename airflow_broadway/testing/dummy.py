@@ -7,14 +7,8 @@ from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.custody.protocol import (
-    Custodian,
-    Entry,
-    Lease,
-    Settlement,
-    SettleReport,
-    Source,
-)
+from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 

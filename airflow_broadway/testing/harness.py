@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 
 __all__ = ["Harness", "bodies", "ids", "settlement_of"]

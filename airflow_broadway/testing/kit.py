@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from airflow_broadway.core.local.engine import Batch
-from airflow_broadway.core.model.message import AckRef, BatchMode, Message
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.local.batching import Batch
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import BatchMode, Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import AckCall
 

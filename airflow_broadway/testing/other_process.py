@@ -14,7 +14,8 @@ from typing import Any, Self
 import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import ACK, Action, Entry, Lease, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, ids
 

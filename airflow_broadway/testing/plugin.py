@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.model.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import RecordingAcknowledger

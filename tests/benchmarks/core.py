@@ -15,7 +15,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.local.engine import Engine
-from airflow_broadway.core.model.message import AckRef
+from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.schema.json_text import _encoded, encode_metadata
 from airflow_broadway.core.stages.batcher import BatcherStage
 from airflow_broadway.core.stages.processor import ProcessorStage

@@ -187,8 +187,8 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
 def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> dict[str, Any]:
     """What the stages of one run are given; its queue is full, and its own queues are declared."""
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.model.reference import load_ref
     from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.core.reference import load_ref
     from airflow_broadway.producers.rabbitmq.amqp.address import address_for
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology

@@ -21,7 +21,8 @@ from typing import Any
 import pika
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from tests.rabbitmq_server import RabbitServer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.model.message import BatchInfo
+from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.frame import BatchFrames, new_session

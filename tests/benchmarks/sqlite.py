@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody.protocol import ACK, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.producers.sqlite import SqliteQueue
 
 __all__ = ["bench_sqlite"]

@@ -198,9 +198,10 @@ def ours(
     import pyarrow.parquet
 
     from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.custody.protocol import ACK, Settlement
-    from airflow_broadway.core.model.reference import load_ref
+    from airflow_broadway.core.custody.protocol import Settlement
+    from airflow_broadway.core.custody.verdicts import ACK
     from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.core.reference import load_ref
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.process import Process
     from airflow_broadway.staging.run_folder import StagedRun

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.model.pipeline import Pipeline
-from airflow_broadway.core.model.reference import load_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import load_ref
 
 RUN = {"dag_id": "bench", "run_id": "bench"}
 

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
@@ -68,7 +68,7 @@ def _chunk(start: int, keys: int) -> list[Message]:
 def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, float]:
     """Stage the messages; the generation, and the seconds of converting and of writing them."""
     generation = open_generation(run).generation
-    rows = Rows(pipeline)
+    rows = RowConverter(pipeline)
     converting = writing = 0.0
     with ProcessWriter(run, generation, pipeline) as writer:
         for start in range(0, MESSAGES, CHUNK):

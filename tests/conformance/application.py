@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway import BatchInfo, Broadway, Message
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.files import open_files

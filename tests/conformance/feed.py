@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Message
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Action, Lease, Source
+from airflow_broadway.core.custody.protocol import Lease, Source
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing import ManualClock

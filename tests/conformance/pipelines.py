@@ -8,7 +8,8 @@ from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.message import NO_ACK, OK, AckRef, Status, ack_immediately
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_immediately
+from airflow_broadway.core.model.message import OK, Status
 from airflow_broadway.testing import DummyProducer
 from tests.conformance.observed import Case, Observed, freeze, status_of
 

@@ -15,8 +15,9 @@ from typing import Any
 from unittest import mock
 
 from airflow_broadway import Broadway, Message
-from airflow_broadway.core.custody.acknowledger import is_settled
-from airflow_broadway.core.custody.protocol import Action, Delivery
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.stages import rate_limiter
 from airflow_broadway.operators import _common
 from airflow_broadway.operators.batch import BroadwayBatcherOperator

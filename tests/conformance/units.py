@@ -14,7 +14,7 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.errors import BroadwayError, OptionsError, PipelineError
-from airflow_broadway.core.model.message import ack_immediately
+from airflow_broadway.core.model.acks import ack_immediately
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.testing import DummyProducer, PipelineDriver, test_batch, test_message
 from tests.conformance.observed import Case

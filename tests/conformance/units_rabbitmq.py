@@ -22,9 +22,12 @@ import pytest
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Action, Delivery, SettleReport, Verdict
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import OptionsError, ProducerUnavailable
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff
 from airflow_broadway.producers.rabbitmq.broker import topology

@@ -16,7 +16,8 @@ from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.reading import asked
 from tests.conformance.observed import Case

@@ -13,7 +13,8 @@ import pytest
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Lease
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving

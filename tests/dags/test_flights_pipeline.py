@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
-from airflow_broadway.core.custody.protocol import Action, Delivery, Verdict
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.testing import test_batch, test_message
 from flights_pipeline import FLIGHT, Flights

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.core.errors import ConversionError
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.testing import DummyProducer, test_message
 
 PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
@@ -77,7 +77,7 @@ def in_python(value: Any, schema: str | None) -> str:
 
 def in_spark(value: Any, schema: str | None) -> str:
     try:
-        data = Rows(pipeline(schema=schema)).row(Message(value)).data
+        data = RowConverter(pipeline(schema=schema)).row(Message(value)).data
     except ConversionError:
         return "fails"
     if schema is not None:

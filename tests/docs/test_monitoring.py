@@ -13,7 +13,8 @@ import pytest
 import yaml
 from airflow._shared.observability.metrics.statsd_logger import SafeStatsdLogger
 
-from airflow_broadway.core.custody.protocol import QueueDepth, SettleReport
+from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.operators import _metrics
 from airflow_broadway.operators._metrics import Metric, Metrics
 

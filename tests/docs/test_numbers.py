@@ -36,7 +36,7 @@ MIB = 1024 * 1024
         ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
         ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
         ("concepts.md", "it is {:g} s at most", _common.MAX_SHUTDOWN),
-        ("concepts.md", "at most {:,} messages unless", intake._MOST),
+        ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
         ("operators.md", "but within {:g} seconds", _common.MAX_SHUTDOWN),
         ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
         ("operators.md", "Keep that at {:g} or more", ack.RESCHEDULE),

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 

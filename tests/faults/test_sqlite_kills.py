@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK, Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqlite import SqliteQueue
 

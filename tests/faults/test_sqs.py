@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.custody.verdicts import Action
 from scripts.airflow_env import ROOT
 from tests.faults.sqs_worker import verdict_on
 from tests.sqs_fixtures import wanted_sqs

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging import plan_data_files
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches

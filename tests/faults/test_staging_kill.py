@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.formats.files import TEMPORARY
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -64,7 +65,7 @@ def work(root):
     run = open_run(root)
     lease = lease_of(GENERATION)
     run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
-    rows = Rows(PIPELINE)
+    rows = RowConverter(PIPELINE)
     with ProcessWriter(run, GENERATION, PIPELINE) as writer:
         writer.messages([rows(message(n, batcher="b")) for n in range(MESSAGES)])
     written = writer.close()

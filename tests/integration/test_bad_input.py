@@ -41,7 +41,7 @@ def dag_of(pipeline: Any, **given: Any) -> DAG:
 
 def figures(world: World, name: str = "figures_pipeline:Figures", **options: Any) -> Any:
     """A Spark pipeline, importable as a module of its own."""
-    from airflow_broadway.core.model.reference import import_class
+    from airflow_broadway.core.reference import import_class
 
     world.patch.syspath_prepend(ROOT / "tests" / "integration" / "pipelines" / "spark")
     return import_class(name)(context={"output": str(world.folder / "output")}, **options)

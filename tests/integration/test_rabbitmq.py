@@ -9,13 +9,9 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    Action,
-    QueueDepth,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode

@@ -9,13 +9,9 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody.protocol import RELEASE, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer

@@ -14,16 +14,12 @@ import pytest
 
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Source,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker import topology

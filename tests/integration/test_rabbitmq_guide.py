@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody.protocol import (
-    LEAVE,
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle

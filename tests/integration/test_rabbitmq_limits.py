@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos
 from airflow_broadway.producers.rabbitmq.receive import consumer as intake

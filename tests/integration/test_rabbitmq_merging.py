@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody.protocol import Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer

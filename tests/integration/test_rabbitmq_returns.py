@@ -13,7 +13,8 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport, Verdict
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for

@@ -15,15 +15,9 @@ import pika
 import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Action,
-    Lease,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle

@@ -12,10 +12,12 @@ import pika
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody.protocol import RELEASE, Lease, Settlement, SettleReport, Source
+from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.producers.rabbitmq import Qos

@@ -14,13 +14,9 @@ from pathlib import Path
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.model.message import BatchInfo
+from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark.application import run_work
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows

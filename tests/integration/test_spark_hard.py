@@ -15,10 +15,10 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.message import BatchInfo
-from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.reference import make_ref
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.staging.planner import plan_batches

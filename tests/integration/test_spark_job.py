@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
-from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
+from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.spark import batch, failed, job
 from airflow_broadway.spark import entries as outcome
 from airflow_broadway.spark.application import run_work

@@ -16,7 +16,8 @@ from botocore import handlers
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.runs.process import Process

@@ -13,9 +13,10 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import RELEASE, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.model.reference import make_ref
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.runs.process import Process

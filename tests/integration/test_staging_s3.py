@@ -10,9 +10,11 @@ from typing import Any
 import fsspec
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK, Entry, SettleReport
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.staging.planner import plan_batches

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.operators._common import producer_env
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
@@ -123,9 +124,8 @@ class Run:
     def __call__(self) -> dict[str, Any]:
         """Do it all; returns its report."""
         if self._flow == "local":
-            report = run_local(
-                self._pipeline, **self._budget, env=self._env, stop=lambda: self._stopped
-            )
+            stop = Stop(self._env.clock, self._pipeline.shutdown, lambda: self._stopped)
+            report = LocalRun(self._pipeline, self._env, stop=stop).pull(Budget(**self._budget))
             settled = report.settled.to_json()
             return {**settled, "settle_failed": settled["failed"], "balanced": report.balanced}
         reference = self._process.run()

@@ -22,8 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.custody.producer import Connection
-from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.operators._common import producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
@@ -82,9 +83,10 @@ class _Run:
     def local(self) -> None:
         """``run_local``."""
         with self._timeout():
-            report = run_local(
-                self._pipeline, **self._budget, env=self._env(), stop=lambda: self._stopped
-            )
+            env = self._env()
+            stop = Stop(env.clock, self._pipeline.shutdown, lambda: self._stopped)
+            with stop.on_sigterm():
+                report = LocalRun(self._pipeline, env, stop=stop).pull(Budget(**self._budget))
         settled = report.settled.to_json()
         self.report = {
             **settled,

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import (
-    Action,
     Custodian,
     Delivery,
     Entry,
     Lease,
     Settlement,
-    SettleReport,
     Source,
 )
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 
 COUNTED = {

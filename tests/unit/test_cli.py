@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.core.custody.protocol import Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran

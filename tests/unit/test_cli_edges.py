@@ -16,7 +16,8 @@ import pytest
 from airflow_broadway.cli import runs as staged
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.cli.output import logging_at, only_results_on_stdout, say
-from airflow_broadway.core.custody.protocol import Action, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran

@@ -86,4 +86,4 @@ def test_nothing_that_reads_what_others_wrote_can_execute_it() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module in EXECUTING)
         or (isinstance(node, ast.Name) and node.id in ("eval", "exec"))
     }
-    assert found == {"core/stages/subprocess_processor.py"}
+    assert found == {"core/stages/subprocess_channel.py"}

@@ -15,17 +15,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from airflow_broadway.core.custody.acknowledger import Judged
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Custodian,
-    Delivery,
-    Entry,
-    Lease,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
-from airflow_broadway.core.custody.verdicts import COUNTED
+from airflow_broadway.core.custody.protocol import Custodian, Delivery, Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
@@ -35,8 +27,8 @@ __all__ = ["Settler", "Tally", "done_of", "entry_of", "settle_at_once", "settled
 log = logging.getLogger(__name__)
 
 #: Verdicts that are carried out together, and the seconds for which one waits for others.
-_BULK: Final = 1000
-_DELAY: Final = 1.0
+_BULK_SIZE: Final = 1000
+_BULK_INTERVAL: Final = 1.0
 
 
 def entry_of(message: Message, verdict: Verdict) -> Entry:
@@ -98,14 +90,14 @@ class Tally:
     """The sink of messages that no broker holds: counts the verdicts."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(COUNTED.values(), 0)
+        self.counts = dict.fromkeys(CLASS_OF.values(), 0)
         self.closed = False
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         """Count the verdicts of one stage result."""
         if not self.closed:
             for _, verdict in (*successful, *failed):
-                self.counts[COUNTED[verdict.action]] += 1
+                self.counts[CLASS_OF[verdict.action]] += 1
 
     settle_now = record
 
@@ -164,7 +156,7 @@ class Settler:
             if not self._entries:
                 self._since = time.monotonic()
             self._entries += self._entries_of(successful, failed)
-            full = len(self._entries) >= _BULK
+            full = len(self._entries) >= _BULK_SIZE
         if full:
             self.tick(force=True)
 
@@ -189,7 +181,7 @@ class Settler:
     def tick(self, *, force: bool = False) -> None:
         """Carry out what has waited long enough."""
         with self._lock:
-            if not self._entries or (not force and time.monotonic() - self._since < _DELAY):
+            if not self._entries or (not force and time.monotonic() - self._since < _BULK_INTERVAL):
                 return
             entries, self._entries = self._entries, []
         try:

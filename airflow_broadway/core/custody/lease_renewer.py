@@ -19,7 +19,7 @@ RENEWALS = 4
 
 
 class Renewer(Protocol):
-    """What a keeper needs of a custodian."""
+    """What a :class:`LeaseRenewer` needs of a custodian."""
 
     def renew(self, lease: Lease) -> Lease | None:
         """As :meth:`airflow_broadway.core.custody.protocol.Custodian.renew`."""
@@ -54,7 +54,9 @@ class LeaseRenewer:
         self._first = 0.0 if at_once else self._interval
         self._stop = threading.Event()
         self._lapsed: set[str] = set()
-        self._thread = threading.Thread(target=self._keep, name="broadway-keeper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="broadway-lease-renewer", daemon=True
+        )
 
     def __enter__(self) -> LeaseRenewer:
         self.start()
@@ -89,7 +91,7 @@ class LeaseRenewer:
         if self._thread.is_alive():
             self._thread.join(timeout=30.0)
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         custodian: Renewer | None = None
         wait = self._first
         while not self._stop.wait(wait):
@@ -101,7 +103,7 @@ class LeaseRenewer:
                 except Exception as error:
                     # One lease is not in the way of another, and the next round tries again: a
                     # lease outlasts several.
-                    _tell(error)
+                    _log_error(error)
         if custodian is not None:
             custodian.close()
 
@@ -109,7 +111,7 @@ class LeaseRenewer:
         try:
             return [each for each in self._leases() if each.generation not in self._lapsed]
         except Exception as error:
-            _tell(error)
+            _log_error(error)
             return []
 
     def _renew(self, custodian: Renewer, lease: Lease) -> None:
@@ -124,6 +126,6 @@ class LeaseRenewer:
             self._renewed(held)
 
 
-def _tell(error: Exception) -> None:
+def _log_error(error: Exception) -> None:
     unexpected = None if isinstance(error, BroadwayError) else error
     log.warning("could not renew leases yet: %s", error, exc_info=unexpected)

@@ -11,24 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.protocol import (
-    Action,
-    Custodian,
-    Delivery,
-    QueueDepth,
-    Source,
-    Verdict,
-)
-from airflow_broadway.core.custody.verdicts import Facts, decide
+from airflow_broadway.core.custody.protocol import Custodian, Delivery, QueueDepth, Source
+from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import (
-    Options,
-    RateLimiting,
-    RetryPolicy,
-    option,
-    options,
-)
+from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.pipeline_options import RateLimiting, RetryPolicy
 from airflow_broadway.core.model.rules import FUNCTION, POSITIVE, SECONDS, Rule
 
 __all__ = ["Connection", "Connections", "Producer", "ProducerEnv"]

@@ -21,58 +21,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.model.message import Message
 
 __all__ = [
-    "ACK",
-    "LEAVE",
-    "RELEASE",
-    "Action",
     "Custodian",
     "Delivery",
     "Entry",
     "Lease",
     "QueueDepth",
-    "SettleReport",
     "Settlement",
     "Source",
-    "Verdict",
 ]
-
-
-class Action(str, Enum):
-    """What is done with a message at its broker."""
-
-    ACK = "ack"
-    RETRY = "retry"
-    DEAD_LETTER = "dead_letter"
-    LEAVE = "leave"
-    RELEASE = "release"
-
-
-class Verdict(NamedTuple):
-    """What is done with one message, and why.
-
-    :param action: ``ACK``: done with, removed.  ``RETRY``: delivered again after ``delay``, one
-        attempt used.  ``DEAD_LETTER``: set aside with ``reason``.  ``LEAVE``: the broker's own rule
-        decides (Broadway's ``noop``).  ``RELEASE``: given back at once, no attempt used.
-    :param delay: Seconds until a retry may be delivered; at least 0.
-    :param reason: Why it failed, for people; cut at 2,048 bytes where it is stored.
-    :param stage: Where it failed: ``"process"``, ``"batch"`` or ``"secure"``.
-    """
-
-    action: Action
-    delay: float = 0.0
-    reason: str = ""
-    stage: str = ""
-
-
-ACK = Verdict(Action.ACK)
-LEAVE = Verdict(Action.LEAVE)
-RELEASE = Verdict(Action.RELEASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,61 +123,6 @@ class Settlement:
     everything: Callable[[], Iterator[Entry]] | None = None
     expected: int | None = None
     settled_now: SettleReport | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettleReport:
-    """What a settlement did; each message of the lease is in exactly one of the counts.
-
-    :param lapsed: Messages that the lease no longer held: another run has them, or will.
-    :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
-    :param errors: One sentence per kind of refusal; no secret.
-    :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
-        :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
-        not part of the JSON.
-    """
-
-    acked: int = 0
-    requeued: int = 0
-    dead_lettered: int = 0
-    left: int = 0
-    released: int = 0
-    lapsed: int = 0
-    failed: int = 0
-    errors: tuple[str, ...] = ()
-    undone: frozenset[str] = frozenset()
-
-    @property
-    def total(self) -> int:
-        """Messages accounted for."""
-        return (
-            self.acked
-            + self.requeued
-            + self.dead_lettered
-            + self.left
-            + self.released
-            + self.lapsed
-            + self.failed
-        )
-
-    def __add__(self, other: SettleReport) -> SettleReport:
-        counts = ("acked", "requeued", "dead_lettered", "left", "released", "lapsed", "failed")
-        return SettleReport(
-            **{name: getattr(self, name) + getattr(other, name) for name in counts},
-            errors=tuple(dict.fromkeys(self.errors + other.errors)),
-            undone=self.undone | other.undone,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value that :meth:`from_json` reads back, but for ``undone``."""
-        value = {**asdict(self), "errors": list(self.errors)}
-        del value["undone"]
-        return value
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> SettleReport:
-        """Read what :meth:`to_json` wrote."""
-        return cls(**{**value, "errors": tuple(value.get("errors", ()))})
 
 
 class QueueDepth(NamedTuple):

@@ -8,24 +8,63 @@ row, both name the facts and ask :meth:`Producer.judge`; nothing else decides.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from enum import Enum
+from typing import Final, NamedTuple
 
-from airflow_broadway.core.custody.protocol import ACK, LEAVE, RELEASE, Action, Verdict
+from airflow_broadway.core.model.pipeline_options import RetryPolicy
 
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.options import RetryPolicy
+__all__ = [
+    "ACK",
+    "COMES_AGAIN",
+    "LEAVE",
+    "MAX_REASON",
+    "RELEASE",
+    "Action",
+    "Facts",
+    "Verdict",
+    "decide",
+    "delay_before",
+]
 
-__all__ = ["COUNTED", "Facts", "decide", "delay_before"]
 
-#: The class of the account in which a message is that an action was carried out on.
-COUNTED: Final[Mapping[Action, str]] = {
-    Action.ACK: "acked",
-    Action.RETRY: "requeued",
-    Action.DEAD_LETTER: "dead_lettered",
-    Action.LEAVE: "left",
-    Action.RELEASE: "released",
-}
+#: Bytes of a reason that are kept wherever it is stored; brokers limit headers.
+MAX_REASON: Final = 2048
+
+
+class Action(str, Enum):
+    """What is done with a message at its broker."""
+
+    ACK = "ack"
+    RETRY = "retry"
+    DEAD_LETTER = "dead_letter"
+    LEAVE = "leave"
+    RELEASE = "release"
+
+
+class Verdict(NamedTuple):
+    """What is done with one message, and why.
+
+    :param action: ``ACK``: done with, removed.  ``RETRY``: delivered again after ``delay``, one
+        attempt used.  ``DEAD_LETTER``: set aside with ``reason``.  ``LEAVE``: the broker's own rule
+        decides (Broadway's ``noop``).  ``RELEASE``: given back at once, no attempt used.
+    :param delay: Seconds until a retry may be delivered; at least 0.
+    :param reason: Why it failed, for people; cut at :data:`MAX_REASON` bytes where it is stored.
+    :param stage: Where it failed: ``"process"``, ``"batch"`` or ``"secure"``.
+    """
+
+    action: Action
+    delay: float = 0.0
+    reason: str = ""
+    stage: str = ""
+
+
+ACK = Verdict(Action.ACK)
+LEAVE = Verdict(Action.LEAVE)
+RELEASE = Verdict(Action.RELEASE)
+
+
+#: After these a broker delivers the message again: it holds back those behind it in its group.
+COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 
 
 class Facts(NamedTuple):

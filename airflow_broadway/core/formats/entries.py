@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
+from airflow_broadway.core.text import cut
 
-__all__ = ["MAX_REASON", "EntryLine", "cut", "dump_entry", "load_line"]
-
-#: Bytes of a reason that are kept; brokers limit headers.
-MAX_REASON = 2048
+__all__ = ["EntryLine", "dump_entry", "load_line"]
 
 #: A text as JSON has it.
 _quoted = json.encoder.encode_basestring_ascii
@@ -80,16 +79,3 @@ def _entry(value: Mapping[str, Any]) -> Entry:
         None if payload is None else base64.b64decode(payload),
         value.get("properties"),
     )
-
-
-def cut(text: str, limit: int) -> str:
-    """``text`` cut to ``limit`` bytes of UTF-8, at a character's edge.
-
-    What UTF-8 cannot encode, as half a surrogate pair, is written as its escape.
-    """
-    if len(text) <= limit and text.isascii():
-        return text
-    raw = text.encode("utf-8", "backslashreplace")
-    if len(raw) > limit:
-        return raw[: limit - 3].decode("utf-8", "ignore") + "…"
-    return raw.decode("utf-8")

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
@@ -29,6 +29,7 @@ from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.text import cut
 
 __all__ = [
     "GATHERED",

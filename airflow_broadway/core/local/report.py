@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from airflow_broadway.core.custody.account import (
-    CLASSES,
-    failures_trouble,
-    handled_of,
-    settling_trouble,
-)
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
+from airflow_broadway.core.custody.run_summary import failures_trouble, settling_trouble
 
 __all__ = ["RunReport"]
 
@@ -68,7 +63,7 @@ class RunReport:
 
         It did not if the sum does not balance, if messages had lapsed or could not be settled, or
         if so many failed as ``fail_when`` says: see
-        :func:`airflow_broadway.core.custody.account.failures_trouble`.
+        :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
         """
         settled, totals = self.settled, self.totals()
         found = [

@@ -15,33 +15,31 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.account import (
-    REASONS,
-)
-from airflow_broadway.core.custody.acknowledger import RunAcknowledger, ack_messages, is_settled
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler, Tally
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import Connection, Connections, ProducerEnv
-from airflow_broadway.core.custody.protocol import SettleReport, Source
+from airflow_broadway.core.custody.protocol import Lease, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.run_summary import REASONS
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef, is_settled
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
-
-__all__ = ["RunReport", "run_local"]
+__all__ = ["LocalRun", "RunReport", "run_local"]
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +70,12 @@ def run_local(
     idle_seconds: float = 0.0,
     connections: Connections | Mapping[str, Connection] | None = None,
     clock: Clock | None = None,
-    env: ProducerEnv | None = None,
     limiter: RateLimiter | None = None,
     stop: Callable[[], str] | Stop = lambda: "",
-    on_lease: Callable[[Any], None] = lambda lease: None,
-    on_end: Callable[[RunReport], None] = lambda report: None,
-    on_sigterm: bool = True,
 ) -> RunReport:
     """Run a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
+
+    In the main thread SIGTERM stops it.
 
     :param messages: Messages, or their data, to handle instead of the producer's: no broker is
         asked.  Those without an acknowledger are only counted, by the producer's verdicts.
@@ -90,15 +86,10 @@ def run_local(
     :param wait_seconds: How long to wait for the first message.
     :param idle_seconds: Stop after this long without a message.
     :param connections: Where connection ids are looked up.
-    :param env: What the producer is opened in; names the generation.
     :param limiter: Of the producer's ``rate_limiting``; one that forgets with the run, unless
         given.
     :param stop: Asked often: why to stop now, or ``""``.  The run then has the pipeline's
         ``shutdown`` seconds to finish what was handed out; a run that ends by itself has no bound.
-    :param on_lease: Called with the lease before the first message is received.
-    :param on_end: Called with the report once all is settled or given back, before an error that
-        ended the run is raised.
-    :param on_sigterm: Whether SIGTERM stops too, in the main thread.
     :returns: What was done; ``report.balanced`` says whether every message is accounted for.
     :raises PipelineError: If a batcher runs on Spark; if the transformer raised, or the processors'
         ``partition_by`` or a custom splitter returned nonsense.  What these two raise is raised
@@ -107,13 +98,13 @@ def run_local(
     :raises ProducerError: If the broker fails.
     """
     made = pipeline() if isinstance(pipeline, type) else pipeline
-    check_engines(made)
-    used = clock or (env.clock if env is not None else SystemClock())
-    told = stop if isinstance(stop, Stop) else Stop(used, made.shutdown, stop)
-    run = _Run(made, used, told)
-    with told.on_sigterm() if on_sigterm else nullcontext():
+    used = clock or SystemClock()
+    stopping = stop if isinstance(stop, Stop) else Stop(used, made.shutdown, stop)
+    env = _env(made, used, connections)
+    run = LocalRun(made, env, limiter=limiter, stop=stopping)
+    with stopping.on_sigterm():
         if messages is not None:
-            return run.given(messages)
+            return run.handle(messages)
         budget = Budget(
             max_messages=max_messages,
             max_bytes=max_bytes,
@@ -121,13 +112,7 @@ def run_local(
             wait_seconds=wait_seconds,
             idle_seconds=idle_seconds,
         )
-        return run.pulled(
-            env or _env(made, used, connections),
-            budget,
-            limiter or RateLimiter(made.producer.rate_limiting, used),
-            on_lease,
-            on_end,
-        )
+        return run.pull(budget)
 
 
 def _env(
@@ -146,201 +131,217 @@ def _env(
     )
 
 
-class _Run:
-    """One call of :func:`run_local`."""
+class LocalRun:
+    """One finite run in this process, for callers that open the producer in their own way.
 
-    def __init__(self, pipeline: Pipeline, clock: Clock, stop: Stop) -> None:
+    :param env: What the producer is opened in; names the generation.
+    :param limiter: As for :func:`run_local`.
+    :param stop: Tells the run to stop; signals are the caller's to handle.
+    :raises PipelineError: If a batcher runs on Spark.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        env: ProducerEnv,
+        *,
+        limiter: RateLimiter | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        check_engines(pipeline)
         self._pipeline = pipeline
-        self._clock = clock
-        self._stop = stop
+        self._env = env
+        self._limiter = limiter or RateLimiter(pipeline.producer.rate_limiting, env.clock)
+        self._stop = stop or Stop(env.clock, pipeline.shutdown)
         self._started = time.monotonic()
+        #: What was done, once all is settled or given back: also where an error ended the run.
+        self.report: RunReport | None = None
 
-    def given(self, messages: Iterable[Any]) -> RunReport:
-        """Handle messages that no source delivered."""
+    def handle(self, messages: Iterable[Any]) -> RunReport:
+        """Handle messages, or their data, that no source delivered; see :func:`run_local`."""
         tally = Tally()
         acknowledger = RunAcknowledger(self._pipeline.producer, tally)
         given = [_as_message(each, index) for index, each in enumerate(messages)]
-        own: set[str] = set()  # ids of messages that somebody else settles
+        # Those with an acknowledger of their own are settled by that, and only counted here.
+        own = {each.message_id for each in given if not is_settled(each)}
 
-        def counted(successful: list[Message], failed: list[Message]) -> None:
+        def count_own(successful: list[Message], failed: list[Message]) -> None:
             tally.counts["acked"] += sum(each.message_id in own for each in successful)
             tally.counts["left"] += sum(each.message_id in own for each in failed)
 
-        dispatch = []
-        for message in given:
-            if is_settled(message):
-                message = message.with_acknowledger(
-                    AckRef(acknowledger, "given", message.acknowledger.data)
-                )
-            else:
-                own.add(message.message_id)
-            dispatch.append(message)
         engine = self._engine()
         if own:
-            engine.on_settled = counted
+            engine.on_settled = count_own
         try:
-            engine.run([dispatch])
+            engine.run([[_settled_by(acknowledger, "given", each) for each in given]])
         finally:
             tally.closed = True
             engine.close()
         released = len(given) - sum(tally.counts.values())
         tally.counts["released"] += max(0, released)
-        settled = SettleReport.from_json(tally.counts)
-        return self._report("local", engine, settled, len(given), _bytes(given), "given")
-
-    def pulled(
-        self,
-        env: ProducerEnv,
-        budget: Budget,
-        limiter: RateLimiter,
-        on_lease: Callable[[Any], None],
-        on_end: Callable[[RunReport], None],
-    ) -> RunReport:
-        """Handle messages of the producer's source."""
-        engine, stop = self._engine(), self._stop
-        try:
-            source = self._pipeline.producer.source(
-                replace(env, stopping=lambda: bool(stop.reason()))
-            )
-            try:
-                on_lease(source.lease)
-                return self._pulled(engine, source, env, budget, limiter, on_end)
-            finally:
-                source.close()
-        finally:
-            engine.close()
-
-    def _pulled(
-        self,
-        engine: Engine,
-        source: Source,
-        env: ProducerEnv,
-        budget: Budget,
-        limiter: RateLimiter,
-        on_end: Callable[[RunReport], None],
-    ) -> RunReport:
-        producer, stop = self._pipeline.producer, self._stop
-        settler = Settler(
-            lambda: producer.custodian(env),
-            lambda: source.lease,
-            threaded=_is_threaded(self._pipeline),
+        size = sum(message.size for message in given)
+        self.report = self._report(
+            engine,
+            SettleReport.from_json(tally.counts),
+            generation="local",
+            received=len(given),
+            received_bytes=size,
+            ended="given",
         )
-        keeper = LeaseRenewer(
-            lambda: producer.custodian(env),
+        return self.report
+
+    def pull(
+        self, budget: Budget, *, on_lease: Callable[[Lease], None] = lambda lease: None
+    ) -> RunReport:
+        """Handle messages of the producer's source within ``budget``; see :func:`run_local`.
+
+        :param on_lease: Called with the lease before the first message is received.
+        """
+        env = replace(self._env, stopping=lambda: bool(self._stop.reason()))
+        with (
+            closing(self._engine()) as engine,
+            closing(self._pipeline.producer.source(env)) as source,
+        ):
+            on_lease(source.lease)
+            return self._pull_from(source, engine, budget)
+
+    def _pull_from(self, source: Source, engine: Engine, budget: Budget) -> RunReport:
+        settler = self._settler(source)
+        lease_renewer = self._lease_renewer(source, settler)
+        receiving = self._receiving(source, engine, budget, settler, lease_renewer)
+        ended = ""
+        if self._pipeline.producer.renews:
+            lease_renewer.start()
+        try:
+            self._feed(engine, receiving, settler, budget)
+        except BaseException as error:  # for the report; it is raised all the same
+            ended = "error" if isinstance(error, Exception) else "interrupted"
+            raise
+        finally:
+            lease_renewer.stop()
+            settled = settler.finish()
+            self.report = self._report(
+                engine,
+                settled,
+                generation=self._env.generation,
+                received=receiving.received,
+                received_bytes=receiving.received_bytes,
+                ended=receiving.ended or ended,
+                seconds={"receive": receiving.seconds, "settle": settler.seconds},
+            )
+        if receiving.error is not None:
+            raise receiving.error
+        if lease_renewer.lapsed:
+            raise LeaseLapsed(
+                f"the lease of {source.lease.seconds} seconds has lapsed; {settled.lapsed} of"
+                f" {many(receiving.received, 'message')} went to another run, or will"
+            )
+        return self.report
+
+    def _settler(self, source: Source) -> Settler:
+        batch_processors = sum(each.concurrency for each in self._pipeline.batchers.values())
+        return Settler(
+            lambda: self._pipeline.producer.custodian(self._env),
+            lambda: source.lease,
+            threaded=self._pipeline.processors.concurrency > 1 or batch_processors > 1,
+        )
+
+    def _lease_renewer(self, source: Source, settler: Settler) -> LeaseRenewer:
+        return LeaseRenewer(
+            lambda: self._pipeline.producer.custodian(self._env),
             source.lease.seconds,
             lambda: [source.lease] if settler.received else [],
         )
+
+    def _receiving(
+        self,
+        source: Source,
+        engine: Engine,
+        budget: Budget,
+        settler: Settler,
+        lease_renewer: LeaseRenewer,
+    ) -> Receiving:
+        producer, generation = self._pipeline.producer, self._env.generation
         acknowledger = RunAcknowledger(producer, settler)
-        intake = Receiving(
+
+        def accept(messages: Sequence[Message]) -> list[Message]:
+            settler.hold(messages)
+            return [
+                message.with_acknowledger(
+                    AckRef(acknowledger, generation, message.acknowledger.data)
+                )
+                for message in messages
+            ]
+
+        return Receiving(
             source,
             budget,
-            clock=self._clock,
-            limiter=limiter,
+            clock=self._env.clock,
+            limiter=self._limiter,
             demand=demand_of(self._pipeline),
             transformer=producer.transformer,
-            accept=lambda taken: _accept(taken, acknowledger, settler, env.generation),
-            patience=engine.patience,
-            stop=lambda: stop.reason() or ("lapsed" if keeper.lapsed else ""),
+            accept=accept,
+            next_timeout=engine.next_timeout,
+            stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
         )
-        broke = ""
-        if producer.renews:
-            keeper.start()
-        try:
-            self._feed(engine, intake, settler, budget)
-        except BaseException as error:  # for the report; it is raised all the same
-            broke = "error" if isinstance(error, Exception) else "interrupted"
-            raise
-        finally:
-            keeper.stop()
-            settled = settler.finish()
-            engine.seconds["receive"] = intake.seconds
-            engine.seconds["settle"] = settler.seconds
-            report = self._report(
-                env.generation,
-                engine,
-                settled,
-                intake.received,
-                intake.received_bytes,
-                intake.ended or broke,
-            )
-            on_end(report)
-        if intake.error is not None:
-            raise intake.error
-        if keeper.lapsed:
-            raise LeaseLapsed(
-                f"the lease of {source.lease.seconds} seconds has lapsed; {settled.lapsed} of"
-                f" {many(intake.received, 'message')} went to another run, or will"
-            )
-        return report
 
-    def _feed(self, engine: Engine, intake: Receiving, settler: Settler, budget: Budget) -> None:
+    def _feed(self, engine: Engine, receiving: Receiving, settler: Settler, budget: Budget) -> None:
         """Handle all that comes; on return, or an error, nothing more does."""
         try:
             self._stop.bound(budget.max_seconds)
-            engine.run(_settling(intake, settler))
+            engine.run(_settling(receiving, settler))
         except BaseException:  # raised again; before that the source takes nothing more
             with suppress(BroadwayError):  # the first error is the one to show
-                intake.stop()
+                receiving.stop()
             raise
         finally:
             engine.close()
-        intake.stop()
+        receiving.stop()
 
     def _engine(self) -> Engine:
-        return Engine(self._pipeline, clock=self._clock, ack=ack_messages, stop=self._stop)
+        return Engine(self._pipeline, clock=self._env.clock, stop=self._stop)
 
     def _report(
         self,
-        generation: str,
         engine: Engine,
         settled: SettleReport,
+        *,
+        generation: str,
         received: int,
-        size: int,
+        received_bytes: int,
         ended: str,
+        seconds: Mapping[str, float] | None = None,
     ) -> RunReport:
-        engine.reasons.tell(log, "this run")
+        engine.reasons.log_table(log, "this run")
         if engine.dropped:
             log.warning("Columns that the schema lacks were dropped: %s.", dict(engine.dropped))
-        batches: dict[str, dict[str, int]] = {name: {} for name in self._pipeline.batchers}
-        for (batcher, trigger), count in engine.batches.items():
-            batches[batcher][trigger] = count
+        total = time.monotonic() - self._started
         report = RunReport(
             pipeline=self._pipeline.name,
             generation=generation,
             received=received,
-            received_bytes=size,
+            received_bytes=received_bytes,
             failed=engine.failed,
             settled=settled,
-            batches=batches,
-            seconds={**engine.seconds, "total": time.monotonic() - self._started},
+            batches=engine.batches,
+            seconds={**engine.seconds, **(seconds or {}), "total": total},
             reasons=engine.reasons.most(REASONS),
             ended=self._stop.reason() or ended,
         )
         if telemetry.handlers("run.stop"):
             telemetry.emit(
                 "run.stop",
-                {"duration": report.seconds["total"], "monotonic_time": time.monotonic()},
+                {"duration": total, "monotonic_time": time.monotonic()},
                 {"topology_name": self._pipeline.name, "report": report},
             )
         return report
 
 
-def _settling(intake: Receiving, settler: Settler) -> Iterator[list[Message]]:
+def _settling(receiving: Receiving, settler: Settler) -> Iterator[list[Message]]:
     """The dispatches; before each next one, acks that have waited are carried out."""
-    for dispatch in intake:
+    for dispatch in receiving:
         yield dispatch
         settler.tick()
-
-
-def _accept(
-    messages: Sequence[Message], acknowledger: RunAcknowledger, settler: Settler, generation: str
-) -> list[Message]:
-    """Secured messages with the run's acknowledger."""
-    settler.hold(messages)
-    return [
-        message.with_acknowledger(AckRef(acknowledger, generation, message.acknowledger.data))
-        for message in messages
-    ]
 
 
 def _as_message(given: Any, index: int) -> Message:
@@ -350,10 +351,8 @@ def _as_message(given: Any, index: int) -> Message:
     return message.with_message_id(f"given-{index}")
 
 
-def _is_threaded(pipeline: Pipeline) -> bool:
-    batch_processors = sum(options.concurrency for options in pipeline.batchers.values())
-    return pipeline.processors.concurrency > 1 or batch_processors > 1
-
-
-def _bytes(messages: list[Message]) -> int:
-    return sum(message.size for message in messages)
+def _settled_by(acknowledger: RunAcknowledger, ref: str, message: Message) -> Message:
+    """The message with an acknowledger: its own, or else this one."""
+    if not is_settled(message):
+        return message
+    return message.with_acknowledger(AckRef(acknowledger, ref, message.acknowledger.data))

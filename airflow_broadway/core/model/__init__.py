@@ -1,1 +1,1 @@
-"""What users write: pipelines, options, messages and the rules of their values."""
+"""The values of a pipeline: messages, batches, options and the rules of their values."""

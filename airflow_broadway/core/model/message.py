@@ -1,4 +1,4 @@
-"""The message and the batch: immutable values that travel through the pipeline.
+"""The message: an immutable value that travels through the pipeline.
 
 A :class:`Message` is made by a producer, changed by callbacks through ``put_…`` functions that each
 return a new one, and settled at the end through its :class:`AckRef`.  It runs on the worker and in
@@ -8,26 +8,16 @@ the Spark driver alike, so this module needs Python 3.10 and nothing else.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_immediately
 
-__all__ = [
-    "NO_ACK",
-    "OK",
-    "AckRef",
-    "Acknowledger",
-    "BatchInfo",
-    "BatchMode",
-    "Message",
-    "NoopAcknowledger",
-    "Status",
-    "Trigger",
-]
+__all__ = ["OK", "BatchMode", "Message", "Status"]
 
 DEFAULT: Final = "default"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -88,43 +78,6 @@ class Status(NamedTuple):
 
 
 OK: Final = Status("ok")
-
-
-class Acknowledger(Protocol):
-    """Settles messages; called once per stage result and ``ack_ref``, never per message.
-
-    An acknowledger may also have ``configure(ack_ref, ack_data, options) -> ack_data`` (then its
-    messages may call :meth:`Message.configure_ack`) and ``ack_now(ack_ref, successful, failed)``,
-    which :meth:`Message.ack_immediately` prefers to ``ack``.
-    """
-
-    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Settle ``successful`` and ``failed``; never both empty."""
-        ...
-
-
-class AckRef(NamedTuple):
-    """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
-
-    :param acknowledger: The object that settles.
-    :param ref: What groups messages; hashable.
-    :param data: The message's own: its receipt, its configured actions.
-    """
-
-    acknowledger: Any
-    ref: Any = None
-    data: Any = None
-
-
-class NoopAcknowledger:
-    """Settles nothing; has no ``configure``."""
-
-    def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        return None
-
-
-#: The acknowledger of a message that has been settled already.
-NO_ACK: Final = AckRef(NoopAcknowledger())
 
 
 class _Draft:
@@ -304,8 +257,6 @@ class Message(_Draft):
             :meth:`ack_immediately`.
         :raises OptionsError: If the acknowledger knows no such option or value.
         """
-        from airflow_broadway.core.errors import PipelineError
-
         acknowledger, ref, data = self.acknowledger
         configure = getattr(acknowledger, "configure", None)
         if configure is None:
@@ -380,17 +331,3 @@ def _restore(*values: Any) -> Message:
     for name, value in zip(_Draft.__slots__, values, strict=True):
         setattr(draft, name, value)
     return _seal(draft)
-
-
-def ack_immediately(messages: Iterable[Message]) -> list[Message]:
-    """Settle messages at once by their present status, grouped as at the end of a stage.
-
-    :raises ValueError: If there is none.
-    """
-    from airflow_broadway.core.custody.acknowledger import ack_messages_now
-
-    given = list(messages)
-    if not given:
-        raise ValueError("ack_immediately expects at least one message, got none")
-    ack_messages_now(given)
-    return [message.with_acknowledger(NO_ACK) for message in given]

@@ -12,27 +12,12 @@ number or truth value that the rule asks for.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.rules import (
-    AUTO,
-    BOOL,
-    FRACTION,
-    FUNCTION,
-    POSITIVE,
-    SECONDS,
-    SECONDS_OR_ZERO,
-    TEXT,
-    Rule,
-    at_least,
-    is_int,
-    one_of,
-    takes,
-)
+from airflow_broadway.core.model.rules import AUTO, Rule
 
 if TYPE_CHECKING:
     from typing import dataclass_transform
@@ -45,12 +30,9 @@ else:  # not in Python 3.10, on which Spark clusters may still run this module
 T = TypeVar("T")
 
 __all__ = [
-    "Batcher",
     "Options",
-    "Processors",
-    "RateLimiting",
-    "RetryPolicy",
     "build",
+    "is_template",
     "option",
     "options",
     "override",
@@ -80,7 +62,7 @@ class Options:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             rule: Rule = field.metadata["rule"]
-            if value is AUTO or _is_template(value) or rule.admits(value):
+            if value is AUTO or is_template(value) or rule.admits(value):
                 continue
             raise OptionsError(f"{name}.{field.name}", rule.text, value)
         self._resolve()
@@ -95,7 +77,8 @@ class Options:
             object.__setattr__(self, "_auto", (*getattr(self, "_auto", ()), name))
 
 
-def _is_template(value: object) -> bool:
+def is_template(value: object) -> bool:
+    """Whether it is text with an Airflow template, not rendered yet."""
     return isinstance(value, str) and "{{" in value
 
 
@@ -184,7 +167,7 @@ def _checked(where: str, rule: Rule, value: Any, rendered: bool) -> Any:
             value = rule.read(value)
         except ValueError:
             raise OptionsError(where, rule.text, value) from None
-    if rule.admits(value) or (not rendered and _is_template(value)):
+    if rule.admits(value) or (not rendered and is_template(value)):
         return value
     raise OptionsError(where, rule.text, value)
 
@@ -196,211 +179,3 @@ def _under(path: str, error: OptionsError) -> OptionsError:
     )
     moved.args = (str(error).replace(error.path, moved.path),)
     return moved
-
-
-@options
-class RateLimiting(Options):
-    """How many messages a pipeline's producers may take together in a stretch of time."""
-
-    allowed_messages: int = option(
-        rule=POSITIVE, doc="Messages that all producers of a run together take per interval."
-    )
-    interval: float = option(rule=SECONDS, doc="Seconds after which the count starts anew.")
-
-
-@options
-class RetryPolicy(Options):
-    """What becomes of a message that failed with ``on_failure="retry"``.
-
-    The delay before attempt *n* + 1 is ``backoff * 2 ** (n - 1)``, at most ``max_backoff``, made
-    longer or shorter at random by up to ``jitter`` of itself.
-    """
-
-    max_attempts: int = option(
-        default=5, rule=POSITIVE, doc="Recorded failures after which a message is retried no more."
-    )
-    backoff: float = option(
-        default=60.0,
-        rule=SECONDS_OR_ZERO,
-        doc="Seconds before the second attempt; doubled for each more.",
-    )
-    max_backoff: float = option(
-        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds, before `jitter`."
-    )
-    jitter: float = option(
-        default=0.1, rule=FRACTION, doc="By which part a delay may be longer or shorter, at random."
-    )
-    dead_letter: bool = option(
-        default=True,
-        rule=BOOL,
-        doc="Whether a message out of attempts is dead-lettered (True) or left to the broker.",
-    )
-
-
-@options
-class Processors(Options):
-    """The processors: how ``handle_message`` is run."""
-
-    name: str = option(
-        default="default", rule=TEXT, doc="The key that callbacks get as ``processor``."
-    )
-    concurrency: int = option(
-        default=AUTO,
-        rule=POSITIVE,
-        doc="Chunks handled at a time in one process task; twice the processors of the machine.",
-    )
-    executor: str = option(
-        default="threads",
-        rule=one_of("threads", "processes"),
-        doc="``processes`` runs callbacks beside each other in processes of their own: for"
-        " callbacks that compute; their messages and results must be picklable.",
-    )
-    max_demand: int = option(
-        default=AUTO,
-        rule=POSITIVE,
-        doc="With ``min_demand``, sets the chunk that one call of ``prepare_messages`` gets:"
-        " ``max_demand - min_demand`` messages.  10 as in Broadway.",
-    )
-    min_demand: int = option(
-        default=AUTO,
-        rule=at_least(0),
-        doc="Less than ``max_demand``; half of it unless given, as in Broadway.",
-    )
-    partition_by: Callable[[Any], int] | None = option(
-        default=None,
-        rule=FUNCTION.or_none(),
-        doc="Message → integer of at least 0; messages of one value modulo ``concurrency`` are"
-        " handled in order of arrival, one at a time.",
-    )
-
-    def _resolve(self) -> None:
-        self._default("concurrency", 2 * (os.cpu_count() or 1))
-        self._default("max_demand", 10)
-        if _is_template(self.max_demand) or _is_template(self.min_demand):
-            return
-        self._default("min_demand", self.max_demand // 2)
-        if self.min_demand >= self.max_demand:
-            raise OptionsError(
-                "Processors.min_demand",
-                f"less than max_demand ({self.max_demand})",
-                self.min_demand,
-            )
-
-    @property
-    def chunk_size(self) -> int:
-        """Messages in one chunk."""
-        return self.max_demand - self.min_demand
-
-
-#: Defaults of batchers by engine: Broadway's for Python; for Spark, what is worth a Spark job.
-_BATCHER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "python": {"batch_size": 100, "batch_bytes": None, "batch_timeout": 1.0},
-    "spark": {"batch_size": 100_000, "batch_bytes": 128 * 1024 * 1024, "batch_timeout": None},
-}
-
-
-def _is_batch_size(value: object) -> bool:
-    if isinstance(value, tuple):
-        return len(value) == 2 and callable(value[1]) and takes(value[1], 2)
-    return is_int(value) and value > 0  # type: ignore[operator]
-
-
-@options
-class Batcher(Options):
-    """One batcher: how messages are grouped, and what runs ``handle_batch`` on them."""
-
-    engine: str = option(
-        default="spark",
-        rule=one_of("spark", "python"),
-        doc="What runs ``handle_batch``: ``spark`` gives it a DataFrame, ``python`` a list.",
-    )
-    batch_size: Any = option(
-        default=AUTO,
-        rule=Rule(
-            "a positive integer, or a pair of a start value and a function of two arguments",
-            _is_batch_size,
-            int,
-        ),
-        doc="Messages in a full batch, or ``(initial, splitter)``: ``splitter(message, acc)``"
-        ' returns ``("cont", acc)``, or ``("emit", acc)`` to close the batch with this message.'
-        "  100 with Python, 100,000 with Spark.",
-    )
-    batch_bytes: int | None = option(
-        default=AUTO,
-        rule=POSITIVE.or_none(),
-        doc="A batch is closed before its payloads, as received, pass this many bytes together;"
-        " a single larger message is a batch of its own.  None with Python, 128 MiB with Spark.",
-    )
-    batch_timeout: float | None = option(
-        default=AUTO,
-        rule=SECONDS.or_none(),
-        doc="Seconds from a batch's first message until it is closed unfilled.  ``None``: at the"
-        " end of the run.  1 with Python, None with Spark.",
-    )
-    concurrency: int = option(default=1, rule=POSITIVE, doc="Batches handled at a time.")
-    max_demand: int = option(
-        default=AUTO,
-        rule=POSITIVE,
-        doc="Sets the runs in which a flush works; ``batch_size`` unless given.",
-    )
-    partition_by: Callable[[Any], int] | None = option(
-        default=None,
-        rule=FUNCTION.or_none(),
-        doc="Message → integer of at least 0; batches of one value modulo ``concurrency`` are"
-        " handled in order, one at a time.",
-    )
-    merge_keys: bool = option(
-        default=False,
-        rule=BOOL,
-        doc="Let one call carry whole batches of many keys, up to ``batch_size`` together.",
-    )
-    schema: str | None = option(
-        default=None,
-        rule=TEXT.or_none(),
-        doc='The columns of ``data`` as Spark DDL, e.g. ``"origin string, delay double"``; a Python'
-        " batcher gets a ``dict`` of them.",
-    )
-    own_application: bool = option(
-        default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
-    )
-
-    def _resolve(self) -> None:
-        for name in ("engine", "own_application"):
-            value = getattr(self, name)
-            if _is_template(value):
-                raise OptionsError(
-                    f"Batcher.{name}", "no template: it says which tasks the Dag has", value
-                )
-        for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
-            self._default(name, value)
-        if isinstance(self.batch_size, tuple):
-            if self.max_demand is AUTO:
-                raise OptionsError(
-                    "Batcher.max_demand", "an integer when batch_size is a pair", None
-                )
-            if self.merge_keys:
-                raise OptionsError(
-                    "Batcher.merge_keys", "False when batch_size is a pair", self.merge_keys
-                )
-        self._default("max_demand", self.batch_size)
-        if self.own_application and self.engine != "spark":
-            raise OptionsError(
-                "Batcher.own_application",
-                f"False with engine={self.engine!r}: only Spark batchers run in an application",
-                self.own_application,
-            )
-
-    def check_schema(self, path: str) -> None:
-        """Check that the schema can be read.  Not when it is made: then its name is not known.
-
-        :param path: Where the batcher stands.
-        :raises OptionsError: Saying where the DDL goes wrong.
-        """
-        if self.schema is None or _is_template(self.schema):
-            return
-        from airflow_broadway.core.schema.ddl import SchemaError, parse_schema
-
-        try:
-            parse_schema(self.schema)
-        except SchemaError as error:
-            raise OptionsError(f"{path}.schema", f"Spark DDL ({error})", self.schema) from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.custody.acknowledger import Scope, ack_messages
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.message import BatchInfo, Message
+from airflow_broadway.core.model.acks import Scope, ack_messages
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
@@ -19,10 +19,11 @@ from airflow_broadway.core.stages.callbacks import (
     run_handle_failed,
     status_of,
 )
+from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["BatchProcessorStage", "BatchResult"]
 
@@ -58,7 +59,7 @@ class BatchProcessorStage:
         batcher: str,
         *,
         index: int = 0,
-        ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+        ack: Ack = ack_messages,
     ) -> None:
         self.pipeline = pipeline
         self.batcher = batcher
@@ -122,7 +123,7 @@ class BatchProcessorStage:
             for message in found.anew:
                 failed.append(self._refused(message, scope))
             if len(returned) != len(messages) or found.odd:
-                self._tell_mismatch(len(messages), len(returned), found.odd)
+                self._log_mismatch(len(messages), len(returned), found.odd)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         self._ack(successful, failed)
@@ -138,7 +139,7 @@ class BatchProcessorStage:
         log_failure("handle_batch", self.pipeline, error, 1, message.message_id)
         return scope.restored(message).with_status(status_of(error))
 
-    def _tell_mismatch(self, given: int, returned: int, odd: str) -> None:
+    def _log_mismatch(self, given: int, returned: int, odd: str) -> None:
         log.error(
             "%s.handle_batch received %s and returned only %d%s; one that it did not"
             " return is not settled, and goes back to its broker when the run ends",

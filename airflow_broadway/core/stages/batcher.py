@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.message import BatchMode, Trigger
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.batch_info import Trigger
+from airflow_broadway.core.model.message import BatchMode
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import dump_key
 
 __all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending", "batch_id"]

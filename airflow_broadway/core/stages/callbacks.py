@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.core.stages.failures import FIRST, place_of
+from airflow_broadway.core.stages.failures import LOGGED_FAILURES, count_failure
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.custody.acknowledger import Scope
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.model.acks import Scope
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = [
     "CODES",
@@ -93,14 +93,14 @@ def log_failure(
 
     :param message_id: Of the message, if it is one.
     """
-    place = place_of(pipeline, callback, error)
-    if place > FIRST:
-        if place % 100 == 0 and str(place).strip("0") == "1":
+    number = count_failure(pipeline, callback, error)
+    if number > LOGGED_FAILURES:
+        if number % 100 == 0 and str(number).strip("0") == "1":
             log.error(
                 "%s.%s has failed %d times by %s",
                 type(pipeline).__name__,
                 callback,
-                place,
+                number,
                 type(error).__name__,
                 extra={"code": code_of(error)},
             )
@@ -111,7 +111,9 @@ def log_failure(
         callback,
         f"message {message_id!r}" if message_id else many(messages, "message"),
         f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
-        "" if place < FIRST else "; further ones of this kind are counted, not told one by one",
+        "; further ones of this kind are counted, not logged one by one"
+        if number == LOGGED_FAILURES
+        else "",
         exc_info=None if isinstance(error, PipelineError) else error,
         extra={"code": code_of(error)},
     )

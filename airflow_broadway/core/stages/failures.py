@@ -1,4 +1,4 @@
-"""What a run tells about its failures: the first of each kind in full, all of them by reason.
+"""What a run logs of its failures: the first of each kind in full, all of them by reason.
 
 A line and a traceback for every message would fill the log, and cost more than the work.
 """
@@ -15,12 +15,12 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["FIRST", "Reasons", "forget_trace", "place_of", "tell_stuck"]
+__all__ = ["LOGGED_FAILURES", "Reasons", "count_failure", "forget_trace", "log_stuck"]
 
-#: Failures of each kind that are told one by one; a kind is a callback and a type of exception.
-FIRST: Final = 10
+#: Failures of each kind that are logged one by one; a kind is a callback and a type of exception.
+LOGGED_FAILURES: Final = 10
 
 #: Reasons that are kept apart, and those of them that the table shows.
 _KEPT: Final = 500
@@ -32,19 +32,19 @@ _lock = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def place_of(pipeline: Pipeline, callback: str, error: BaseException) -> int:
-    """Which failure of its kind this is in this process, from 1."""
+def count_failure(pipeline: Pipeline, callback: str, error: BaseException) -> int:
+    """Count a failure; returns which of its kind it is in this process, from 1."""
     key = callback, type(error)
     with _lock:
         known = pipeline.__dict__
         if "_failures" not in known:
             known["_failures"] = {}
         seen: dict[Any, int] = known["_failures"]
-        seen[key] = place = seen.get(key, 0) + 1
-        return place
+        seen[key] = number = seen.get(key, 0) + 1
+        return number
 
 
-def tell_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
+def log_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
     """Log which messages callbacks were still at when their run ended, the first ten of them."""
     ids = [message.message_id for chunk in chunks for message in chunk]
     if ids:
@@ -53,8 +53,8 @@ def tell_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
             " back: %s%s",
             where,
             many(len(ids), "message"),
-            ", ".join(map(repr, ids[:FIRST])),
-            ", …" if len(ids) > FIRST else "",
+            ", ".join(map(repr, ids[:LOGGED_FAILURES])),
+            ", …" if len(ids) > LOGGED_FAILURES else "",
         )
 
 
@@ -82,15 +82,15 @@ class Reasons:
         """Count messages; those of one status at a time cost little."""
         found: dict[bytes, list[Any]] = {}
         last: Any = None
-        told: list[Any] = []
+        counted: list[Any] = []
         for message in failed:
             status = message.status
             if status is not last:
                 last, text = status, status.text
                 line = text[:200].splitlines()[0] if text else "(no reason)"
                 key = line.encode().translate(None, _DIGITS)
-                told = found.get(key) or found.setdefault(key, [line, 0])
-            told[1] += 1
+                counted = found.get(key) or found.setdefault(key, [line, 0])
+            counted[1] += 1
         with self._lock:
             for key, (line, count) in found.items():
                 if key not in self._shown:
@@ -105,7 +105,7 @@ class Reasons:
             rows = self._counts.most_common(number)
         return [{"count": n, "stage": "", "reason": self._shown[key]} for key, n in rows]
 
-    def tell(self, log: Any, where: str) -> None:
+    def log_table(self, log: Any, where: str) -> None:
         """Log the table, if anything failed."""
         with self._lock:
             rows = self._counts.most_common()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody.acknowledger import Scope, ack_messages
-from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
@@ -33,13 +33,12 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["ChunkResult", "Convert", "ProcessorStage"]
+__all__ = ["Ack", "ChunkResult", "Convert", "ProcessorStage"]
 
 log = logging.getLogger(__name__)
 
-_COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 _CHUNK: Final = ("processor.start", "processor.stop", "processor.exception")
 _MESSAGE: Final = (
     "processor.message.start",
@@ -47,6 +46,8 @@ _MESSAGE: Final = (
     "processor.message.exception",
 )
 
+#: Settles a stage's result: ``ack(successful, failed)``.
+Ack = Callable[[list[Message], list[Message]], None]
 #: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
 Convert = Callable[["Pipeline"], Callable[[Message], Message]]
 
@@ -79,7 +80,7 @@ class ProcessorStage:
         pipeline: Pipeline,
         *,
         index: int = 0,
-        ack: Callable[[list[Message], list[Message]], None] = ack_messages,
+        ack: Ack = ack_messages,
         convert: Convert | None = None,
         stop: Stop | None = None,
         traces: bool = True,
@@ -111,17 +112,17 @@ class ProcessorStage:
         if heard and telemetry.handlers(*_CHUNK):
             span = telemetry.Span("processor", {**self._about(context), "messages": chunk})
         # What goes on may be converted; handlers get messages as the callbacks know them.
-        told: list[Message] | None = None if span is None or self._convert is None else []
+        unconverted: list[Message] | None = None if span is None or self._convert is None else []
         try:
             with Scope("process") as scope:
-                result = self._handle(chunk, context, scope, told, heard)
+                result = self._handle(chunk, context, scope, unconverted, heard)
         except BaseException as error:
             if span is not None:
                 status = status_of(error)
                 span.exception(status.kind, status.reason, status.stacktrace)
             raise
         if span is not None:
-            successful = result.successful if told is None else told
+            successful = result.successful if unconverted is None else unconverted
             self._stop(span, successful, result.failed, context)
         return result
 
@@ -157,20 +158,20 @@ class ProcessorStage:
         chunk: list[Message],
         context: Any,
         scope: Scope,
-        told: list[Message] | None,
+        unconverted: list[Message] | None,
         heard: bool,
     ) -> ChunkResult:
         """Handle a chunk.
 
-        :param told: Filled with the successes as ``handle_message`` left them, unconverted.
+        :param unconverted: Filled with the successes as ``handle_message`` left them, unconverted.
         :param heard: Whether any event has a handler.
         """
         successful: list[Message] = []
         failed: list[Message] = []
         prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
         each = self._handle_each
-        if told is not None or (heard and telemetry.handlers(*_MESSAGE)):
-            each = partial(self._handle_each_told, told=told)
+        if unconverted is not None or (heard and telemetry.handlers(*_MESSAGE)):
+            each = partial(self._handle_each_with_events, unconverted=unconverted)
         if self._keeps_order:
             self._in_order(each, prepared, context, successful, failed, scope)
         else:
@@ -255,7 +256,7 @@ class ProcessorStage:
             group = producer.group_of(message)
             if group is not None and group not in self._blocked:
                 verdict = producer.verdict(message, failed=True, stage="process")
-                if verdict.action in _COMES_AGAIN:
+                if verdict.action in COMES_AGAIN:
                     self._blocked.add(group)
 
     def _handle_each(
@@ -305,16 +306,16 @@ class ProcessorStage:
             type(error).__name__,
             message.message_id,
         )
-        self._run_stop.tell("interrupted", at_once=True)
+        self._run_stop.request("interrupted", at_once=True)
 
-    def _handle_each_told(
+    def _handle_each_with_events(
         self,
         messages: list[Message],
         context: Any,
         successful: list[Message],
         failed: list[Message],
         scope: Scope,
-        told: list[Message] | None,
+        unconverted: list[Message] | None,
     ) -> None:
         about = self._about(context)
         for message in messages:
@@ -340,8 +341,8 @@ class ProcessorStage:
                 self._interrupted(message, error)
             else:
                 (successful if result.ok else failed).append(result)
-                if result.ok and told is not None:
-                    told.append(given)
+                if result.ok and unconverted is not None:
+                    unconverted.append(given)
                 span.stop({**about, "message": given})
 
     def _check(self, result: Any, message: Message, scope: Scope) -> None:

@@ -13,24 +13,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from airflow_broadway.core.custody.acknowledger import ack_messages
+from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.batcher import partition_of
-from airflow_broadway.core.stages.failures import tell_stuck
-from airflow_broadway.core.stages.processor import ChunkResult, Convert, ProcessorStage
+from airflow_broadway.core.stages.failures import log_stuck
+from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, ProcessorStage
 from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["ProcessorPool"]
 
 #: What stands for "nothing has come"; see :meth:`ProcessorPool.map`.
 TICK: Final[tuple[list[Message], ChunkResult]] = ([], ChunkResult([], []))
 
-#: Acknowledges a stage's result: ``ack(successful, failed)``.
-Ack = Callable[[list[Message], list[Message]], None]
 Handle = Callable[[list[Message]], ChunkResult]
 
 
@@ -82,10 +81,8 @@ class ProcessorPool:
     ) -> list[Handle]:
         indices = range(self._count)
         if pipeline.processors.executor == "processes" and not inline:
-            from airflow_broadway.core.stages.subprocess_processor import ProcessProcessor
-
             remote = [
-                ProcessProcessor(
+                SubprocessProcessor(
                     pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces
                 )
                 for i in indices
@@ -163,7 +160,7 @@ class ProcessorPool:
             messages that have no result, and get none any more.
         """
         done, chunks = ([], []) if self._pool is None else self._pool.left()
-        tell_stuck("the process stage", chunks)
+        log_stuck("the process stage", chunks)
         chunks += [chunk for _, chunk in self._waiting]
         chunks.append(self._undivided)
         return done, [message for chunk in chunks for message in chunk]

@@ -7,19 +7,16 @@ run shares and that outlives the run, so the next run goes on in the window that
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from typing import Any, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.model.rules import BOOL, POSITIVE, SECONDS
 
-__all__ = ["MemoryRateState", "RateLimiter", "RateState", "SqliteRateState"]
+__all__ = ["MemoryRateState", "RateLimiter", "RateState"]
 
 #: ``{"allowed_messages", "interval", "start", "left"}``, and ``"next"`` for options that wait for
 #: the end of the window; ``start`` in seconds since the epoch.
@@ -51,37 +48,6 @@ class MemoryRateState:
         with self._lock:
             self._state = change(None if self._state is None else dict(self._state))
             return dict(self._state)
-
-
-class SqliteRateState:
-    """A state in a SQLite file, for processes of one machine.
-
-    :param path: The file; made when first used.
-    :param name: Which state in it: the pipeline's name.
-    """
-
-    def __init__(self, path: str, name: str) -> None:
-        self._path = path
-        self._name = name
-
-    def update(self, change: Callable[[State | None], State]) -> State:
-        """Replace the state by ``change(state)``."""
-        with closing(sqlite3.connect(self._path, timeout=30.0, isolation_level=None)) as database:
-            database.execute(
-                "CREATE TABLE IF NOT EXISTS rate (name TEXT PRIMARY KEY, state TEXT NOT NULL)"
-            )
-            database.execute("BEGIN IMMEDIATE")
-            row = database.execute(
-                "SELECT state FROM rate WHERE name = ?", (self._name,)
-            ).fetchone()
-            state = change(None if row is None else json.loads(row[0]))
-            database.execute(
-                "INSERT INTO rate VALUES (?, ?)"
-                " ON CONFLICT (name) DO UPDATE SET state = excluded.state",
-                (self._name, json.dumps(state)),
-            )
-            database.execute("COMMIT")
-        return state
 
 
 class RateLimiter:

@@ -11,31 +11,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.acknowledger import is_settled
 from airflow_broadway.core.custody.protocol import Source
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Budget", "Receiving", "demand_of", "transformed"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds that one receive waits at most, so that a stop is noticed.
-_PATIENCE = 1.0
+#: Seconds that one receive waits at most, so that a stop is noticed in time.
+_RECEIVE_TIMEOUT = 1.0
 
-#: The least time worth waiting: what is less is the rounding of floats.
-_TICK = 1e-6
+#: Seconds that are worth waiting: what is less is the rounding of floats.
+_LEAST_TIMEOUT = 1e-6
 
-#: Of how many seconds' work is asked for at a time, how much faster than before at most, and how
-#: many messages at most, unless the processors can take more at once.
-_PACE = 0.5
-_GROWTH = 4
-_MOST = 1000
+#: A receive asks for as many messages as are handled in so many seconds, ...
+_SECONDS_PER_RECEIVE = 0.5
+#: ... for at most so many times as many as the one before it, ...
+_MAX_GROWTH = 4
+#: ... and for at most so many, unless the processors can take more at once.
+_MAX_DEMAND = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class Receiving:
 
     :param demand: Messages that all processors together can take.
     :param accept: Called with secured messages before they are transformed; returns what goes on.
-    :param patience: After how many seconds at most a dispatch, if empty, is wanted; ``None``: any.
+    :param next_timeout: Asked before each wait: seconds until a dispatch is wanted, be it an empty
+        one; ``None``: no bound.
     :param stop: Why to stop, or ``""``.
     """
 
@@ -152,7 +154,7 @@ class Receiving:
         demand: int,
         transformer: Callable[[Any], Message] | None = None,
         accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
-        patience: Callable[[], float | None] = lambda: None,
+        next_timeout: Callable[[], float | None] = lambda: None,
         stop: Callable[[], str] = lambda: "",
     ) -> None:
         self._source = source
@@ -162,7 +164,7 @@ class Receiving:
         self._portion = self._demand = demand
         self._transformer = transformer
         self._accept = accept
-        self._patience = patience
+        self._next_timeout = next_timeout
         self._stop = stop
         self._started = 0.0
         self._waiting: list[Message] = []  # received, and not yet handed out
@@ -212,7 +214,7 @@ class Receiving:
             demand = self._wanted(now)
             if not demand:
                 return
-            left = [_PATIENCE]
+            left = [_RECEIVE_TIMEOUT]
             if budget.max_seconds is not None:
                 left.append(self._started + budget.max_seconds - now)
             granted = limiter.take(demand)
@@ -241,7 +243,7 @@ class Receiving:
                     return
                 self._adapt(len(messages), clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
-                # A source that was told to stop does not know whether anything is left.
+                # A source that was reason to stop does not know whether anything is left.
                 self.ended = self._stop() or "empty"
                 return
             else:
@@ -252,7 +254,7 @@ class Receiving:
         waiting, portion = self._waiting, self._portion
         left = len(waiting) if most is None else most
         while left > 0:
-            ended = self._told(self._clock.monotonic())
+            ended = self._reason_to_end(self._clock.monotonic())
             if ended:
                 self.ended = ended
                 return
@@ -264,11 +266,11 @@ class Receiving:
 
     def _adapt(self, handled: int, seconds: float) -> None:
         """Ask next for what is handled in half a second, by what was handled in ``seconds``."""
-        fits = handled * _PACE / seconds if seconds > 0 else _MOST
-        grown = int(min(fits, _GROWTH * self._demand, _MOST))
+        fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else _MAX_DEMAND
+        grown = int(min(fits, _MAX_GROWTH * self._demand, _MAX_DEMAND))
         self._demand = max(self._portion, grown)
 
-    def _told(self, now: float) -> str:
+    def _reason_to_end(self, now: float) -> str:
         """Why nothing more is handed out, or ``""``."""
         seconds = self._budget.max_seconds
         if seconds is not None and now - self._started >= seconds:
@@ -281,9 +283,9 @@ class Receiving:
         demand = self._demand
         if budget.max_messages is not None:
             demand = min(demand, budget.max_messages - self.received)
-        told = self._told(now)
-        if told:
-            self.ended = told
+        reason = self._reason_to_end(now)
+        if reason:
+            self.ended = reason
         elif demand <= 0:
             self.ended = "max_messages"
         elif budget.max_bytes is not None and self.received_bytes >= budget.max_bytes:
@@ -293,11 +295,11 @@ class Receiving:
         return 0
 
     def _least(self, seconds: list[float]) -> float:
-        patience = self._patience()
-        if patience is not None:
-            seconds.append(patience)
+        next_timeout = self._next_timeout()
+        if next_timeout is not None:
+            seconds.append(next_timeout)
         least = min(seconds)
-        return max(_TICK, least) if least > 0 else 0.0
+        return max(_LEAST_TIMEOUT, least) if least > 0 else 0.0
 
     def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
         source, started = self._source, self._clock.monotonic()

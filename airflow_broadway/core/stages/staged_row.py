@@ -5,9 +5,9 @@ or must be what can be staged; key and metadata too; and ``partition_by`` is ask
 ``handle_message`` ran, so that an error there fails that message alone, with ``handle_failed`` and
 the usual verdict.
 
-:class:`Rows` makes what a process task stages.  :class:`Handing` makes, where nothing is staged,
-what would be read back of it: a batch holds the same in a run in one process, in the test kit and
-in a task group.  ``docs/semantics.md`` has the table.
+:class:`RowConverter` makes what a process task stages.  Where nothing is staged,
+:class:`DirectConverter` makes what would be read back of it, so that a batch holds the same in a
+run in one process, in the test kit and in a task group.  ``docs/semantics.md`` has the table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.formats.plan import plain_key
 from airflow_broadway.core.model.message import BatchMode, Message
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.ddl import encode_json, encode_metadata, parse_schema
 from airflow_broadway.core.schema.plain import (
     dump,
@@ -32,9 +32,16 @@ from airflow_broadway.core.schema.plain import (
 from airflow_broadway.core.stages.batcher import partitioner
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.model.pipeline import Pipeline
+    from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["Handing", "Item", "Placed", "Rows", "StagedRow", "item_of"]
+__all__ = [
+    "DirectConverter",
+    "PlacedData",
+    "PlacedMessage",
+    "RowConverter",
+    "StagedRow",
+    "placed_message",
+]
 
 #: Keys whose text is kept; more, and the cache starts anew.
 _CACHED_KEYS: Final = 10_000
@@ -59,9 +66,10 @@ class StagedRow(NamedTuple):
     dropped: dict[str, int] | None = None
 
 
-class Placed(NamedTuple):
-    """What travels as a message's data from a processor to a batcher in one process, where its
-    place is not told by a key that is text alone.
+class PlacedData(NamedTuple):
+    """A message's data and its place, on the way from a processor to a batcher in one process.
+
+    A message whose key is text, and that has no partition, carries its data alone.
 
     :param data: The data itself.
     :param identity: What is the same for keys that are one key; a key that is text is its own.
@@ -75,7 +83,7 @@ class Placed(NamedTuple):
     dropped: dict[str, int] | None
 
 
-class Item(NamedTuple):
+class PlacedMessage(NamedTuple):
     """A message with its place: an :class:`airflow_broadway.core.stages.batcher.Item`."""
 
     message: Message
@@ -91,20 +99,20 @@ class Item(NamedTuple):
         return self.message.size
 
 
-def item_of(message: Message) -> Item:
-    """The item of a message whose data is :class:`Placed`, and the message with its own data."""
-    placed: Placed = message.data
-    return Item(message.put_data(placed.data), placed.identity, placed.partition)
+def placed_message(message: Message) -> PlacedMessage:
+    """What a batcher takes of a message whose data is :class:`PlacedData`: it has its own again."""
+    placed: PlacedData = message.data
+    return PlacedMessage(message.put_data(placed.data), placed.identity, placed.partition)
 
 
-class Rows:
+class RowConverter:
     """Converts messages of ``pipeline`` to what is staged; one object for one thread.
 
     Without batchers nothing is staged, and messages stay what they are.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
+        self._conversions = {name: _Conversion(made) for name, made in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:
         """Return the message with its :class:`StagedRow` for data.
@@ -113,28 +121,28 @@ class Rows:
             the data, the key or the metadata is nothing that can be staged.
         :raises Exception: Whatever ``partition_by`` raises.
         """
-        if not self._forms:
+        if not self._conversions:
             return message
         return message.put_data(self.row(message))
 
     def row(self, message: Message) -> StagedRow:
         """Return what is staged of the message; raises as a call does."""
-        form = self._forms[message.batcher]
-        data = form.dump_data(message.data)
-        text = form.key_text(message.batch_key)
+        conversion = self._conversions[message.batcher]
+        data = conversion.dump_data(message.data)
+        text = conversion.key_text(message.batch_key)
         _check_id(message)
         metadata = message.metadata
         made = (
             data,
             text,
-            None if form.partition is None else form.partition(message),
-            form.dump_metadata(metadata) if metadata else _NO_METADATA,
-            form.dropped_now() if form.dropped else None,
+            None if conversion.partition is None else conversion.partition(message),
+            conversion.dump_metadata(metadata) if metadata else _NO_METADATA,
+            conversion.dropped_now() if conversion.dropped else None,
         )
         return tuple.__new__(StagedRow, made)  # half the cost of calling the class
 
 
-class Handing:
+class DirectConverter:
     """Converts messages of ``pipeline`` to what their batches would hold, had they been staged; one
     object for one thread.
 
@@ -142,19 +150,19 @@ class Handing:
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self._forms = {name: _Form(made) for name, made in pipeline.batchers.items()}
+        self._conversions = {name: _Conversion(made) for name, made in pipeline.batchers.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Return the message as its batch gets it, its data :class:`Placed` if it must be.
+        """Return the message as its batch gets it, its data :class:`PlacedData` if it must be.
 
-        :raises Exception: What :class:`Rows` raises.
+        :raises Exception: What :class:`RowConverter` raises.
         """
-        form = self._forms.get(message.batcher)
-        if form is None:
+        conversion = self._conversions.get(message.batcher)
+        if conversion is None:
             return message
         given, key, metadata = message.data, message.batch_key, message.metadata
         if (
-            form.keeps_bytes
+            conversion.keeps_bytes
             and type(given) is bytes
             and type(key) is str
             and key.isascii()
@@ -162,18 +170,18 @@ class Handing:
             and message.message_id.isascii()
         ):
             return message  # most messages of most queues
-        data = form.handed(given)
+        data = conversion.read_back(given)
         identity = key
         if type(key) is not str or not key.isascii():
-            text = form.key_text(key)
-            key = form.load_key(text)
+            text = conversion.key_text(key)
+            key = conversion.load_key(text)
             identity = key if type(key) is str else (text,)
         _check_id(message)
-        partition = None if form.partition is None else form.partition(message)
-        known = form.handed_metadata(metadata) if metadata else metadata
-        if form.dropped or partition is not None or identity is not key:
-            dropped = form.dropped_now() if form.dropped else None
-            data = Placed(data, identity, partition, dropped)
+        partition = None if conversion.partition is None else conversion.partition(message)
+        known = conversion.metadata_read_back(metadata) if metadata else metadata
+        if conversion.dropped or partition is not None or identity is not key:
+            dropped = conversion.dropped_now() if conversion.dropped else None
+            data = PlacedData(data, identity, partition, dropped)
         elif data is given and key is message.batch_key and known is metadata:
             return message
         return message.with_content(data, key, known)
@@ -184,7 +192,7 @@ def _check_id(message: Message) -> None:
         encode_json(message.message_id, path="message_id")
 
 
-class _Form:
+class _Conversion:
     """What becomes of the messages of one batcher."""
 
     def __init__(self, batcher: Batcher) -> None:
@@ -247,7 +255,7 @@ class _Form:
             return dict(metadata)
         return dump_metadata(metadata) if self._python else encode_metadata(metadata)
 
-    def handed(self, data: Any) -> Any:
+    def read_back(self, data: Any) -> Any:
         """The data as a batch has it, staged or not."""
         if self._schema:
             return self._read(self.dump_data(data))
@@ -256,7 +264,7 @@ class _Form:
         staged = self._plain(data)
         return self._load(staged) if type(staged) is str else staged
 
-    def handed_metadata(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    def metadata_read_back(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
         """The metadata as a batch has it, staged or not."""
         if self._python:
             if all(type(key) is str for key in metadata) and _stays(metadata):

@@ -43,7 +43,7 @@ class Stop:
         self.shutdown = shutdown
         self.interrupts = interrupts
         #: Called when the run is told to stop, perhaps in a signal handler.
-        self.on_told: list[Callable[[], None]] = []
+        self.on_request: list[Callable[[], None]] = []
         #: The instant, by ``now``, from which on :meth:`enough` is worth asking: looking at it
         #: before each message costs less than the call.
         self.look_at = 0.0
@@ -59,7 +59,7 @@ class Stop:
             self._until = min(self._until, self.now() + seconds)
             self.look_at = min(self.look_at, self._until)
 
-    def tell(self, reason: str, *, at_once: bool = False) -> None:
+    def request(self, reason: str, *, at_once: bool = False) -> None:
         """Tell the run to stop; the first reason stands.  May be called from a signal handler.
 
         :param at_once: Leave no time to finish.
@@ -69,7 +69,7 @@ class Stop:
         self._reason = reason
         self._late = self.now() + (0.0 if at_once else self.shutdown)
         self._until = self.look_at = min(self._until, self._late)
-        for told in self.on_told:
+        for told in self.on_request:
             told()
 
     def reason(self) -> str:
@@ -77,7 +77,7 @@ class Stop:
         if not self._reason and self._asked is not None:
             asked = self._asked()
             if asked:
-                self.tell(asked)
+                self.request(asked)
         return self._reason
 
     def enough(self) -> bool:
@@ -108,7 +108,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda number, frame: self.tell("stopped"))
+        before = signal.signal(signal.SIGTERM, lambda number, frame: self.request("stopped"))
         try:
             yield
         finally:

@@ -18,7 +18,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
-from airflow_broadway.core.formats.entries import cut
+from airflow_broadway.core.text import cut
 
 __all__ = ["MessageGuard"]
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from airflow_broadway.core.custody.protocol import Action, Settlement, SettleReport
-from airflow_broadway.core.custody.verdicts import COUNTED
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 
 __all__ = ["beyond", "report_of"]
 
@@ -24,7 +25,7 @@ def report_of(
     :param actions: How many of each; or each.
     :param errors: Each is in the report once.
     """
-    counts: dict[str, Any] = {COUNTED[action]: count for action, count in Counter(actions).items()}
+    counts: dict[str, Any] = {CLASS_OF[action]: count for action, count in Counter(actions).items()}
     return SettleReport(**counts, lapsed=lapsed, failed=failed, errors=tuple(dict.fromkeys(errors)))
 
 
@@ -36,5 +37,5 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
     known = settlement.settled_now
     if known is None:
         return SettleReport()
-    more = {name: getattr(at_once, name) - getattr(known, name) for name in COUNTED.values()}
+    more = {name: getattr(at_once, name) - getattr(known, name) for name in CLASS_OF.values()}
     return SettleReport(**{name: count for name, count in more.items() if count > 0})

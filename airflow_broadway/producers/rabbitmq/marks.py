@@ -17,8 +17,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.formats.entries import MAX_REASON, cut
+from airflow_broadway.core.text import cut
 from airflow_broadway.producers.rabbitmq.amqp.properties import (
     decode_entry,
     encode_entry,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.options import Options, option, options, override
 from airflow_broadway.core.model.rules import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Action, Custodian, QueueDepth, Source, Verdict
-from airflow_broadway.core.custody.verdicts import Facts
+from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 

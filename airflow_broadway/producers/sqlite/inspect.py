@@ -6,7 +6,8 @@ import json
 import sqlite3
 from typing import Any
 
-from airflow_broadway.core.custody.protocol import Lease, QueueDepth, SettleReport
+from airflow_broadway.core.custody.protocol import Lease, QueueDepth
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import LeaseRecord, QueueRow, from_micros
 from airflow_broadway.producers.sqlite.settling import settled_early

@@ -19,9 +19,9 @@ from airflow_broadway.core.custody.protocol import (
     Lease,
     QueueDepth,
     Settlement,
-    SettleReport,
     Source,
 )
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kit.checks import check_lease

@@ -18,13 +18,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Entry,
-    QueueDepth,
-    Settlement,
-    SettleReport,
-)
+from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqlite import dead_letters, inspect, settling

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.model.message import NO_ACK, AckRef, Message
+from airflow_broadway.core.model.acks import NO_ACK, AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqlite import dead_letters, settling
 from airflow_broadway.producers.sqlite.database import transaction
 from airflow_broadway.producers.sqlite.records import QueueRow, from_micros, ranges, to_micros

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.protocol import Lease, SettleReport
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
 
 __all__ = ["KIND", "DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
 

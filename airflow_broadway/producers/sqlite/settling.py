@@ -12,17 +12,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Entry,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import MAX_REASON, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.formats.entries import MAX_REASON, cut
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.sqlite.database import transaction

@@ -8,7 +8,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of

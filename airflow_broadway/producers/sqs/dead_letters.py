@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.producers.sqs.limits import (
     MAX_ATTRIBUTES,
     MAX_BATCH,
@@ -28,8 +29,6 @@ __all__ = ["letter", "requests", "size_of"]
 _OURS: Final = frozenset(
     f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason")
 )
-#: Bytes of a reason that are kept.
-_REASON: Final = 2048
 #: Bytes of the reason where the message has no room for more.
 _SHORT: Final = 64
 
@@ -49,7 +48,7 @@ def letter(entry: Entry, queue: str, *, fifo: bool, max_bytes: int = MAX_BODY) -
         if name not in _OURS
     }
     made: dict[str, Any] = {"MessageBody": (entry.payload or b"").decode("utf-8", "surrogatepass")}
-    for limit in (_REASON, _SHORT, 0):
+    for limit in (MAX_REASON, _SHORT, 0):
         made["MessageAttributes"] = _attributes(entry, queue, own, limit)
         if size_of(made) <= max_bytes:
             break

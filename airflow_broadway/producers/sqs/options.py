@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Action
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options

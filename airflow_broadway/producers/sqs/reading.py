@@ -10,7 +10,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Delivery
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsOptions
 

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Final
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files

@@ -13,15 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Entry,
-    Lease,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.guard import MessageGuard
@@ -51,8 +45,6 @@ _MISSING: Final = (
     "the receipts of {} messages are missing in the staging folder: they are not settled, and come"
     " back when their visibility timeout is over"
 )
-#: What comes again holds back the later messages of its FIFO group.
-_COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
 #: What SQS removes for good.
 _REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
 #: What behind such a message becomes a release.
@@ -334,7 +326,7 @@ class QueueSettlement:
             if group in receipts.blocked and key not in receipts.done and verdict.action in _ENDS:
                 made[key] = RELEASE
                 held += 1
-            elif verdict.action in _COMES_AGAIN:
+            elif verdict.action in COMES_AGAIN:
                 receipts.blocked.add(group)
         if held:
             log.info(

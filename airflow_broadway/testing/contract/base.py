@@ -10,13 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    Custodian,
-    Lease,
-    Settlement,
-    SettleReport,
-    Source,
-)
+from airflow_broadway.core.custody.protocol import Custodian, Lease, Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, settlement_of
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 from airflow_broadway.testing.other_process import Child, plain, third_and_seventh

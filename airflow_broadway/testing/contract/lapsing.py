@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of

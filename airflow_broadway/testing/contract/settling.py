@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    LEAVE,
-    RELEASE,
-    Action,
-    Entry,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 

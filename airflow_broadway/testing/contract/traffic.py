@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, settlement_of

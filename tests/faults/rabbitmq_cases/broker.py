@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from airflow_broadway.core.custody.protocol import Action, Lease, SettleReport, Verdict
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.message import Message
 from tests.faults.found import Found

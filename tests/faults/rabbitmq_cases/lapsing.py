@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.found import Found

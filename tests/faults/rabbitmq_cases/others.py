@@ -6,7 +6,8 @@ import uuid
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import dead_letters

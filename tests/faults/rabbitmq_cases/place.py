@@ -16,15 +16,9 @@ from typing import Any
 import pika
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    Action,
-    Lease,
-    Settlement,
-    SettleReport,
-    Source,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames

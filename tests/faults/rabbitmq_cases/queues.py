@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Action, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.broker import topology

@@ -12,7 +12,7 @@ from base64 import b64decode
 from collections import defaultdict
 from pathlib import Path
 
-from airflow_broadway.core.custody.protocol import ACK, Action
+from airflow_broadway.core.custody.verdicts import ACK, Action
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place, uri_of
 from tests.faults.rabbitmq_worker import verdict_on

@@ -11,7 +11,7 @@ from airflow.sdk.exceptions import AirflowTaskTimeout
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.schema import records as schema_convert
 from airflow_broadway.core.schema import values as schema_values
-from airflow_broadway.core.stages import subprocess_processor as worker
+from airflow_broadway.core.stages.subprocess_channel import pickles
 
 
 def _killed(kind: type[BaseException]) -> Any:
@@ -27,7 +27,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "the text of a reason": lambda odd: Status("error", odd).text,
     "the path of a value": schema_convert._step,
     "a value in an error": schema_values.describe,
-    "what goes to another process": worker._pickles,
+    "what goes to another process": pickles,
 }
 
 

@@ -13,9 +13,10 @@ from airflow.serialization.serialized_objects import DagSerialization
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.message import BatchInfo, Message
-from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.model.reference import load_ref, make_ref
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator

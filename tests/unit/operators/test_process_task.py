@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.unit.operators.context import task_context

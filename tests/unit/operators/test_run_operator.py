@@ -10,9 +10,9 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue

@@ -24,7 +24,7 @@ from airflow.serialization.serialized_objects import DagSerialization
 
 import airflow_broadway
 from airflow_broadway.core.custody.producer import Connection
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
     BroadwayError,
     ConnectionMissing,

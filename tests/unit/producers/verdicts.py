@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from airflow_broadway.core.custody.protocol import ACK, LEAVE, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 
 __all__ = ["VERDICTS"]
 

@@ -12,7 +12,8 @@ import pytest
 
 from airflow_broadway import Batcher, Message, RetryPolicy
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease, SettleReport
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
     LeaseLapsed,
     ProducerError,

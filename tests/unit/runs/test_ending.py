@@ -14,8 +14,9 @@ import pytest
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
-from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -61,7 +62,9 @@ class Broken(Ending):
 
 
 def _local(pipeline: Broadway, env: ProducerEnv, tmp_path: Path, budget: dict[str, Any]) -> Any:
-    return run_local(pipeline, env=env, **budget).to_json()
+    stop = Stop(env.clock, pipeline.shutdown)
+    with stop.on_sigterm():
+        return LocalRun(pipeline, env, stop=stop).pull(Budget(**budget)).to_json()
 
 
 def _process(pipeline: Broadway, env: ProducerEnv, tmp_path: Path, budget: dict[str, Any]) -> Any:

@@ -16,10 +16,11 @@ from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 
 from airflow_broadway import Batcher, Message, Processors, RateLimiting
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease, SettleReport
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, StagingError
-from airflow_broadway.core.model.message import ack_immediately
-from airflow_broadway.core.stages.failures import FIRST
+from airflow_broadway.core.model.acks import ack_immediately
+from airflow_broadway.core.stages.failures import LOGGED_FAILURES
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
@@ -326,7 +327,7 @@ def test_failures_leave_no_rings_for_the_garbage_collector(
         gc.enable()
     # Those that were told are kept by a test's log, and the last chunk by the run's own objects
     assert len(Breaking.raised) == COUNT
-    assert len(left) <= FIRST + pipeline.processors.chunk_size
+    assert len(left) <= LOGGED_FAILURES + pipeline.processors.chunk_size
     if pipeline is BreakingAndAsked:
         assert all("in handle_message" in trace for trace in BreakingAndAsked.traces)
         assert len(BreakingAndAsked.traces) == COUNT
@@ -373,7 +374,7 @@ def test_a_stop_counts_what_is_done_behind_a_message_that_is_stuck(
     def stops() -> None:
         for _ in range(5):
             assert done.acquire(timeout=10.0)
-        made._stop.tell("signal", at_once=True)
+        made._stop.request("signal", at_once=True)
 
     # When it is stopped
     told = threading.Thread(target=stops)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Message
-from airflow_broadway.core.custody.account import lines_of
 from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.formats.outcome import Outcome

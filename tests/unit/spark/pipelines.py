@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.model.message import BatchInfo, Message
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.model.run_info import RunInfo
 
 

@@ -19,8 +19,8 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.reference import make_ref
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 from airflow_broadway.staging.plan_data_files import spark_key

@@ -10,16 +10,19 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Delivery, Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.formats.entries import dump_entry as dump
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
-from airflow_broadway.core.model.message import AckRef, Message
-from airflow_broadway.core.model.options import Batcher, options
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import options
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store
@@ -145,7 +148,7 @@ def manifest_of(
 
 def stage(writer: ProcessWriter, pipeline: Broadway, *messages: Message) -> None:
     """Stage messages as the successes of one chunk."""
-    rows = Rows(pipeline)
+    rows = RowConverter(pipeline)
     writer.messages([rows(each) for each in messages])
 
 
@@ -161,7 +164,7 @@ def publish(
 ) -> str:
     """Open a generation, stage messages in it, publish it; returns its name."""
     generation = open_generation(run, map_index=map_index).generation
-    rows = Rows(pipeline)
+    rows = RowConverter(pipeline)
     received = len(entries) + len(settled)
     with ProcessWriter(run, generation, pipeline) as writer:
         for chunk in chunks:

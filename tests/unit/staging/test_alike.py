@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.model.message import BatchInfo, Message, Trigger
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.processor import ProcessorStage
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.writer import ProcessWriter
@@ -100,7 +101,7 @@ def unstaged(made: Broadway, messages: list[Message]) -> _Seen:
 
 def staged(made: Broadway, messages: list[Message], folder: str) -> _Seen:
     run = open_run(folder)
-    result = ProcessorStage(made, convert=Rows, ack=lambda good, bad: None).handle(messages)
+    result = ProcessorStage(made, convert=RowConverter, ack=lambda good, bad: None).handle(messages)
     generation = open_generation(run).generation
     with ProcessWriter(run, generation, made) as writer:
         writer.messages(result.successful)

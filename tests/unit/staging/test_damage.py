@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody.protocol import Action, Delivery, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun

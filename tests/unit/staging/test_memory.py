@@ -12,8 +12,8 @@ import pytest
 from airflow_broadway import Broadway
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import Batcher
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging import plan_data_files, tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.planner import plan_batches
@@ -79,7 +79,7 @@ def chunks(count: int) -> Iterator[list[Message]]:
 
 def stage(run: StagedRun, pipeline: Broadway, count: int) -> str:
     generation = open_generation(run).generation
-    rows = Rows(pipeline)
+    rows = RowConverter(pipeline)
     with ProcessWriter(run, generation, pipeline) as writer:
         for chunk in chunks(count):
             writer.messages([rows(each) for each in chunk])

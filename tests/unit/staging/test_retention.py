@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import record_settled

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome

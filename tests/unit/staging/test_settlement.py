@@ -6,21 +6,15 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway import Broadway
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Action,
-    Delivery,
-    Entry,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.model.message import NO_ACK, Message
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.acks import NO_ACK
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import TEMPORARY
 from airflow_broadway.staging.errors import cannot

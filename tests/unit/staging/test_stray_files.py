@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import SettleReport
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.staging.plan_choice import Recorded

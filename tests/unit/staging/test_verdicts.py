@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger, Scope
+from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Action, Delivery, Verdict
-from airflow_broadway.core.custody.verdicts import Facts, decide, delay_before
-from airflow_broadway.core.model.message import AckRef
-from airflow_broadway.core.model.options import Batcher, RetryPolicy
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide, delay_before
+from airflow_broadway.core.model.acks import AckRef, Scope
+from airflow_broadway.core.model.pipeline_options import Batcher, RetryPolicy
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer

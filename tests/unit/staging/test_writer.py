@@ -7,13 +7,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK, Action, Delivery, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Delivery, Entry
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.errors import ConversionError, PipelineError
 from airflow_broadway.core.formats.entries import load_line
-from airflow_broadway.core.model.message import NO_ACK
-from airflow_broadway.core.model.options import Batcher
+from airflow_broadway.core.model.acks import NO_ACK
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.stages.processor import ProcessorStage
-from airflow_broadway.core.stages.staged_row import Rows
+from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging import tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.run_folder import StagedRun
@@ -44,7 +45,7 @@ def staged(run: StagedRun, path: str) -> list[dict[str, Any]]:
 
 
 def test_data_is_converted_by_the_batchers_schema() -> None:
-    rows = Rows(pipeline_of(default=Batcher(schema="n double, s string")))
+    rows = RowConverter(pipeline_of(default=Batcher(schema="n double, s string")))
     row = rows(message(1, {"n": 1, "extra": 2})).data
     assert (row.data, row.key, row.partition) == ((1.0, None), '"default"', None)
     assert row.dropped == {"extra": 1}
@@ -52,7 +53,7 @@ def test_data_is_converted_by_the_batchers_schema() -> None:
 
 
 def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
-    rows = Rows(pipeline_of(default=Batcher(schema="n int")))
+    rows = RowConverter(pipeline_of(default=Batcher(schema="n int")))
     with pytest.raises(ConversionError, match=r"n: .*'x'"):
         rows(message(1, {"n": "x"}))
 
@@ -61,7 +62,7 @@ def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
     ("data", "staged"), [(b"\xff", b"\xff"), (bytearray(b"a"), b"a"), ("é", '"é"'), (None, "null")]
 )
 def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, staged: Any) -> None:
-    assert Rows(pipeline_of(default=Batcher()))(message(1, data)).data.data == staged
+    assert RowConverter(pipeline_of(default=Batcher()))(message(1, data)).data.data == staged
 
 
 @pytest.mark.parametrize(
@@ -78,18 +79,18 @@ def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, stage
 )
 def test_what_no_file_can_carry_fails_its_message(given: dict[str, Any]) -> None:
     with pytest.raises(ConversionError):
-        Rows(pipeline_of(default=Batcher()))(message(1, **given))
+        RowConverter(pipeline_of(default=Batcher()))(message(1, **given))
 
 
 def test_a_key_may_be_any_json() -> None:
-    rows = Rows(pipeline_of(default=Batcher()))
+    rows = RowConverter(pipeline_of(default=Batcher()))
     keys = [rows(message(1, batch_key=key)).data.key for key in ("a", 1, None, ("a", 1), 'q"')]
     assert keys == ['"a"', "1", "null", '["a",1]', '"q\\""']
 
 
 def test_the_partition_is_that_of_the_message_as_returned() -> None:
     options = Batcher(partition_by=lambda message: message.data["n"], concurrency=3)
-    rows = Rows(pipeline_of(default=options))
+    rows = RowConverter(pipeline_of(default=options))
     assert rows(message(1, {"n": 7})).data.partition == 1
     with pytest.raises(PipelineError, match="at least 0"):
         rows(message(1, {"n": -1}))
@@ -99,7 +100,7 @@ def test_the_partition_is_that_of_the_message_as_returned() -> None:
 
 def test_a_pipeline_without_batchers_keeps_its_messages() -> None:
     given = message(1, object())
-    assert Rows(pipeline_of())(given) is given
+    assert RowConverter(pipeline_of())(given) is given
 
 
 def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -> None:
@@ -107,7 +108,9 @@ def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -
     pipeline = pipeline_of(default=Batcher(schema="n int"))
     pipeline.handle_message = lambda processor, message, context: message  # type: ignore[method-assign]
     acked: list[tuple[list[Any], list[Any]]] = []
-    stage = ProcessorStage(pipeline, convert=Rows, ack=lambda good, bad: acked.append((good, bad)))
+    stage = ProcessorStage(
+        pipeline, convert=RowConverter, ack=lambda good, bad: acked.append((good, bad))
+    )
 
     # When one of three has the wrong data
     result = stage.handle([message(1, {"n": 1}), message(2, {"n": "x"}), message(3, {"n": 3})])

@@ -64,7 +64,8 @@ def test_our_rooms_that_run_in_the_driver_are_in_it(code: Path, tmp_path: Path) 
     assert {
         "airflow_broadway/__init__.py",
         "airflow_broadway/types.py",
-        "airflow_broadway/core/model/pipeline.py",
+        "airflow_broadway/core/pipeline.py",
+        "airflow_broadway/pipeline.py",
         "airflow_broadway/spark/job.py",
         "airflow_broadway/producers/__init__.py",
         "ship_module.py",

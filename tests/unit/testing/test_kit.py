@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
-from airflow_broadway.core.model.message import AckRef
+from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.options import options
 from airflow_broadway.testing import (
     DummyProducer,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Delivery
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.amqp.properties import dump
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.metadata import Describer

@@ -9,14 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from airflow_broadway.core.custody.protocol import (
-    Action,
-    Entry,
-    Lease,
-    QueueDepth,
-    Settlement,
-    SettleReport,
-)
+from airflow_broadway.core.custody.protocol import Entry, Lease, QueueDepth, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import report_of

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Lease, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Lease
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq import bundle as bundles

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from airflow_broadway.core.custody.protocol import Action, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of

@@ -20,14 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Entry,
-    Lease,
-    Settlement,
-    SettleReport,
-)
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.producers.rabbitmq.settle.custodian import RabbitCustodian
 
 if TYPE_CHECKING:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.in_process import Settler
-from airflow_broadway.core.custody.protocol import ACK, Entry, Lease, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
-from airflow_broadway.core.model.message import AckRef, Message
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
 
 LEASE = Lease(kind="fake", generation="g", seconds=60.0, deadline=datetime(2026, 1, 1, tzinfo=UTC))
 

@@ -52,22 +52,22 @@ def test_leases_are_renewed_until_the_keeper_is_stopped() -> None:
 def test_a_broker_that_cannot_be_reached_is_asked_again() -> None:
     custodian = Custodian(ProducerUnavailable("away"), LEASE.deadline)
 
-    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as renewer:
         assert custodian.enough.wait(10)
 
-    keeper.check()
+    renewer.check()
 
 
 def test_a_lapsed_lease_is_told_and_not_renewed_again() -> None:
     custodian = Custodian(None, done=1)
 
-    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as keeper:
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as renewer:
         assert custodian.enough.wait(10)
 
-    assert keeper.lapsed
+    assert renewer.lapsed
     assert custodian.renewals == 1
     with pytest.raises(LeaseLapsed, match="clear `process`"):
-        keeper.check()
+        renewer.check()
 
 
 def test_nothing_is_opened_while_there_is_nothing_to_renew() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 
 TEXTS = ["", "a", "zażółć \ud83d", 'x\n"\\\u2028', "é" * 3000, "x" * 3000]

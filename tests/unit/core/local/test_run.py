@@ -221,7 +221,7 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     def stops() -> None:
         for _ in range(9):
             assert kind.done.acquire(timeout=10.0)
-        stop.tell("signal", at_once=True)
+        stop.request("signal", at_once=True)
 
     told = threading.Thread(target=stops)
     told.start()

@@ -173,7 +173,7 @@ def test_a_callback_in_the_runs_own_thread_is_waited_for_however_short_shutdown_
     class Pipeline(Plain):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
             if message.data == b"3":
-                stop.tell("told")
+                stop.request("told")
                 clock.advance(100.0)
             return message
 

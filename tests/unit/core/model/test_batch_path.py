@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from airflow_broadway.core.model.message import BatchInfo, Trigger
+from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 
 INFO = BatchInfo("default", "k", None, 1, Trigger.SIZE, "b0")
 ROOT = "s3a://lake/flights"

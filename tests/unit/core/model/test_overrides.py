@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.reference import make_ref
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing import DummyProducer, test_message
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from airflow_broadway import Batcher, Message
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.message import Trigger
+from airflow_broadway.core.model.batch_info import Trigger
 from airflow_broadway.core.stages.batcher import (
     BatcherStage,
     BatchHash,

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway import RateLimiting
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.stages.rate_limiter import MemoryRateState, RateLimiter, SqliteRateState
+from airflow_broadway.core.stages.rate_limiter import MemoryRateState, RateLimiter
 from airflow_broadway.testing import ManualClock
 
 OPTIONS = RateLimiting(allowed_messages=10, interval=60.0)
@@ -43,14 +41,10 @@ def test_what_the_source_did_not_have_is_given_back() -> None:
     assert limiter.take(100) == 10  # never more than is allowed
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_producers_and_runs_share_a_window(kind: str, tmp_path: Path) -> None:
-    clock = ManualClock()
-    path = str(tmp_path / "rate.db")
-    memory = MemoryRateState()
+def test_producers_and_runs_share_a_window() -> None:
+    clock, state = ManualClock(), MemoryRateState()
 
     def limiter() -> RateLimiter:
-        state = memory if kind == "memory" else SqliteRateState(path, "flights")
         return RateLimiter(OPTIONS, clock, state)
 
     assert limiter().take(6) == 6

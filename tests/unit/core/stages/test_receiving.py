@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import PipelineError, ProducerUnavailable
-from airflow_broadway.core.model.message import AckRef, Message
-from airflow_broadway.core.model.options import RateLimiting
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving, transformed
 from airflow_broadway.testing import ManualClock
@@ -84,12 +85,12 @@ def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
 
 
 class _Told(_Broken):
-    """A source of which the run is told to stop while it waits."""
+    """A source of which the run is reason to stop while it waits."""
 
-    told = ""
+    reason = ""
 
     def receive(self, demand: int, timeout: float) -> list[Message]:
-        self.told = "signal"
+        self.reason = "signal"
         return []
 
 
@@ -102,7 +103,7 @@ def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty(
         clock=clock,
         limiter=RateLimiter(None, clock),
         demand=8,
-        stop=lambda: source.told,
+        stop=lambda: source.reason,
     )
 
     assert list(intake) == []
@@ -178,5 +179,5 @@ def test_only_what_is_secured_goes_on_and_only_then() -> None:
     assert source.calls[3:5] == [
         "receive",
         "secure 0",
-    ]  # nothing is told too: the source drains by it
+    ]  # nothing is reason too: the source drains by it
     assert intake.received == 2

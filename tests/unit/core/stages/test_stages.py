@@ -12,9 +12,11 @@ from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
-from airflow_broadway.core.custody.protocol import Action, Delivery
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.message import NO_ACK, OK, AckRef
+from airflow_broadway.core.model.acks import NO_ACK, AckRef
+from airflow_broadway.core.model.message import OK
 from airflow_broadway.core.stages.processor import ProcessorStage
 from airflow_broadway.testing import (
     DummyProducer,

@@ -9,7 +9,7 @@ import pytest
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
-from airflow_broadway.core.stages.subprocess_processor import ProcessProcessor
+from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.testing import DummyProducer, PipelineDriver
 from tests.unit.core.stages._processes import InProcesses, WithoutBatchers
 
@@ -80,7 +80,7 @@ def test_a_callback_in_another_process_has_nothing_to_read() -> None:
 
 def test_what_callbacks_start_has_no_end_of_the_pipe() -> None:
     driver = PipelineDriver(InProcesses)
-    processor = ProcessProcessor(InProcesses())
+    processor = SubprocessProcessor(InProcesses())
     try:
         result = processor.handle([driver.message("descriptors")])
         # In the child: standard input, output and error, and the folder that is listed

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled, forget_ended
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files

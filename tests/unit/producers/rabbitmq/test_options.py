@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
-from airflow_broadway.core.custody.protocol import Action, Delivery, Verdict
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
-from airflow_broadway.core.model.message import AckRef, Message, Status
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for, address_of, address_of_uri
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Backoff

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK, Settlement
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue, queue, receive
 from airflow_broadway.producers.sqlite import send as sending

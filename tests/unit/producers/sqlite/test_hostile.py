@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody.protocol import ACK, RELEASE, Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
 

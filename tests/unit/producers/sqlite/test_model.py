@@ -12,13 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from airflow_broadway.core.custody.protocol import (
-    Action,
-    Entry,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Delivery, Lease, QueueDepth, Settlement
+from airflow_broadway.core.custody.protocol import Delivery, Lease, QueueDepth, Settlement
+from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.core.model.options import override
 from airflow_broadway.producers import SqliteProducer

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Action,
-    Entry,
-    QueueDepth,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.producers.sqlite import SqliteQueue, database, queue, receive
 from airflow_broadway.producers.sqlite import send as sending

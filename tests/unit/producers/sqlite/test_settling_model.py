@@ -12,15 +12,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    RELEASE,
-    Action,
-    Entry,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock

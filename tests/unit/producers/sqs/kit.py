@@ -11,7 +11,8 @@ from typing import Any
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import ACK, Custodian, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Custodian, Entry, Settlement
+from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer

@@ -93,7 +93,7 @@ def test_a_message_that_says_so_becomes_a_dead_letter_with_its_body(
 
 def test_so_it_does_in_a_run_of_one_process(fake: FakeSqs) -> None:
     with installed(fake):
-        report = run_local(Orders(), max_messages=6, clock=fake.clock, on_sigterm=False)
+        report = run_local(Orders(), max_messages=6, clock=fake.clock)
 
     assert (report.settled.acked, report.settled.dead_lettered) == (4, 2)
     assert [each["MessageBody"] for each in fake.queue(DEAD).sent] == ["order 0", "order 3"]

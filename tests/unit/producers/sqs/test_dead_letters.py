@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, Entry, Verdict
+from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqs.dead_letters import letter, requests, size_of
 from airflow_broadway.producers.sqs.limits import MAX_BODY, unsendable
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Broadway, Message, Processors
-from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
@@ -55,9 +54,7 @@ def fake() -> FakeSqs:
 
 def run(fake: FakeSqs, pipeline: type[Broadway] = Orders, **producer: Any) -> RunReport:
     with installed(fake):
-        return pipeline(producer=producer).run_local(
-            env=ProducerEnv(clock=fake.clock), max_messages=6, on_sigterm=False
-        )
+        return pipeline(producer=producer).run_local(clock=fake.clock, max_messages=6)
 
 
 def test_what_comes_again_holds_back_the_later_ones_of_its_group(fake: FakeSqs) -> None:

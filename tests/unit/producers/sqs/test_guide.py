@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client

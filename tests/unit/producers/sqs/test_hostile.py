@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import SettleReport, Verdict
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.formats.entries import dump_entry, load_line
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import Halves, halves, settlement

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import ACK, RELEASE, Action, Entry, Settlement, Verdict
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from tests.unit.producers.sqs.kit import halves
 
 COUNT = 100_000

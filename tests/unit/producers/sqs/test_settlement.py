@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import (
-    ACK,
-    LEAVE,
-    RELEASE,
-    Action,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import FIFO, Halves, halves, settlement, take

@@ -11,13 +11,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from airflow_broadway.core.custody.protocol import (
-    RELEASE,
-    Action,
-    Settlement,
-    SettleReport,
-    Verdict,
-)
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from tests.fake_sqs import URL, FakeSqs, client_error

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, RateLimiting
-from airflow_broadway.core.custody.protocol import ACK, RELEASE, Entry, Settlement, SettleReport
+from airflow_broadway.core.custody.protocol import Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.stages.receiving import Budget

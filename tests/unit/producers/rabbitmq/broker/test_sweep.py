@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import SettleReport
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, SettleReport
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
 from airflow_broadway.producers.rabbitmq.journal import Journal

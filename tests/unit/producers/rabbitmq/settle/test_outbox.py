@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Action, Lease, Verdict
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher

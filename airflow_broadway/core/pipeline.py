@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.message import BatchInfo, Message
-from airflow_broadway.core.model.options import Batcher, Processors, override
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import override
+from airflow_broadway.core.model.pipeline_options import Batcher, Processors
 from airflow_broadway.core.model.rules import FUNCTION, SECONDS
 from airflow_broadway.core.model.run_info import RunInfo
 

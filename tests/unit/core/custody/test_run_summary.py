@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.account import (
+from airflow_broadway.core.custody.report import SettleReport, handled_of
+from airflow_broadway.core.custody.run_summary import (
     check_fail_when,
     failures_trouble,
-    handled_of,
     lines_of,
     settling_trouble,
 )
-from airflow_broadway.core.custody.protocol import SettleReport
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.text import printable

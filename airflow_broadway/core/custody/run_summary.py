@@ -1,4 +1,4 @@
-"""What a run came to: whether people should look at it, and in what words it is told.
+"""A run in words: whether it fails by its settlements' counts, and its report in sentences.
 
 Pure functions of counts, for the ack sensor, a process task, :class:`BroadwayRunOperator`,
 :class:`RunReport` and the command line alike.
@@ -9,34 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
 from airflow_broadway.core.text import many, printable
 
 __all__ = [
-    "CLASSES",
     "FAIL_WHEN",
     "REASONS",
     "check_fail_when",
     "failures_trouble",
-    "handled_of",
     "lines_of",
     "settling_trouble",
 ]
-
-#: The classes of the account, each message in one, and what people call them.
-CLASSES: Final[Mapping[str, str]] = {
-    "acked": "acked",
-    "requeued": "requeued",
-    "dead_lettered": "dead-lettered",
-    "left": "left to the broker",
-    "released": "given back",
-    "lapsed": "lapsed",
-    "settle_failed": "could not be settled",
-    "still_leased": "still held",
-}
-
-_HANDLED: Final = ("acked", "requeued", "dead_lettered", "left")
 
 #: Reasons that a report names.
 REASONS: Final = 10
@@ -56,11 +41,6 @@ def check_fail_when(path: str, value: Any) -> Any:
     if not FAIL_WHEN.holds(value):
         raise OptionsError(path, FAIL_WHEN.text, value)
     return value
-
-
-def handled_of(totals: Mapping[str, int]) -> int:
-    """How many messages have an outcome: what was given back or had lapsed has none."""
-    return sum(totals.get(name, 0) for name in _HANDLED)
 
 
 def failures_trouble(failed: int, handled: int, fail_when: Any) -> str:
@@ -103,8 +83,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     :param report: As the ack sensor keeps it in ``report.json``.
     """
     totals = report["totals"]
-    told = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
-    figures = f": {', '.join(told)}" if told else ""
+    shown = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
+    figures = f": {', '.join(shown)}" if shown else ""
     lines = [f"{many(totals['received'], 'message')} received{figures}."]
     if totals.get("failed"):
         batchers = report.get("batchers", {}).items()
@@ -113,8 +93,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         before = totals["failed"] - sum(each["failed"] for _, each in batchers)
         if before > 0:
             where.insert(0, f"{_n(before)} before any batch")
-        told_where = f": {', '.join(where)}" if batchers else ""
-        lines.append(f"{_n(totals['failed'])} failed{told_where}.")
+        shown_where = f": {', '.join(where)}" if batchers else ""
+        lines.append(f"{_n(totals['failed'])} failed{shown_where}.")
     reasons = report.get("reasons", [])
     width = max((len(_n(each["count"])) for each in reasons), default=0)
     lines += [

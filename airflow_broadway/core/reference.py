@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.pipeline import Pipeline
 from airflow_broadway.core.model.rules import JSON
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["class_path", "import_class", "is_dag_file", "load_ref", "make_ref"]
 

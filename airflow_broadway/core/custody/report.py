@@ -1,0 +1,88 @@
+"""What a settlement came to: the classes of the account, and the class of each action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from airflow_broadway.core.custody.verdicts import Action
+
+__all__ = ["CLASSES", "CLASS_OF", "SettleReport", "handled_of"]
+
+#: The classes of the account, each message in one, and what people call them.
+CLASSES: Final[Mapping[str, str]] = {
+    "acked": "acked",
+    "requeued": "requeued",
+    "dead_lettered": "dead-lettered",
+    "left": "left to the broker",
+    "released": "given back",
+    "lapsed": "lapsed",
+    "settle_failed": "could not be settled",
+    "still_leased": "still held",
+}
+
+#: The class in which a message is that an action was carried out on.
+CLASS_OF: Final[Mapping[Action, str]] = {
+    Action.ACK: "acked",
+    Action.RETRY: "requeued",
+    Action.DEAD_LETTER: "dead_lettered",
+    Action.LEAVE: "left",
+    Action.RELEASE: "released",
+}
+
+#: The counts of a settlement.
+_COUNTS: Final = (*CLASS_OF.values(), "lapsed", "failed")
+#: The classes of messages that have an outcome.
+_HANDLED: Final = ("acked", "requeued", "dead_lettered", "left")
+
+
+def handled_of(totals: Mapping[str, int]) -> int:
+    """How many messages have an outcome: what was given back or had lapsed has none."""
+    return sum(totals.get(name, 0) for name in _HANDLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleReport:
+    """What a settlement did; each message of the lease is in exactly one of the counts.
+
+    :param lapsed: Messages that the lease no longer held: another run has them, or will.
+    :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
+    :param errors: One sentence per kind of refusal; no secret.
+    :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
+        :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
+        not part of the JSON.
+    """
+
+    acked: int = 0
+    requeued: int = 0
+    dead_lettered: int = 0
+    left: int = 0
+    released: int = 0
+    lapsed: int = 0
+    failed: int = 0
+    errors: tuple[str, ...] = ()
+    undone: frozenset[str] = frozenset()
+
+    @property
+    def total(self) -> int:
+        """Messages accounted for."""
+        return sum(getattr(self, name) for name in _COUNTS)
+
+    def __add__(self, other: SettleReport) -> SettleReport:
+        return SettleReport(
+            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
+            errors=tuple(dict.fromkeys(self.errors + other.errors)),
+            undone=self.undone | other.undone,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that :meth:`from_json` reads back, but for ``undone``."""
+        value = {**asdict(self), "errors": list(self.errors)}
+        del value["undone"]
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> SettleReport:
+        """Read what :meth:`to_json` wrote."""
+        return cls(**{**value, "errors": tuple(value.get("errors", ()))})

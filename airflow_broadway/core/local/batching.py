@@ -1,0 +1,272 @@
+"""A batcher of one process, and its batch processors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
+from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
+from airflow_broadway.core.stages.callbacks import context_of
+from airflow_broadway.core.stages.failures import log_stuck
+from airflow_broadway.core.stages.processor import Ack
+from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, placed_message
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.worker_pool import WorkerPool
+
+__all__ = ["Batch", "LocalBatcher", "make_batch"]
+
+_EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
+
+#: Seconds for which it waits at most without looking whether it is to stop.
+STOP_CHECK_INTERVAL: Final = 0.5
+
+
+class Batch(NamedTuple):
+    """A batch on its way to ``handle_batch``.
+
+    :param keys: The keys in it: several with ``merge_keys``.
+    """
+
+    batcher: str
+    messages: list[Message]
+    info: BatchInfo
+    keys: tuple[Any, ...]
+
+
+def make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
+    """The batch of one ``handle_batch`` call: one closed batch, or those that were merged."""
+    first = call[0]
+    parts = [_messages_of(closed) for closed in call]
+    keys = [part[0].batch_key for part in parts]
+    ids = [
+        BatchHash(pipeline, batcher, key).update_all([each.message_id for each in part]).hexdigest()
+        for key, part in zip(keys, parts, strict=True)
+    ]
+    messages, key, batch_id = parts[0], keys[0], ids[0]
+    if merged:
+        messages = [message for part in parts for message in part]
+        key, batch_id = None, BatchHash(pipeline, batcher, None).update_all(ids).hexdigest()
+    info = BatchInfo(
+        batcher=batcher,
+        batch_key=key,
+        partition=first.partition,
+        size=len(messages),
+        trigger=max(call, key=lambda closed: closed.size).trigger,
+        batch_id=batch_id,
+        redelivered=sum([message.redelivered for message in messages]),
+    )
+    return Batch(batcher, messages, info, tuple([closed.key for closed in call]))
+
+
+def _messages_of(closed: Closed) -> list[Message]:
+    pending: list[Any] = closed.pending
+    if type(closed.key) is str and closed.partition is None:
+        return pending  # else all of them came with their place
+    return [placed.message for placed in pending]
+
+
+class LocalBatcher:
+    """One batcher with its batch processors, in this thread or in threads of their own.
+
+    :param ack: Settles a batch's result.
+    :param clock: Times the batcher's timeout.
+    :param stop: When no further batch is begun.
+    :param inline: Whether batches are handled in this thread.
+    :param on_batch: Called with each batch before ``handle_batch``.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        name: str,
+        *,
+        ack: Ack,
+        clock: Clock,
+        stop: Stop,
+        inline: bool,
+        on_batch: Callable[[Batch], None],
+    ) -> None:
+        options = pipeline.batchers[name]
+        self.name = name
+        #: Trigger → batches handled.
+        self.triggers: Counter[str] = Counter()
+        #: Keys of data that the schema lacks → how often they were dropped.
+        self.dropped: Counter[str] = Counter()
+        #: Seconds of this thread's time: in batching, and in ``handle_batch``.
+        self.seconds = self.handle_seconds = 0.0
+        self._pipeline = pipeline
+        self._clock = clock
+        self._stop = stop
+        self._on_batch = on_batch
+        self._stage = _stage_of(name, options)
+        self._merger = (
+            KeyMerger(options.batch_size, options.batch_bytes) if options.merge_keys else None
+        )
+        kind = BatchProcessorStage if options.engine == "python" else _SparkSubstitute
+        self._processors = [
+            kind(pipeline, name, index=index, ack=ack) for index in range(options.concurrency)
+        ]
+        self._turn = 0
+        self._pool: WorkerPool[Batch, BatchResult] | None = None
+        if not inline:
+            work = [_worker(processor) for processor in self._processors]
+            self._pool = WorkerPool(work, name=f"{pipeline.name}-{name}", ordered=False, waiting=1)
+
+    def next_due(self) -> float | None:
+        """The instant of the next timeout; ``None`` if none is running."""
+        return self._stage.next_due()
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Take messages as the processors made them, and deliver the batches that they fill."""
+        started = time.monotonic()
+        self._deliver_due()  # a batch whose timeout is over takes nothing more
+        now = self._clock.monotonic()
+        items = [self._item(each) if type(each.data) is PlacedData else each for each in messages]
+        if telemetry.heard() and telemetry.handlers(*_EVENTS):
+            closed: list[Closed] = []
+            step = self._stage.chunk_size
+            for start in range(0, len(items), step):
+                closed += self._add_with_events(items[start : start + step], now)
+        else:
+            closed = self._stage.add(items, now)
+        self.seconds += time.monotonic() - started
+        if closed:
+            self._deliver(closed)
+
+    def tick(self) -> None:
+        """Deliver the batches whose timeout is over, and count those handled."""
+        self._deliver_due()
+        if self._pool is not None:
+            self._count(self._pool.take())
+
+    def flush(self) -> None:
+        """Deliver all that is pending."""
+        self._deliver(self._stage.flush())
+        if self._merger is not None:
+            self._handle(self._merger.flush())
+
+    def wait(self) -> None:
+        """Wait until what was delivered is handled, or the run's time is over."""
+        pool = self._pool
+        while pool is not None and pool.under_way and not self._stop.late():
+            pool.wait(STOP_CHECK_INTERVAL)
+            self._count(pool.take())
+
+    def close(self) -> None:
+        """End the threads; what they are at is not waited for."""
+        if self._pool is not None:
+            done, batches = self._pool.left()
+            self._count(done)
+            log_stuck(f"batcher {self.name!r}", [each.messages for each in batches])
+            self._pool.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _item(self, message: Message) -> Message | PlacedMessage:
+        """What the batcher takes of a message whose data is :class:`PlacedData`."""
+        placed: PlacedData = message.data
+        if placed.dropped:
+            self.dropped.update(placed.dropped)
+        item = placed_message(message)
+        if item.partition is None and type(item.batch_key) is str:
+            return item.message
+        return item
+
+    def _add_with_events(self, chunk: list[Message | PlacedMessage], now: float) -> list[Closed]:
+        about = {
+            "topology_name": self._pipeline.name,
+            "name": f"{self._pipeline.name}.Broadway.Batcher_{self.name}",
+            "batcher_key": self.name,
+            "context": context_of(self._pipeline),
+        }
+        messages = [each.message if type(each) is PlacedMessage else each for each in chunk]
+        span = telemetry.Span("batcher", {**about, "messages": messages})
+        try:
+            closed = self._stage.add(chunk, now)
+        except BaseException as error:
+            span.exception("error", error, "")
+            raise
+        span.stop(about)
+        return closed
+
+    def _deliver_due(self) -> None:
+        due = self._stage.due(self._clock.monotonic())
+        if due:
+            self._deliver(due)
+            if self._merger is not None:
+                self._handle(self._merger.flush())
+
+    def _deliver(self, closed: list[Closed]) -> None:
+        merger = self._merger
+        self._handle([[each] for each in closed] if merger is None else merger.add(closed))
+
+    def _handle(self, calls: list[list[Closed]]) -> None:
+        """Have batches handled, one for each list; those that a stop finds not begun are not."""
+        for call in calls:
+            if self._stop.late():
+                return
+            merged = self._merger is not None
+            batch = make_batch(self._pipeline.name, self.name, call, merged=merged)
+            self._on_batch(batch)
+            if self._pool is None:
+                self._handle_here(batch)
+            elif not self._hand_over(self._pool, batch):
+                return
+
+    def _handle_here(self, batch: Batch) -> None:
+        lane = batch.info.partition
+        if lane is None:
+            lane, self._turn = self._turn, (self._turn + 1) % len(self._processors)
+        started = time.monotonic()
+        result = self._processors[lane].handle(batch.messages, batch.info)
+        self.handle_seconds += time.monotonic() - started
+        self._count([(batch, result)])
+
+    def _hand_over(self, pool: WorkerPool[Batch, BatchResult], batch: Batch) -> bool:
+        """Wait for a worker to take the batch; whether one did before the run's time was over."""
+        lane = batch.info.partition
+        keys = () if lane is not None else batch.keys
+        while not pool.put(batch, lane, keys, STOP_CHECK_INTERVAL):
+            if self._stop.late():
+                return False
+            self._count(pool.take())
+        self._count(pool.take())
+        return True
+
+    def _count(self, results: list[tuple[Batch, BatchResult]]) -> None:
+        self.triggers.update(batch.info.trigger.value for batch, _ in results)
+
+
+def _stage_of(name: str, options: Batcher) -> BatcherStage:
+    """The batcher's state machine, for messages and :class:`PlacedMessage`."""
+    if isinstance(options.batch_size, tuple):
+        initial, splitter = options.batch_size
+
+        def split(item: Any, acc: Any) -> Any:
+            return splitter(item.message if type(item) is PlacedMessage else item, acc)
+
+        options = replace(options, batch_size=(initial, split))
+    # Asked by the processor: what the function raises there fails the message.
+    partition = None if options.partition_by is None else lambda item: item.partition
+    return BatcherStage(name, options, partition=partition)
+
+
+class _SparkSubstitute(BatchProcessorStage):
+    """A batch processor whose batches all succeed, ``handle_batch`` being Spark's to call."""
+
+    def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
+        return messages
+
+
+def _worker(processor: BatchProcessorStage) -> Callable[[Batch], BatchResult]:
+    return lambda batch: processor.handle(batch.messages, batch.info)

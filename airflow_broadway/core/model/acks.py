@@ -1,0 +1,239 @@
+"""Who settles a message, and when: the values and the rules of acknowledging.
+
+At the end of a stage its messages are settled with one call per (acknowledger, ref).  Where
+Broadway stops at the first acknowledger that raises, here each group stands alone: the error is
+logged, and the other groups are settled all the same.  And where Broadway acknowledges a message
+twice when a callback raises after :meth:`Message.ack_immediately`, here a :class:`Scope` remembers
+what a callback has settled, and the end of the stage leaves it alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar, Token
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+
+__all__ = [
+    "NO_ACK",
+    "AckRef",
+    "Acknowledger",
+    "NoopAcknowledger",
+    "Scope",
+    "ack_immediately",
+    "ack_messages",
+    "ack_messages_or_raise",
+    "current_stage",
+    "is_settled",
+]
+
+log = logging.getLogger(__name__)
+
+
+class AckRef(NamedTuple):
+    """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
+
+    :param acknowledger: The object that settles.
+    :param ref: What groups messages; hashable.
+    :param data: The message's own: its receipt, its configured actions.
+    """
+
+    acknowledger: Any
+    ref: Any = None
+    data: Any = None
+
+
+class Settleable(Protocol):
+    """What acknowledging needs of a message; there is one: :class:`.message.Message`."""
+
+    @property
+    def acknowledger(self) -> AckRef: ...
+
+    @property
+    def message_id(self) -> str: ...
+
+    @property
+    def ok(self) -> bool: ...
+
+    def with_acknowledger(self, acknowledger: AckRef) -> Settleable: ...
+
+
+M = TypeVar("M", bound=Settleable)
+
+
+class Acknowledger(Protocol):
+    """Settles messages; called once per stage result and ``ack_ref``, never per message.
+
+    An acknowledger may also have ``configure(ack_ref, ack_data, options) -> ack_data`` (then its
+    messages may call :meth:`Message.configure_ack`) and ``ack_now(ack_ref, successful, failed)``,
+    which :meth:`Message.ack_immediately` prefers to ``ack``.
+    """
+
+    def ack(self, ack_ref: Any, successful: list[Any], failed: list[Any]) -> None:
+        """Settle the messages ``successful`` and ``failed``; never both empty."""
+        ...
+
+
+class NoopAcknowledger:
+    """Settles nothing; has no ``configure``."""
+
+    def ack(self, ack_ref: Any, successful: list[Any], failed: list[Any]) -> None:
+        return None
+
+
+#: The acknowledger of a message that has been settled already.
+NO_ACK: Final = AckRef(NoopAcknowledger())
+
+#: Called with the acknowledger, the ref and the exception of a group that could not be settled.
+OnError = Callable[[Any, Any, Exception], None]
+
+#: The messages of one group: (acknowledger, ref, successful, failed).
+_Group = tuple[Any, Any, list[Any], list[Any]]
+
+
+class Scope:
+    """One call of a stage: names it, and remembers what its callbacks settled at once.
+
+    :param stage: ``"process"`` or ``"batch"``; what verdicts say of where a message failed.
+    """
+
+    __slots__ = ("_settled", "_token", "stage")
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self._settled: set[tuple[int, Any, str]] = set()
+        self._token: Token[Scope | None] | None = None
+
+    def __enter__(self) -> Scope:
+        self._token = _scope.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            _scope.reset(self._token)
+
+    def remember(self, messages: Iterable[Settleable]) -> None:
+        """Note that ``messages`` have been settled."""
+        self._settled.update(map(_identity, messages))
+
+    def has_settled(self, message: Settleable) -> bool:
+        """Whether a callback of this call has settled the message."""
+        return bool(self._settled) and _identity(message) in self._settled
+
+    def restored(self, message: M) -> M:
+        """The message as it was before a callback that failed.
+
+        If that callback settled it, nobody settles it again.
+        """
+        if self._settled and _identity(message) in self._settled:
+            return cast("M", message.with_acknowledger(NO_ACK))
+        return message
+
+
+_scope: ContextVar[Scope | None] = ContextVar("airflow_broadway_scope", default=None)
+
+
+def current_stage() -> str:
+    """The stage whose callback runs in this thread: ``"process"`` or ``"batch"``."""
+    scope = _scope.get()
+    return "process" if scope is None else scope.stage
+
+
+def _identity(message: Settleable) -> tuple[int, Any, str]:
+    # The id alone names a message; the rest keeps apart messages that were made without one.
+    acknowledger, ref, _ = message.acknowledger
+    message_id = message.message_id or f"#{id(message.acknowledger)}"
+    return id(acknowledger), ref, message_id
+
+
+def is_settled(message: Settleable) -> bool:
+    """Whether nobody is to settle it any more, as after :meth:`Message.ack_immediately`."""
+    return type(message.acknowledger.acknowledger) is NoopAcknowledger
+
+
+def _groups(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> list[_Group]:
+    """The messages by (acknowledger, ref), in order of each group's first message."""
+    groups: dict[tuple[int, Any], _Group] = {}
+    last_acknowledger: Any = None
+    last_ref: Any = None
+    target: list[Any] = []
+    for place, messages in ((2, successful), (3, failed)):
+        last_acknowledger = None
+        for message in messages:
+            acknowledger, ref, _ = message.acknowledger
+            if acknowledger is not last_acknowledger or ref is not last_ref:
+                if type(acknowledger) is NoopAcknowledger:
+                    continue
+                key = (id(acknowledger), ref)
+                group = groups.get(key)
+                if group is None:
+                    group = groups[key] = (acknowledger, ref, [], [])
+                target = group[place]
+                last_acknowledger, last_ref = acknowledger, ref
+            target.append(message)
+    return list(groups.values())
+
+
+def _log_error(acknowledger: Any, ref: Any, error: Exception) -> None:
+    log.error(
+        "acknowledger %s raised for ref %r: its messages stay with their broker until their lease"
+        " lapses or is released",
+        type(acknowledger).__name__,
+        ref,
+        exc_info=error,
+        extra={"code": "acknowledger_error"},
+    )
+
+
+def ack_messages(
+    successful: Iterable[Settleable],
+    failed: Iterable[Settleable],
+    on_error: OnError = _log_error,
+) -> None:
+    """Settle a stage's result: one ``ack`` per (acknowledger, ref) that has a message.
+
+    Lists keep the stage's order; a group whose acknowledger raises is reported to ``on_error``, and
+    the others are settled all the same.
+    """
+    for acknowledger, ref, good, bad in _groups(successful, failed):
+        try:
+            acknowledger.ack(ref, good, bad)
+        except Exception as error:
+            on_error(acknowledger, ref, error)
+
+
+def ack_messages_or_raise(successful: Iterable[Settleable], failed: Iterable[Settleable]) -> None:
+    """The same for a run that records verdicts: one that cannot be recorded ends the stage.
+
+    A failure without its record would else be taken for a success later on.
+    """
+
+    def fail(acknowledger: Any, ref: Any, error: Exception) -> None:
+        raise error
+
+    ack_messages(successful, failed, fail)
+
+
+def ack_immediately(messages: Iterable[M]) -> list[M]:
+    """Settle messages at once by their present status, grouped as at the end of a stage.
+
+    Not protected: an acknowledger's exception goes to the callback that asked, and its messages
+    (with those of the groups after it) then fail and are settled at the end of the stage.
+
+    :returns: The messages, which nobody settles any more.
+    :raises ValueError: If there is none.
+    """
+    given = list(messages)
+    if not given:
+        raise ValueError("ack_immediately expects at least one message, got none")
+    distinct = {message.message_id or id(message): message for message in given}.values()
+    scope = _scope.get()
+    good = [message for message in distinct if message.ok]
+    bad = [message for message in distinct if not message.ok]
+    for acknowledger, ref, successful, failed in _groups(good, bad):
+        ack_now = getattr(acknowledger, "ack_now", None) or acknowledger.ack
+        ack_now(ref, successful, failed)
+        if scope is not None:
+            scope.remember(successful)
+            scope.remember(failed)
+    return [cast("M", message.with_acknowledger(NO_ACK)) for message in given]

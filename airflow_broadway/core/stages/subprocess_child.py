@@ -1,0 +1,142 @@
+"""A processor's own process: the child's end of :mod:`.subprocess_processor`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from airflow_broadway.core import telemetry
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import load_ref
+from airflow_broadway.core.stages.processor import Convert, ProcessorStage
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.subprocess_channel import (
+    PipeChannel,
+    connect,
+    pickles,
+    portable,
+    portable_error,
+)
+
+__all__ = ["main"]
+
+
+class _Child:
+    """Serves chunks until the parent closes the pipe."""
+
+    def __init__(self) -> None:
+        self._stop: Stop | None = None
+        # The parent decides, and ends this process; a signal to the group reaches it too.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._request_stop)
+        self._channel = _own_channel()
+
+    def _request_stop(self, number: int, frame: object) -> None:
+        if self._stop is not None:
+            self._stop.request("signal")
+
+    def serve(self) -> None:
+        """Load the pipeline, then handle chunks; what that raises is raised in the parent."""
+        about = self._channel.receive()
+        try:
+            stage = self._stage(*about)
+        except BaseException as error:
+            self._channel.receive()
+            self._channel.send(("raise", portable_error(error)))
+            return
+        while True:
+            try:
+                wanted, until, chunk = self._channel.receive()
+            except EOFError:
+                return
+            if self._stop is not None and until is not None:
+                self._stop.bound(until - time.monotonic())
+            self._handle(stage, chunk, wanted)
+
+    def _stage(
+        self,
+        ref: Mapping[str, Any],
+        run: RunInfo,
+        index: int,
+        convert: Convert | None,
+        shutdown: float | None,
+        traces: bool,
+    ) -> ProcessorStage:
+        if shutdown is not None:
+            self._stop = Stop(SystemClock(), shutdown)
+        return ProcessorStage(
+            load_ref(ref, run),
+            index=index,
+            ack=lambda successful, failed: None,  # the parent acknowledges
+            convert=convert,
+            stop=self._stop,
+            traces=traces,
+        )
+
+    def _handle(self, stage: ProcessorStage, chunk: list[Message], wanted: list[str]) -> None:
+        """Handle a chunk, and send its result.
+
+        :param wanted: The events that the parent has a handler for.
+        """
+        handler = telemetry.attach(self._send_event, events=wanted) if wanted else None
+        try:
+            result = stage.handle(chunk)
+        except BaseException as error:
+            self._channel.send(("raise", portable_error(error)))
+        else:
+            successful = portable(result.successful)
+            lost = [message for message in successful if not message.ok]
+            if lost:
+                successful = [message for message in successful if message.ok]
+            self._channel.send(("result", successful, [*portable(result.failed), *lost]))
+        finally:
+            if handler is not None:
+                telemetry.detach(handler)
+
+    def _send_event(
+        self, event: str, measurements: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> None:
+        about = {name: _portable_value(name, value) for name, value in metadata.items()}
+        about.pop("producer", None)  # the parent has it
+        self._channel.send(("event", event, measurements, about))
+
+
+def _portable_value(name: str, value: Any) -> Any:
+    """A value of an event's metadata, such that it can cross."""
+    if name == "message":
+        return portable([value])[0]
+    if name == "context":
+        return value if pickles(value) else None
+    if isinstance(value, list):
+        return portable(value)
+    if name == "reason" and not pickles(value):
+        return f"{type(value).__name__}: {value}"
+    return value
+
+
+def _own_channel() -> PipeChannel:
+    """Take the pipes away from callbacks, and from what these start.
+
+    They read nothing, and print to where the log goes.
+    """
+    reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return connect(reader, writer)
+
+
+def main() -> None:
+    """Be the child."""
+    logging.basicConfig(level=logging.INFO)
+    _Child().serve()
+
+
+if __name__ == "__main__":
+    main()
