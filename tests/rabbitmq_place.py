@@ -102,8 +102,9 @@ class Place:
             source.close()
 
     def take(self, source: Source) -> list[Message]:
+        """Receive until nothing more is there: a source looks before it says so."""
         taken: list[Message] = []
-        while got := source.secure(source.receive(500, timeout=0.3)):
+        while got := source.secure(source.receive(500, timeout=0.0)):
             taken += got
         return taken
 

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.testing.contract import CustodyContract
 from tests.contract.rabbitmq_harness import RabbitHarness
 from tests.rabbitmq_fixtures import wanted_server
 
 pytestmark = pytest.mark.broker
+
+
+@pytest.fixture(autouse=True)
+def young_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody kills this broker: its queues may be used at once."""
+    monkeypatch.setattr(topology, "_SETTLED", 0.0)
 
 
 def harness_of(

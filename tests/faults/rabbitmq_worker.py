@@ -24,8 +24,12 @@ from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.broker import topology
 
-__all__ = ["Worker", "verdict_on"]
+__all__ = ["YOUNG_QUEUES", "Worker", "verdict_on"]
+
+#: A variable: queues are used as soon as they are declared, for nobody kills the broker.
+YOUNG_QUEUES = "BROADWAY_YOUNG_QUEUES"
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
 AGAIN = Verdict(Action.RETRY, 0.0, "every third, once", "batch")
@@ -138,6 +142,8 @@ def write(path: Path, value: object) -> None:
 
 def main() -> int:
     folder, uri, queue, lease, most = sys.argv[1:]
+    if YOUNG_QUEUES in os.environ:
+        topology._SETTLED = 0.0
     worker = Worker(Path(folder), uri, queue, float(lease), int(most))
     print("at work", flush=True)
     quiet = 0

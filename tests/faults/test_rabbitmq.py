@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.producers.rabbitmq.broker import topology
 from tests.faults.rabbitmq_cases import CASES, Place, RabbitCase
+from tests.faults.rabbitmq_worker import YOUNG_QUEUES
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_server import RabbitServer
 
@@ -31,8 +33,14 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     ],
 )
 def test_nothing_is_lost_and_nothing_repeated_unmarked_when(
-    case: RabbitCase, tmp_path: Path, request: pytest.FixtureRequest
+    case: RabbitCase,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not case.mortal:  # nobody kills this broker: its queues may be used at once
+        monkeypatch.setattr(topology, "_SETTLED", 0.0)
+        monkeypatch.setenv(YOUNG_QUEUES, "1")
     server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
 
     found = case.run(Place(server, tmp_path))

@@ -27,6 +27,7 @@ from airflow_broadway.producers.rabbitmq.options import METADATA_FIELDS
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, manage, marked
 from tests.rabbitmq_server import free_port
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
@@ -264,11 +265,13 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Pl
 
         # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
         link = source._link  # type: ignore[attr-defined]
-        end = time.monotonic() + 30
-        while link.lost is None and time.monotonic() < end:
+
+        def closed() -> bool:
             for each in manage(place.server, "GET", "connections"):
                 manage(place.server, "DELETE", f"connections/{quote(each['name'])}")
-            time.sleep(0.1)
+            return link.lost is not None
+
+        eventually(closed)
         messages = [first, *place.take(source)]
         lease = source.lease
     assert "(320)" in str(link.lost)
@@ -332,7 +335,17 @@ def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(plac
     with place.source(**options, on_failure="retry", backoff_min=0.01) as source:
         assert one(source).data == b"1"
         delete(place)
-        assert source.receive(1, timeout=1.0) == []
+
+        def declared() -> bool:
+            assert source.receive(1, timeout=0.5) == []
+            with place.channel() as channel:
+                try:
+                    channel.queue_declare(place.name, passive=True)
+                except pika.exceptions.ChannelClosedByBroker:
+                    return False
+            return True
+
+        eventually(declared)
         place.send(b"2")
         assert one(source).data == b"2"
 

@@ -18,6 +18,7 @@ from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place
 from tests.rabbitmq_server import RabbitServer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
@@ -52,10 +53,7 @@ def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
         held = len(messages)
 
         # When its callbacks take longer than the broker should wait
-        end = time.monotonic() + 10
-        while ready(place) < 100 - held:
-            assert time.monotonic() < end, ready(place)
-            time.sleep(0.05)
+        eventually(lambda: ready(place) >= 100 - held)
 
         # Then others can have what it was not given, and it goes on, with as much as it asks for
         while len(messages) < 100:
@@ -115,10 +113,7 @@ def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_u
             with inner._ready.changed:
                 inner._ready.credit = 5
             inner._link.post(lambda: inner._intake.want(5))
-            end = time.monotonic() + 10
-            while not inner._link.blocked:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            eventually(lambda: inner._link.blocked)
             room = threading.Timer(
                 2.5, place.server.control, ("set_vm_memory_high_watermark", "absolute", "3GB")
             )

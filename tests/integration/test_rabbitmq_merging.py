@@ -105,7 +105,11 @@ def test_staged_custody_may_be_merged(place: Place) -> None:
 
 def test_a_merged_address_replaces_the_declared_one(place: Place) -> None:
     [name] = shards(place, 1)
-    nowhere = place.producer(queue=name, merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"})
+    nowhere = place.producer(
+        queue=name,
+        reconnect_timeout=0.1,
+        merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"},
+    )
     declared = RabbitMQProducer(
         queue=name,
         conn_id="not_defined",

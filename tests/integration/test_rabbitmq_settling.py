@@ -28,6 +28,7 @@ from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker import topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.marks import MARK
+from airflow_broadway.producers.rabbitmq.settle import custodian
 from airflow_broadway.producers.rabbitmq.settle import settlement as settling
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox
 from airflow_broadway.testing.contract import ids, settlement_of
@@ -41,7 +42,8 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
 @pytest.fixture
 def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(settling, "_PATIENCE", 0.3)
+    for module in (settling, custodian):
+        monkeypatch.setattr(module, "_PATIENCE", 0.3)
     return place
 
 

@@ -157,6 +157,18 @@ def assert_all_goes_back(place: Place, lease: Lease, sent: list[bytes]) -> None:
     assert all(message.redelivered for message in rest)
 
 
+def bundle_comes(place: Place, lease: Lease) -> None:
+    """Wait until a bundle that was held up has reached its queue, and its confirm the source."""
+
+    def depth() -> int:
+        with place.channel() as channel:
+            queue = channel.queue_declare(lease.state["lease_queue"], passive=True)
+        return int(queue.method.message_count)
+
+    eventually(lambda: depth() == 1)
+    time.sleep(0.1)
+
+
 def receive_in_vain(source: Any) -> None:
     """Receive what the broker does not confirm, once there is something."""
 
@@ -183,7 +195,7 @@ def test_a_confirm_that_comes_after_the_stop_acknowledges_nothing(
         assert list(source.stop()) == []
         lease = source.lease
         breaker.release()
-        time.sleep(0.3)  # now the bundle reaches its queue, and is confirmed
+        bundle_comes(place, lease)
 
         assert lease.state["messages"] == lease.state["bundles"] == 0
         assert lease.state["extra"] == 1
@@ -223,7 +235,8 @@ def test_a_connection_that_is_lost_while_a_source_stops_loses_nothing(
     place: Place, breaker: Breaker
 ) -> None:
     place.send(b"1")
-    with place.source(**waiting(place, breaker), qos=Qos(prefetch_count=2)) as source:
+    options: dict[str, Any] = {"uri": breaker.uri, "on_failure": "retry"}
+    with place.source(**options, qos=Qos(prefetch_count=2)) as source:
         [first] = source.receive(10, timeout=5.0)
         breaker.arm(BUNDLE)
         place.send(b"2", b"3")
@@ -316,7 +329,7 @@ def test_a_returned_bundle_that_is_not_secured_yet_stays_in_its_queue(
         assert list(source.stop()) == []
         lease = source.lease
         breaker.release()
-        time.sleep(0.3)
+        bundle_comes(place, lease)
         assert lease.state["extra"] == 1
         assert source.lease == lease
     assert_all_goes_back(place, lease, [b"1", b"2", b"3"])
@@ -345,9 +358,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
     place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
 
     def set_aside() -> None:
-        end = time.monotonic() + 10
-        while place.get(place.queues.dead) is None:
-            assert time.monotonic() < end
+        eventually(lambda: place.get(place.queues.dead) is not None)
         time.sleep(0.2)
 
     # When a message that is too large is set aside behind others, and the connection ends

@@ -190,7 +190,7 @@ def test_tls_at_a_port_without_it_and_none_at_one_with_it_end_soon_with_one_sent
     with pytest.raises(ProducerError, match="cannot be reached"):
         producer.source(place.env(port=with_tls["port"], extra={"timeout": 5}))
 
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
 
 
 def test_the_management_api_is_held_to_the_same_authority(
@@ -224,12 +224,12 @@ def test_a_blocked_connection_waits_and_loses_nothing(
     assert isinstance(place.server, SecuredServer)
     control = place.server.control
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
-    source = producer.source(place.env(extra={"timeout": 5}))
+    source = producer.source(place.env(extra={"timeout": 3}))
     taken = [*source.secure(source.receive(5, timeout=2.0))]
     control("set_vm_memory_high_watermark", "absolute", "1MB")
 
     # When it goes on, and the broker has room again only after a confirm's time has passed
-    mended = threading.Timer(8.0, control, ("set_vm_memory_high_watermark", "absolute", "3GB"))
+    mended = threading.Timer(5.0, control, ("set_vm_memory_high_watermark", "absolute", "3GB"))
     mended.start()
     began = time.monotonic()
     try:
@@ -239,7 +239,7 @@ def test_a_blocked_connection_waits_and_loses_nothing(
         source.close()
 
     # Then it has waited, said so once, has all messages, and settles
-    assert time.monotonic() - began > 7
+    assert time.monotonic() - began > 4
     report = place.carry_out(source.lease, settlement_of(taken))
     assert sorted(int(message.data) for message in taken) == list(range(20))
     assert report == SettleReport(acked=20)

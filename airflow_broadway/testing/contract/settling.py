@@ -38,14 +38,14 @@ class Settling(ContractBase):
         self.settle(harness, lease, settlement_of(messages))
 
         assert self.rest_of_queue(harness, "g2") == []
-        harness.pass_time(2 * harness.lease)
+        harness.pass_time(1.1 * harness.lease)
         assert self.rest_of_queue(harness, "g3") == []
 
     def test_a_retried_message_waits_for_its_delay_and_uses_an_attempt(
         self, harness: Harness
     ) -> None:
         harness.send(bodies(1))
-        for attempt in (1, 2, 3):
+        for attempt in (1, 2):
             lease, [message] = self.hold(harness, f"g{attempt}")
             assert message.attempt == attempt
             assert message.redelivered == (attempt > 1)
@@ -57,6 +57,7 @@ class Settling(ContractBase):
             assert self.rest_of_queue(harness, f"too early {attempt}") == []
             harness.pass_time(5.1)
         [last] = self.rest_of_queue(harness)
+        assert (last.attempt, last.redelivered) == (3, True)
         assert last.data == bodies(1)[0]
         assert last.message_id == message.message_id
 
@@ -71,7 +72,7 @@ class Settling(ContractBase):
         assert report == SettleReport(acked=1, dead_lettered=3)
         depth = harness.producer().depth(harness.env("g1"))
         assert depth is None or depth.dead == 3
-        harness.pass_time(2 * harness.lease)
+        harness.pass_time(1.1 * harness.lease)
         assert self.rest_of_queue(harness) == []
 
     def test_a_message_left_to_the_broker_is_counted_left(self, harness: Harness) -> None:
@@ -155,7 +156,7 @@ class Settling(ContractBase):
             later = custodian.settle(lease, settlement_of(messages[4:]))
             assert later == SettleReport(acked=6)
             assert (now + later).total == 10
-        harness.pass_time(2 * harness.lease)
+        harness.pass_time(1.1 * harness.lease)
         assert self.rest_of_queue(harness) == []
 
     @pytest.mark.parametrize("told", [0, 2])
