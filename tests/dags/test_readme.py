@@ -14,6 +14,7 @@ import pytest
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow
+from tests.airflow_home import made_home
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PIPELINE, DAG, SEND, TEST = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -35,7 +36,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def python(project: Path, *arguments: str, timeout: float = 120.0) -> str:
-    home = project / "airflow"
+    home = made_home(project / "airflow")
     env = airflow_env(home=home, dags=project / "dags")
     for name, connection in re.findall(r"export (AIRFLOW_CONN_\w+)='(.*)'", README):
         env[name] = connection.replace("/data/", f"{project}/data/")

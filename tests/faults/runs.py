@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
 from tests.faults.killing import KINDS, ORDER, Target, kill, victims, waits
 
-__all__ = ["SETTINGS", "Case", "run_case"]
+__all__ = ["SETTINGS", "Case", "airflow_for", "run_case"]
 
 DAGS = ROOT / "tests" / "faults" / "dags"
 
@@ -65,20 +66,40 @@ class Case:
 
 def run_case(case: Case) -> Found:
     """Run it in an Airflow of its own."""
-    case.folder.mkdir(parents=True, exist_ok=True)
-    broker = BROKERS[case.broker](case.folder)
-    try:
-        broker.send([b"%d" % number for number in case.numbers])
-        with LocalAirflow(_environment(case, broker), case.folder / "airflow") as airflow:
-            return _Runs(case, broker, airflow).execute()
-    finally:
-        broker.close()
+    with airflow_for(case) as run:
+        return run(case)
 
 
-def _environment(case: Case, broker: Broker) -> dict[str, str]:
+@contextmanager
+def airflow_for(*cases: Case) -> Iterator[Callable[[Case], Found]]:
+    """One Airflow for a case of each broker; yields what runs one of them.
+
+    Its home, its logs and the staging folder are those of the first.
+    """
+    first = cases[0]
+    with ExitStack() as stack:
+        brokers: dict[str, Broker] = {}
+        for case in cases:
+            case.folder.mkdir(parents=True, exist_ok=True)
+            broker = brokers[case.broker] = BROKERS[case.broker](case.folder)
+            stack.callback(broker.close)
+        env = _environment(first, brokers.values())
+        airflow = stack.enter_context(LocalAirflow(env, first.folder / "airflow"))
+
+        def run(case: Case) -> Found:
+            broker = brokers[case.broker]
+            broker.send([b"%d" % number for number in case.numbers])
+            return _Runs(case, broker, airflow, first.folder / "staging").execute()
+
+        yield run
+
+
+def _environment(case: Case, brokers: Iterable[Broker]) -> dict[str, str]:
     settings = {**SETTINGS, "broadway.staging": f"file://{case.folder / 'staging'}"}
     env = airflow_env(home=case.home, dags=DAGS, port=free_port(8180), settings=settings)
-    return {**env, **broker.variables()}
+    for broker in brokers:
+        env |= broker.variables()
+    return env
 
 
 def _finished(tasks: Iterable[Mapping[str, Any]]) -> bool:
@@ -90,8 +111,9 @@ def _finished(tasks: Iterable[Mapping[str, Any]]) -> bool:
 class _Runs:
     """Runs of the DAG, one after another, until the queue is empty."""
 
-    def __init__(self, case: Case, broker: Broker, airflow: LocalAirflow) -> None:
+    def __init__(self, case: Case, broker: Broker, airflow: LocalAirflow, staging: Path) -> None:
         self._case = case
+        self._staging = staging
         self._broker = broker
         self._airflow = airflow
         self._chance = random.Random(case.seed)
@@ -118,7 +140,7 @@ class _Runs:
                 break
             time.sleep(1.0)  # a retry's delay
             self._run([])
-        staging = self._case.folder / "staging"
+        [staging] = self._staging.glob(f"*/{self._dag_id}")  # a folder for each pipeline
         numbers = self._case.numbers
         account(self._found, self._broker, numbers, self._handled, staging, len(self._runs))
         if not self._case.kills and self._found.duplicates:
@@ -150,7 +172,7 @@ class _Runs:
         turn = len(ORDER) * self._times
         turns = 1 + (len(plan) > turn) + len(plan) // (turn + 1)
         conf: dict[str, Any] = {"handled": self._handled}
-        if plan:
+        if turns > 1:
             conf["max_messages"] = max(20, self._broker.waiting() // (2 * turns))
         run_id = self._airflow.trigger(self._dag_id, conf)
         self._runs.append(run_id)

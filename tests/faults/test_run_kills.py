@@ -2,56 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.airflow_env import ROOT, home_of
+from tests.airflow_home import made_home
 from tests.faults.found import Found
 from tests.faults.killing import KINDS
-from tests.faults.runs import Case, run_case
+from tests.faults.runs import Case, airflow_for, run_case
 from tests.rabbitmq_fixtures import skip_without_own_server
+from tests.rabbitmq_server import find_server, given_url
 from tests.sqs_fixtures import wanted_sqs
 
 pytestmark = [pytest.mark.faults, pytest.mark.airflow, pytest.mark.spark]
 
 
-def _run(
+def _case(
     folder: Path, broker: str, *, messages: int, kills: int, seed: int, step: int = 1
-) -> Found:
-    found = run_case(
-        Case(
-            broker=broker,
-            messages=messages,
-            kills=kills,
-            seed=seed,
-            step=step,
-            folder=folder / broker,
-            home=home_of(ROOT, "airflow-test-faults"),
-        )
+) -> Case:
+    return Case(
+        broker=broker,
+        messages=messages,
+        kills=kills,
+        seed=seed,
+        step=step,
+        folder=folder / broker,
+        home=made_home(home_of(ROOT, f"airflow-test-faults-{broker}")),
     )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Found]]:
+    """Runs the case of a broker, each in the same Airflow."""
+    folder = tmp_path_factory.mktemp("kills")
+    cases = {
+        # One kill of each kind.
+        "sqlite": _case(folder, "sqlite", messages=1_500, kills=4, seed=7),
+        # By its seed: who receives, and who settles.  Even numbers need no Spark.
+        "rabbitmq": _case(folder, "rabbitmq", messages=300, kills=2, seed=55, step=2),
+    }
+    if find_server() is None or given_url() is not None:
+        del cases["rabbitmq"]
+    with airflow_for(*cases.values()) as run:
+        yield lambda broker: run(cases[broker])
+
+
+def _check(found: Found, kills: int) -> None:
     assert found.mistakes == []
     assert found.lost == []
     assert found.unmarked == 0
     assert found.killed.total() == kills
-    return found
 
 
 @pytest.mark.timeout(900)
-def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(tmp_path: Path) -> None:
-    found = _run(tmp_path, "sqlite", messages=1_500, kills=6, seed=7)
+def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(
+    run: Callable[[str], Found],
+) -> None:
+    found = run("sqlite")
 
+    _check(found, kills=4)
     assert set(found.killed) == set(KINDS)
 
 
 @pytest.mark.broker
 @pytest.mark.timeout(900)
-def test_at_rabbitmq_too_where_receiving_and_settling_die(tmp_path: Path) -> None:
+def test_at_rabbitmq_too_where_receiving_and_settling_die(run: Callable[[str], Found]) -> None:
     skip_without_own_server()
 
-    found = _run(tmp_path, "rabbitmq", messages=300, kills=2, seed=55, step=2)
+    found = run("rabbitmq")
 
-    # By its seed: who receives, and who settles.  Even numbers need no Spark: see its other test.
+    _check(found, kills=2)
     assert set(found.killed) == {"process", "ack"}
 
 
@@ -61,6 +83,7 @@ def test_at_rabbitmq_too_where_receiving_and_settling_die(tmp_path: Path) -> Non
 def test_at_sqs_too_whose_leases_are_its_own(tmp_path: Path) -> None:
     wanted_sqs()
 
-    found = _run(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130)
+    found = run_case(_case(tmp_path, "sqs", messages=2_000, kills=12, seed=20_130))
 
+    _check(found, kills=12)
     assert set(found.killed) == set(KINDS)

@@ -18,6 +18,7 @@ from typing import Any
 
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
 from tests.faults.found import Found
 from tests.integration.click_queues import SERVERS, Server
 from tests.waiting import eventually
@@ -48,7 +49,7 @@ def world_of(broker: str, folder: Path) -> Iterator[World]:
     """An Airflow of its own, whose runs are clicked at."""
     server = SERVERS[broker](folder)
     env = airflow_env(
-        home=folder / "home",
+        home=made_home(folder / "home"),
         dags=ROOT / "tests" / "integration" / "pipelines" / "clicks",
         port=free_port(),
         settings={

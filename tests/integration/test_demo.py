@@ -24,6 +24,7 @@ import pytest
 
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env, home_of
+from tests.airflow_home import made_home
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark]
 
@@ -58,7 +59,7 @@ class Finished:
 
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     # One home for all tests here: its database is made once.
-    home = home_of(ROOT, "airflow-test-demo")
+    home = made_home(home_of(ROOT, "airflow-test-demo"))
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "scripts.demo"),
