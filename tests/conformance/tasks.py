@@ -62,7 +62,9 @@ class Tasks:
             run_type="manual", logical_date=None, data_interval_start=None, data_interval_end=None
         )
         dag = SimpleNamespace(task_ids=self.task_ids, tasks=[])
-        return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": {}}
+        # All that comes is there already.
+        params = {"idle_seconds": 0.0}
+        return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": params}
 
     def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:
         """As of ``RuntimeTaskInstance``: map indices are part of the names."""

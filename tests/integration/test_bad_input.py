@@ -224,7 +224,7 @@ def test_data_that_fits_no_schema_fails_with_column_and_value(world: World) -> N
 def test_a_message_too_large_to_send_is_refused_and_the_rest_with_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("sending", "queue"):
+    for module in ("send", "queue"):
         monkeypatch.setattr(f"airflow_broadway.producers.sqlite.{module}.MAX_BODY", 1000)
 
     with pytest.raises(ProducerError, match=r"message 1 was not sent: its body has 1001 bytes"):

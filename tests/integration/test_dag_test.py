@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +21,7 @@ from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from tests.integration.pipelines.puppets import Dropping, Plain, Puppets
 from tests.integration.pipelines.running import World
+from tests.integration.pipelines.slow import outlast_the_task
 
 pytestmark = pytest.mark.airflow
 
@@ -368,7 +368,7 @@ class Ending(Puppets):
             if self.by == "SIGTERM":
                 os.kill(os.getpid(), signal.SIGTERM)
             elif self.by == "an execution_timeout":
-                time.sleep(60.0)
+                outlast_the_task()
             else:
                 raise KeyboardInterrupt
         return made
@@ -381,8 +381,9 @@ def test_a_task_for_a_whole_pipeline_that_is_ended_leaves_its_account(
     monkeypatch.setattr(Ending, "by", by)
     world.numbers(range(12))
     with DAG("one_task", schedule=None) as dag:
-        seconds = timedelta(seconds=5.0 if by == "an execution_timeout" else 60.0)
-        BroadwayRunOperator(task_id="all", pipeline=Ending, retries=0, execution_timeout=seconds)
+        BroadwayRunOperator(
+            task_id="all", pipeline=Ending, retries=0, execution_timeout=timedelta(seconds=60.0)
+        )
 
     ran = world.run(dag)
 

@@ -48,7 +48,7 @@ def test_runs_of_a_dag_in_traffic_lose_nothing(
 
     with Publisher(broker.sender(), rate=100.0) as publisher:
         for _ in range(RUNS):
-            ran = world.run(dag)
+            ran = world.run(dag, BUDGET)
             assert ran.state == "success", ran.states
             reports.append(ran.report)
 

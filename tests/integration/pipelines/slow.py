@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from typing import Any, ClassVar
 
@@ -35,8 +38,14 @@ class SlowProcesses(Slow):
     processors = Processors(concurrency=2, max_demand=200, executor="processes")
 
 
-class SlowBatches(Slow):
-    """Messages are quick, batches take a second each."""
+def outlast_the_task() -> None:
+    """Work for longer than the task may: its ``execution_timeout`` is over at once."""
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    time.sleep(60.0)
+
+
+class QuickMessages(Slow):
+    """Only the batches take their time."""
 
     #: The batches that were handled to their end, in this process.
     handled: ClassVar[list[str]] = []
@@ -45,9 +54,30 @@ class SlowBatches(Slow):
         return message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        time.sleep(1.0)
         self.handled.append(batch_info.batch_id)
         return messages
+
+
+class ThirdBatchHangs(QuickMessages):
+    """The third batch takes longer than any task may."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        if len(self.handled) == 2:
+            outlast_the_task()
+        return super().handle_batch(batcher, messages, batch_info, context)
+
+
+class FirstBatchSeesKill(QuickMessages):
+    """Its task is killed while the first batch is at work, which takes a while to end then."""
+
+    #: Set once the task knows.
+    killed: ClassVar = threading.Event()
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert self.killed.wait(30)
+        time.sleep(0.2)
+        return super().handle_batch(batcher, messages, batch_info, context)
 
 
 class OneHangs(Slow):
@@ -56,7 +86,8 @@ class OneHangs(Slow):
     processors = Processors(concurrency=1, max_demand=10)
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        time.sleep(60.0 if message.data == b"30" else 0.001)
+        if message.data == b"30":
+            outlast_the_task()
         return message
 
 
