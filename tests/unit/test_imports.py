@@ -6,6 +6,8 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,35 @@ def test_the_package_itself_loads_neither_airflow_nor_spark() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_modules_import_each_other_in_a_ring() -> None:
+    # Lazy imports, and those for types alone, count too.
+    files = {_name(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: set(_imported(path)) & files.keys() - {name} for name, path in files.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the ring
+
+
+def _name(path: Path) -> str:
+    inside = path.relative_to(PACKAGE.parent).with_suffix("")
+    return ".".join(inside.parts).removesuffix(".__init__")
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            members = [f"{node.module}.{each.name}" for each in node.names]
+            yield from members
+            # Names of a package, and not modules in it, are its __init__'s.
+            if not all(_is_module(each) for each in members):
+                yield node.module
+
+
+def _is_module(name: str) -> bool:
+    inside = PACKAGE.parent.joinpath(*name.split("."))
+    return inside.with_suffix(".py").is_file() or inside.is_dir()
 
 
 def test_nothing_that_reads_what_others_wrote_can_execute_it() -> None:

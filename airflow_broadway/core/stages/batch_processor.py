@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
@@ -21,9 +22,6 @@ from airflow_broadway.core.stages.callbacks import (
 )
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.text import many
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["BatchProcessorStage", "BatchResult"]
 

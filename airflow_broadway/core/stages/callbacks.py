@@ -12,17 +12,15 @@ import logging
 import operator
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import Scope
 from airflow_broadway.core.model.message import Message, Status
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.failures import LOGGED_FAILURES, count_failure
 from airflow_broadway.core.text import many
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.model.acks import Scope
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = [
     "CODES",

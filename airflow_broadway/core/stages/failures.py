@@ -9,13 +9,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["LOGGED_FAILURES", "Reasons", "count_failure", "forget_trace", "log_stuck"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
@@ -18,6 +18,7 @@ from airflow_broadway.core.custody.verdicts import COMES_AGAIN
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
@@ -31,9 +32,6 @@ from airflow_broadway.core.stages.callbacks import (
 from airflow_broadway.core.stages.failures import forget_trace
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Ack", "ChunkResult", "Convert", "ProcessorStage"]
 
@@ -49,7 +47,7 @@ _MESSAGE: Final = (
 #: Settles a stage's result: ``ack(successful, failed)``.
 Ack = Callable[[list[Message], list[Message]], None]
 #: Makes, of a pipeline, what turns each successful message into what goes on to the batchers.
-Convert = Callable[["Pipeline"], Callable[[Message], Message]]
+Convert = Callable[[Pipeline], Callable[[Message], Message]]
 
 
 class ChunkResult(NamedTuple):

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batcher import partition_of
 from airflow_broadway.core.stages.failures import log_stuck
 from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, ProcessorStage
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor
 from airflow_broadway.core.stages.worker_pool import WorkerPool
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["ProcessorPool"]
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Source
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Budget", "Receiving", "demand_of", "transformed"]
 

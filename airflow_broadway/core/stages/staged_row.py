@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.formats.plan import plain_key
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import encode_json, encode_metadata, parse_schema
 from airflow_broadway.core.schema.plain import (
     dump,
@@ -30,9 +31,6 @@ from airflow_broadway.core.schema.plain import (
     stays,
 )
 from airflow_broadway.core.stages.batcher import partitioner
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = [
     "DirectConverter",
