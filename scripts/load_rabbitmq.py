@@ -23,11 +23,11 @@ QUEUE = "flights"
 
 def load(address: Address, messages: int | None = None, seed: int | None = None) -> int:
     """Send flights, each confirmed by the broker; how many."""
-    link = ConnectionThread(address)
+    connection = ConnectionThread(address)
     try:
         arguments = {"x-queue-type": "quorum"}
-        link.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
-        publisher = Publisher(link)
+        connection.channel().call("queue_declare", queue=QUEUE, durable=True, arguments=arguments)
+        publisher = Publisher(connection)
         properties = encode({"delivery_mode": 2, "content_type": "application/json"})
         count = 0
         for count, flight in enumerate(flights(messages, seed), 1):
@@ -38,7 +38,7 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
             raise RuntimeError(f"{len(refused)} messages were refused: {why}")
         return count
     finally:
-        link.close()
+        connection.close()
 
 
 def main() -> int:

@@ -83,9 +83,9 @@ def _look(producer: RabbitMQOptions, address: Address) -> tuple[str, _Depths, li
     :raises CommandError: If the source queue is not there.
     """
     topology = Topology(producer)
-    link = ConnectionThread.to(address)
+    connection = ConnectionThread.to(address)
     try:
-        version = link.version
+        version = connection.version
         findings = []
         try:
             refuse_version(version, producer, address.shown)
@@ -93,12 +93,12 @@ def _look(producer: RabbitMQOptions, address: Address) -> tuple[str, _Depths, li
             findings.append(Finding(ERROR, "", str(error)))
         # Lease queues have names of their own; any stands for all.
         depths = [
-            (role.queue, role.name, topology.depth(link, role.queue))
+            (role.queue, role.name, topology.depth(connection, role.queue))
             for role in roles_of(producer)
             if role.name != "lease"
         ]
     finally:
-        link.close()
+        connection.close()
     there = depths[0][2] is not None
     if not there and producer.declare is None:
         raise CommandError(

@@ -77,9 +77,12 @@ class RabbitMQHook(BaseHook):
         from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 
         try:
-            link = ConnectionThread.to(self.address)
+            connection = ConnectionThread.to(self.address)
         except BroadwayError as error:
             return False, str(error)
-        properties = link.raw.server_properties or {}
-        link.close()
-        return True, f"RabbitMQ {properties.get('version', '')} answers at {link.address.shown}."
+        properties = connection.raw.server_properties or {}
+        connection.close()
+        return (
+            True,
+            f"RabbitMQ {properties.get('version', '')} answers at {connection.address.shown}.",
+        )

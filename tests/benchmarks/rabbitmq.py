@@ -199,11 +199,11 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     ref = {"class": PIPELINE, "options": {"producer": options}}
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
-    link = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
+    connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
     topology = Topology(producer)
-    topology.ensure_returns(link)
-    topology.leave_spare(link)
-    link.close()
+    topology.ensure_returns(connection)
+    topology.leave_spare(connection)
+    connection.close()
     return {"folder": str(folder), "ref": ref}
 
 

@@ -14,8 +14,7 @@ from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.operators import _common
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import management, topology
-from airflow_broadway.producers.rabbitmq.receive import consumer as rabbit_intake
-from airflow_broadway.producers.rabbitmq.receive import ids
+from airflow_broadway.producers.rabbitmq.receive import ids, subscription
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as outcome
 from airflow_broadway.staging import names, plan_data_files, planner, retention, store
@@ -44,7 +43,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MOST),
         ("rabbitmq.md", "when it is at least {:g} seconds old", topology._SETTLED),
-        ("rabbitmq.md", "ask for nothing for {:g} seconds", rabbit_intake.SLOW),
+        ("rabbitmq.md", "ask for nothing for {:g} seconds", subscription.DEMAND_TIMEOUT),
         ("rabbitmq.md", "A look counts for {} minutes", {600.0: "ten"}[topology._CHECKED]),
         ("rabbitmq.md", "{:g} s per request at most", management.TIMEOUT),
         ("staging.md", "`version`, now {}", layout.VERSION),

@@ -225,13 +225,15 @@ def test_the_least_permissions_suffice(place: Place) -> None:
 
 def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
     place.declare()
-    link = ConnectionThread(address_for(place.producer(), place.env()))
+    connection = ConnectionThread(address_for(place.producer(), place.env()))
     table = b"\x01kS\x00\x00\x00\x02\xff\xfe\x02\xff\xfet\x01"
     properties = b"\x20\x00" + struct.pack(">I", len(table)) + table
-    channel = link.channel()
-    link.post(lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties)))
+    channel = connection.channel()
+    connection.post(
+        lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties))
+    )
     channel.shut()
-    link.close()
+    connection.close()
     place.send(b"plain")
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
 
@@ -269,13 +271,13 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) -> None:
     # Given messages with each of them
     place.declare()
-    link = ConnectionThread(address_for(place.producer(), place.env()))
-    channel = link.channel()
+    connection = ConnectionThread(address_for(place.producer(), place.env()))
+    channel = connection.channel()
     for name, headers in HOSTILE.items():
         raw = raw_properties(encode({"headers": headers}))
-        link.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
+        connection.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
     channel.shut()
-    link.close()
+    connection.close()
     place.send(b"plain")
     sent = sorted([*HOSTILE, "plain"])
 

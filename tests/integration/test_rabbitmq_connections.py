@@ -81,7 +81,7 @@ def test_messages_keep_ids_of_their_own_when_the_connection_breaks_between_them(
 
 def synchronise(source: Any) -> None:
     """Wait until the broker has all that the source said so far."""
-    source._intake.channel.call("basic_qos", prefetch_count=1)
+    source._session.consumer.channel.call("basic_qos", prefetch_count=1)
 
 
 def test_a_retry_whose_acknowledgement_is_cut_off_comes_again_under_another_id(
@@ -264,17 +264,17 @@ def test_a_run_outlasts_connections_that_somebody_closes_at_the_broker(place: Pl
         synchronise(source)
 
         # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
-        link = source._link  # type: ignore[attr-defined]
+        connection = source._session.connection  # type: ignore[attr-defined]
 
         def closed() -> bool:
             for each in manage(place.server, "GET", "connections"):
                 manage(place.server, "DELETE", f"connections/{quote(each['name'])}")
-            return link.lost is not None
+            return connection.lost is not None
 
         eventually(closed)
         messages = [first, *place.take(source)]
         lease = source.lease
-    assert "(320)" in str(link.lost)
+    assert "(320)" in str(connection.lost)
     report = place.carry_out(lease, settlement_of(messages))
 
     # Then it goes on with another
@@ -297,7 +297,7 @@ def test_a_lease_queue_that_ends_every_connection_which_asks_it_is_asked_once(
         if self._queue.startswith("broadway.lease."):
             asked.append(self._queue)
         if self._queue == dead:
-            self._link.close()
+            self._connection.close()
             raise ProducerUnavailable("RabbitMQ closed the connection: INTERNAL_ERROR (541)")
         return get(self, *seconds)
 
@@ -511,7 +511,7 @@ def test_a_small_frame_few_channels_and_properties_of_the_client_are_as_the_conn
 
     source: Any = producer.source(env)
     messages = place.take(source)
-    parameters = source._link.raw.params
+    parameters = source._session.connection.raw.params
     report = producer.custodian(env).settle(source.lease, settlement_of(messages))
     source.close()
 

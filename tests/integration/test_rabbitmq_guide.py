@@ -267,7 +267,7 @@ class TestQueuesThatStay:
         monkeypatch.setattr(topology, "_SETTLED", 0.0)
         made: list[str] = []
 
-        def silent(link: Any, name: str) -> bool | None:
+        def silent(connection: Any, name: str) -> bool | None:
             made.append(name)
             return None if "delay" in name else True
 

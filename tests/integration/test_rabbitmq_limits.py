@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.receive import consumer as intake
+from airflow_broadway.producers.rabbitmq.receive import subscription
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place
@@ -44,7 +44,7 @@ def ready(place: Place) -> int:
 def test_nothing_waits_unacknowledged_while_callbacks_take_their_time(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "SLOW", 0.3)
+    monkeypatch.setattr(subscription, "DEMAND_TIMEOUT", 0.3)
     place.send(*[b"%d" % number for number in range(100)])
     with place.source(qos=Qos(prefetch_count=20)) as source:
         # Given a run whose broker has sent ahead more than was asked for
@@ -72,7 +72,9 @@ def test_a_broker_that_waits_no_longer_for_an_acknowledgement_ends_no_run(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     skip_without_own_server()
-    monkeypatch.setattr(intake, "SLOW", 3600.0)  # as if this broker had less patience than we
+    monkeypatch.setattr(
+        subscription, "DEMAND_TIMEOUT", 3600.0
+    )  # as if this broker had less patience than we
     caplog.set_level(logging.WARNING)
     place.send(*[b"%d" % number for number in range(100)])
     with (
@@ -110,10 +112,9 @@ def test_a_source_that_stops_while_its_connection_is_blocked_waits_for_what_is_u
         place.server.control("set_vm_memory_high_watermark", "absolute", "1MB")
         try:
             # When it stops with messages under way, and there is room only after that second
-            with inner._ready.changed:
-                inner._ready.credit = 5
-            inner._link.post(lambda: inner._intake.want(5))
-            eventually(lambda: inner._link.blocked)
+            inner._buffer.demand(5)
+            inner._session.connection.post(lambda: inner._session.consumer.want(5))
+            eventually(lambda: inner._session.connection.blocked)
             room = threading.Timer(
                 2.5, place.server.control, ("set_vm_memory_high_watermark", "absolute", "3GB")
             )

@@ -80,12 +80,12 @@ def test_headers_that_pika_cannot_read_are_moved_away_too(place: Place) -> None:
     put_into_returns(place)
     table = b"\x02\xff\xfet\x01"
     raw = b"\x20\x00" + struct.pack(">I", len(table)) + table
-    link = ConnectionThread(address_for(place.producer(), place.env()))
-    channel = link.channel()
+    connection = ConnectionThread(address_for(place.producer(), place.env()))
+    channel = connection.channel()
     queue = place.queues.returns
-    link.post(lambda: channel.raw.basic_publish("", queue, b"odd", raw_properties(raw)))
+    connection.post(lambda: channel.raw.basic_publish("", queue, b"odd", raw_properties(raw)))
     channel.shut()
-    link.close()
+    connection.close()
     sent = place.give_back(b"1")
 
     messages, _ = place.settle("g1")

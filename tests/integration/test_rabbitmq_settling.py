@@ -76,12 +76,12 @@ def everything_in(place: Place, queue: str) -> Counter[bytes]:
 
 def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
     """Publish bodies with properties that are sent as the bytes they are, if the queue is there."""
-    link = ConnectionThread(address_for(place.producer(), place.env()))
-    publisher = Publisher(link)
+    connection = ConnectionThread(address_for(place.producer(), place.env()))
+    publisher = Publisher(connection)
     for number, (body, properties) in enumerate(sent):
         publisher.publish("", queue, properties, body, key=str(number))
     publisher.flush()
-    link.close()
+    connection.close()
 
 
 # -- another at work on the same lease -------------------------------------------------------------
@@ -162,11 +162,11 @@ def test_a_settlement_that_finds_the_queue_just_deleted_publishes_nothing_again(
     inside = topology.Topology.depth
     first: list[SettleReport | None] = []
 
-    def depth(self: Any, link: ConnectionThread, name: str) -> int | None:
+    def depth(self: Any, connection: ConnectionThread, name: str) -> int | None:
         if name == lease.state["lease_queue"] and not first:
             first.append(None)
             first[0] = place.carry_out(lease, settlement)  # another, from its begin to its end
-        return inside(self, link, name)
+        return inside(self, connection, name)
 
     monkeypatch.setattr(topology.Topology, "depth", depth)
 
@@ -258,9 +258,9 @@ def test_bundles_that_nobody_counted_are_told_when_their_queue_is_deleted(
     lease, messages = hold(place, "g1", 3)
     inside = topology.Topology.delete
 
-    def delete(self: Any, link: ConnectionThread, name: str) -> int:
+    def delete(self: Any, connection: ConnectionThread, name: str) -> int:
         publish_raw(place, name, (b"one more", b"\x00\x00"))
-        return inside(self, link, name)
+        return inside(self, connection, name)
 
     monkeypatch.setattr(topology.Topology, "delete", delete)
 
@@ -485,13 +485,13 @@ def test_settling_tries_again_while_the_broker_cannot_be_reached(
     tried: list[int] = []
     connect = ConnectionThread.to
 
-    def link(address: Any) -> ConnectionThread:
+    def connection(address: Any) -> ConnectionThread:
         tried.append(1)
         if len(tried) <= 2:
             raise ProducerUnavailable("RabbitMQ cannot be reached")
         return connect(address)
 
-    monkeypatch.setattr(ConnectionThread, "to", link)
+    monkeypatch.setattr(ConnectionThread, "to", connection)
 
     report = place.carry_out(lease, settlement_of(messages), backoff_min=0.01, backoff_max=0.02)
 

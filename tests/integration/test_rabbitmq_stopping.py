@@ -38,7 +38,7 @@ BASIC_ACK = b"\x00\x3c\x00\x50"
 
 @pytest.fixture
 def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(ending, "_CLOSED", 0.2)
+    monkeypatch.setattr(ending, "_CLOSE_TIMEOUT", 0.2)
     place.declare()
     return place
 
@@ -290,7 +290,7 @@ def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
     def lapse() -> None:
         for wait in until:
             wait()
-        source._ready.fail(LeaseLapsed("of the test"))
+        source._buffer.fail(LeaseLapsed("of the test"))
 
     lapsing = threading.Thread(target=lapse)
     lapsing.start()
@@ -380,7 +380,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
 def test_an_unexpected_error_closes_the_connection_and_is_told(
     place: Place, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from airflow_broadway.producers.rabbitmq.receive import consumer as intake
+    from airflow_broadway.producers.rabbitmq.receive import consumer
 
     def broken(properties: bytes) -> None:
         raise error
@@ -388,7 +388,7 @@ def test_an_unexpected_error_closes_the_connection_and_is_told(
     place.send(b"1", b"2")
     source: Source = place.producer().source(place.env())
     with monkeypatch.context() as patch:
-        patch.setattr(intake, "mark_of", broken)
+        patch.setattr(consumer, "mark_of", broken)
         with pytest.raises(BroadwayError, match=f"an unexpected .*{type(error).__name__}"):
             source.receive(10, timeout=5.0)
 

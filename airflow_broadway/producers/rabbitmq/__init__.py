@@ -1,10 +1,10 @@
 """RabbitMQ: custody stays with the broker, in bundles.
 
-``producer`` has the options.  Receiving: ``source`` (the run's thread), ``intake`` (the
-connection's), ``sealing``, ``lane`` and ``transfer`` (the confirm rule), ``wire`` (deliveries from
-bytes), ``drain`` and ``returns`` (what came back).  Settling: ``custodian``, ``settling``,
-``publisher``, ``getter``, ``sweep``.  Formats: ``bundle``, ``properties``, ``journal``.  Queues:
-``queues``, ``topology``.  ``docs/rabbitmq.md`` is the guide.
+``options`` are declared, ``producer`` opens the two halves: ``receive``, which secures messages in
+bundles before it hands them out, and ``settle``, which carries out verdicts.  Both see to their
+queues by ``broker``, and talk to RabbitMQ by ``amqp``.  What is written down and read again has a
+module each: ``bundle``, ``staged_bundle``, ``marks``, ``metadata``, ``journal``.
+``docs/rabbitmq.md`` is the guide.
 """
 
 from __future__ import annotations

@@ -87,14 +87,14 @@ class Mark(NamedTuple):
     """What a message says of itself that was published again.
 
     :param message_id: Its id, kept from its first receipt.
-    :param giver: The generation that gave it back, which does not take it again.
+    :param released_by: The generation that gave it back, which does not take it again.
     :param attempt: The attempt it is on.
     :param turn: Which settling of that generation published it: each publishes a message once.
     :param digest: What it is bound to; see :func:`is_of`.
     """
 
     message_id: str
-    giver: str
+    released_by: str
     attempt: int
     turn: str = ""
     digest: str = ""
@@ -124,7 +124,7 @@ def mark_of(properties: bytes) -> Mark | None:
         AttributeError,
     ):
         return None
-    texts = (mark.message_id, mark.giver, mark.turn)
+    texts = (mark.message_id, mark.released_by, mark.turn)
     longest = max(len(text.encode("utf-8", "replace")) for text in texts)
     if longest > _MAX_ID or mark.attempt > _MAX_ATTEMPT:
         return None  # not one of ours
@@ -176,7 +176,7 @@ def republished(
     reason = str(extra.get("x-broadway-reason", ""))
     short = {**extra, "x-broadway-reason": cut(reason, _SHORT_REASON)} if reason else extra
     lean = [each for each in original if not _harmful(each[0]) and each[0] != b"unreadable"]
-    value = {"id": mark.message_id, "giver": mark.giver, "attempt": mark.attempt}
+    value = {"id": mark.message_id, "giver": mark.released_by, "attempt": mark.attempt}
     value |= {"turn": mark.turn, "digest": _digest(message)}
     for more, was in ((extra, original), (short, lean), ({}, lean), ({}, [])):
         ours = [encode_entry(MARK, value)]

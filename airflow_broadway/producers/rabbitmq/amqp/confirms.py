@@ -30,8 +30,8 @@ def select_confirms(
 ) -> None:
     """Switch a channel to confirms.
 
-    :param on_confirm: Called in the link's thread with number, multiple, refused.
-    :param on_return: Called in the link's thread with key, code, text; before the confirm.
+    :param on_confirm: Called in the connection's thread with number, multiple, refused.
+    :param on_return: Called in the connection's thread with key, code, text; before the confirm.
     """
 
     def answered(frame: Any) -> None:
@@ -41,13 +41,13 @@ def select_confirms(
     def returned(code: int, text: str, properties: bytes) -> None:
         on_return(key_of(properties), code, text)
 
-    link, number = channel.link, channel.number
-    link.post(lambda: link.raw.returned.__setitem__(number, returned))
+    connection, number = channel.connection, channel.number
+    connection.post(lambda: connection.raw.returned.__setitem__(number, returned))
     channel.call("confirm_delivery", ack_nack_callback=answered)
 
 
 class ConfirmChannel:
-    """One channel's confirm rule at work; all but the constructor is for the link's thread.
+    """One channel's confirm rule at work; all but the constructor is for the connection's thread.
 
     :param multiple: Whether all deliveries up to one are acknowledged together.
     :param secured: Called with the loads of what may newly be relied on, just before their
@@ -119,7 +119,7 @@ class ConfirmChannel:
         if self.failure is None and self.channel.raw.is_open:
             self.channel.raw.basic_ack(tag)
 
-    def give_back(self, tags: Iterable[int]) -> None:
+    def requeue(self, tags: Iterable[int]) -> None:
         """Let the broker deliver these again."""
         if self.failure is None and self.channel.raw.is_open:
             for tag in tags:
@@ -127,8 +127,8 @@ class ConfirmChannel:
 
     def done(self, tag: int) -> None:
         """Acknowledge ``tag`` when all that was published so far may be relied on."""
-        if not self.window.extend(tag):
-            self.ack(tag)
+        if not self.window.extend(tag) and self.failure is None and self.channel.raw.is_open:
+            self._ack([tag])
 
     def end(self) -> None:
         """Take, publish and acknowledge nothing more; what is not acknowledged goes back."""

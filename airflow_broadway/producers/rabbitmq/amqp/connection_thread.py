@@ -30,7 +30,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: Seconds that the broker may take to answer one request.
-ANSWER = 60.0
+ANSWER_TIMEOUT = 60.0
 
 
 class Reply:
@@ -148,14 +148,14 @@ class ConnectionThread:
         return self.lost is None and (self._blocked or since < self.address.timeout)
 
     def post(self, function: Callable[[], None]) -> None:
-        """Have the thread call ``function`` soon; nothing happens if the link is lost."""
+        """Have the thread call ``function`` soon; nothing happens if the connection is lost."""
         if self.lost is None and not self._done.is_set():
             self._raw.ioloop.add_callback_threadsafe(function)
 
-    def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER) -> Any:
+    def ask(self, function: Callable[[Reply], None], seconds: float = ANSWER_TIMEOUT) -> Any:
         """Have the thread call ``function`` with a reply, and wait for what it is given.
 
-        :raises ProducerError: If the broker refuses, or the link is lost.
+        :raises ProducerError: If the broker refuses, or the connection is lost.
         """
         reply = Reply()
 
@@ -182,7 +182,7 @@ class ConnectionThread:
     def channel(self) -> Channel:
         """Open a channel.
 
-        :raises ProducerError: If the link is lost.
+        :raises ProducerError: If the connection is lost.
         """
         made: list[Channel] = []
 
@@ -283,13 +283,13 @@ def _unexpected(error: Exception, address: Address) -> ProducerError:
 
 
 class Channel:
-    """A channel, called from any thread but the link's own.
+    """A channel, called from any thread but the connection's own.
 
-    :param raw: pika's; to be used in the link's thread.
+    :param raw: pika's; to be used in the connection's thread.
     """
 
-    def __init__(self, link: ConnectionThread, raw: Any) -> None:
-        self.link = link
+    def __init__(self, connection: ConnectionThread, raw: Any) -> None:
+        self.connection = connection
         self.raw = raw
         self.lost: ProducerError | None = None
         self._waiting: set[Reply] = set()
@@ -306,7 +306,7 @@ class Channel:
         """Have ``function`` called in the thread when the channel is lost."""
         self._on_lost.append(function)
 
-    def call(self, name: str, seconds: float = ANSWER, **arguments: Any) -> Any:
+    def call(self, name: str, seconds: float = ANSWER_TIMEOUT, **arguments: Any) -> Any:
         """Call a method of pika's channel that has a ``callback``, and return what that is given.
 
         :raises Refused: If the broker closes the channel over it.
@@ -316,10 +316,10 @@ class Channel:
             self.await_reply(reply)
             getattr(self.raw, name)(callback=reply.give, **arguments)
 
-        return self.link.ask(run, seconds)
+        return self.connection.ask(run, seconds)
 
     def await_reply(self, reply: Reply) -> None:
-        """Let ``reply`` fail with the channel.  For the link's thread.
+        """Let ``reply`` fail with the channel.  For the connection's thread.
 
         :raises ProducerError: If it is lost already.
         """
@@ -334,7 +334,7 @@ class Channel:
 
     def shut(self) -> None:
         """Close it, and wait until the broker has done all that came before."""
-        if self.lost is None and self.link.lost is None:
+        if self.lost is None and self.connection.lost is None:
             try:
                 self.call("basic_qos", prefetch_count=1)  # answered after all that came before
             except ProducerError:
@@ -348,17 +348,17 @@ class Channel:
             if self.raw.is_open:
                 self.raw.close()
 
-        self.link.post(run)
+        self.connection.post(run)
 
     def _closed(self, raw: Any, error: Any) -> None:
         from pika.exceptions import ChannelClosedByBroker
 
-        if self.link.lost is not None:
-            self.lost = self.link.lost
+        if self.connection.lost is not None:
+            self.lost = self.connection.lost
         elif isinstance(error, ChannelClosedByBroker):
             self.lost = Refused(error.reply_code, str(error.reply_text))
         else:  # with its connection, of which we are told after its channels
-            self.lost = translate(error, self.link.address, opened=True)
+            self.lost = translate(error, self.connection.address, opened=True)
         for reply in list(self._waiting):
             reply.fail(self.lost)
         for function in self._on_lost:

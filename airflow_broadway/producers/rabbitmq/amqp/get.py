@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
-    ANSWER,
+    ANSWER_TIMEOUT,
     Channel,
     ConnectionThread,
     Reply,
@@ -27,25 +27,27 @@ class Getter:
     :param channel: The channel; one of its own, unless given.
     """
 
-    def __init__(self, link: ConnectionThread, queue: str, channel: Channel | None = None) -> None:
+    def __init__(
+        self, connection: ConnectionThread, queue: str, channel: Channel | None = None
+    ) -> None:
         from pika import spec
 
-        self._channel = channel or link.channel()
-        self._link = link
+        self._channel = channel or connection.channel()
+        self._connection = connection
         self._queue = queue
         self._reply: Reply | None = None
         self._kept: list[int] = []
         raw, number = self._channel.raw, self._channel.number
 
         def attach() -> None:
-            link.raw.got[number] = self._answer
+            connection.raw.got[number] = self._answer
             raw.add_callback(
                 lambda frame: self._answer(None), [spec.Basic.GetEmpty], one_shot=False
             )
 
-        link.post(attach)
+        connection.post(attach)
 
-    def next(self, seconds: float = ANSWER) -> Delivered | None:
+    def next(self, seconds: float = ANSWER_TIMEOUT) -> Delivered | None:
         """The next message; ``None`` if none is ready.
 
         :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
@@ -57,10 +59,10 @@ class Getter:
             self._reply = reply
             raw.basic_get(self._queue, lambda *_: None)  # what comes is read before pika sees it
 
-        got: Delivered | None = self._link.ask(ask, seconds)
+        got: Delivered | None = self._connection.ask(ask, seconds)
         return got
 
-    def get(self, seconds: float = ANSWER) -> tuple[int, bytes] | None:
+    def get(self, seconds: float = ANSWER_TIMEOUT) -> tuple[int, bytes] | None:
         """Delivery tag and body of the next message; ``None`` if none is ready.
 
         :raises ProducerUnavailable: If the queue does not answer within ``seconds``.
@@ -88,7 +90,7 @@ class Getter:
                 raw.basic_ack(tag)
             reply.give()
 
-        self._link.ask(run)
+        self._connection.ask(run)
 
     def _caught_up(self) -> bool:
         """Wait until the queue has done what it was told; ``False`` if it is no more."""

@@ -9,7 +9,7 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
 from airflow_broadway.producers.rabbitmq.amqp.confirms import KeyOf, select_confirms
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
-    ANSWER,
+    ANSWER_TIMEOUT,
     ConnectionThread,
     raw_properties,
 )
@@ -31,9 +31,9 @@ class Publisher:
     :param key_of: Names a publication by its properties; by default the property ``message_id``.
     """
 
-    def __init__(self, link: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
-        self._link = link
-        self._channel = link.channel()
+    def __init__(self, connection: ConnectionThread, key_of: KeyOf = message_id_of) -> None:
+        self._connection = connection
+        self._channel = connection.channel()
         self._window = ConfirmWindow()
         self._changed = threading.Condition()
         self._items: list[_Item] = []
@@ -91,24 +91,24 @@ class Publisher:
                         exchange, routing_key, body, raw_properties(properties), mandatory=True
                     )
 
-        self._link.post(run)
+        self._connection.post(run)
 
     def _wait(self, done: Callable[[], bool]) -> None:
         with self._changed:
             while not (done() or self._lost is not None):
                 before = self._posted + len(self._window)
                 if (
-                    not self._changed.wait(ANSWER)
+                    not self._changed.wait(ANSWER_TIMEOUT)
                     and before == self._posted + len(self._window)
-                    and not self._link.blocked
+                    and not self._connection.blocked
                 ):
                     raise ProducerUnavailable(
-                        f"RabbitMQ confirmed nothing that was published for {ANSWER:.0f} s"
+                        f"RabbitMQ confirmed nothing that was published for {ANSWER_TIMEOUT:.0f} s"
                     )
             if self._lost is not None:
                 raise self._lost
 
-    # -- in the link's thread ------------------------------------------------------------------
+    # -- in the connection's thread ------------------------------------------------------------
 
     def _confirmed(self, number: int, multiple: bool, refused: bool) -> None:
         with self._changed:

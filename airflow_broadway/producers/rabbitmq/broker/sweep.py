@@ -44,7 +44,7 @@ def due_at(deadline: float, seconds: float) -> tuple[float, float]:
 
 
 def sweep(
-    link: ConnectionThread,
+    connection: ConnectionThread,
     topology: Topology,
     journal: Journal,
     now: float,
@@ -57,7 +57,7 @@ def sweep(
     try:
         for due in journal.due(now):
             if due.gone:
-                _forget(link, topology, journal, due, now, counted)
+                _forget(connection, topology, journal, due, now, counted)
                 continue
             try:
                 queue = topology.queues.own_lease(due.queue)
@@ -70,10 +70,10 @@ def sweep(
                 continue
             lost = False
             try:
-                gone = _look_at(link, topology, queue)
+                gone = _look_at(connection, topology, queue)
             except BroadwayError as error:
                 log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
-                gone, lost = False, link.lost is not None
+                gone, lost = False, connection.lost is not None
             journal.put_off(due, now + (_KEPT if gone else _AGAIN), gone=gone)
             if lost:
                 return
@@ -82,7 +82,7 @@ def sweep(
 
 
 def _forget(
-    link: ConnectionThread,
+    connection: ConnectionThread,
     topology: Topology,
     journal: Journal,
     due: Due,
@@ -98,7 +98,7 @@ def _forget(
     returns = topology.queues.returns
     held = counted(returns)
     if held is None:
-        held = topology.depth(link, returns) or 0
+        held = topology.depth(connection, returns) or 0
         if not held and not due.empty:
             journal.put_off(due, now + _AGAIN, gone=True, empty=True)
             return
@@ -127,9 +127,9 @@ def counting(address: Address) -> Callable[[str], int | None]:
     return count
 
 
-def _look_at(link: ConnectionThread, topology: Topology, queue: str) -> bool:
+def _look_at(connection: ConnectionThread, topology: Topology, queue: str) -> bool:
     """Whether a lease queue is gone now."""
-    depth = topology.depth(link, queue)
+    depth = topology.depth(connection, queue)
     if depth:
         log.warning(
             "The lease queue %r still holds %d bundles long after they should have lapsed: look"
@@ -140,10 +140,10 @@ def _look_at(link: ConnectionThread, topology: Topology, queue: str) -> bool:
         )
         return False
     if depth is not None:
-        if not topology.is_empty(link, queue):
+        if not topology.is_empty(connection, queue):
             log.warning("The lease queue %r does not say that it is empty: it is kept.", queue)
             return False
-        topology.ensure_returns(link)
-        topology.delete(link, queue)
+        topology.ensure_returns(connection)
+        topology.delete(connection, queue)
         log.info("Deleted the lease queue %r of a dead generation.", queue)
     return True

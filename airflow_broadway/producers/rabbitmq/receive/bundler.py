@@ -1,131 +1,53 @@
-"""Makes bundles of one generation's messages, and keeps what is secured until it is handed out."""
+"""Makes bundles of one generation's messages, and publishes them to its lease queue."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
-from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames
+from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.journal import Turns
-from airflow_broadway.producers.rabbitmq.receive.ids import Ids
+from airflow_broadway.producers.rabbitmq.receive.lease_queue import LeaseQueue
 
-__all__ = ["Aside", "Bundler", "Ready"]
+__all__ = ["Bundler", "OpenBundle"]
 
-log = logging.getLogger(__name__)
-
-#: Messages that are named in the log when they are set aside; the others are counted.
-_TOLD = 10
-
-
-class Aside(NamedTuple):
-    """A message that goes among the dead letters without being handled.
-
-    :param kind: ``oversized`` or ``crashed``.
-    """
-
-    message_id: str
-    kind: str
-    reason: str
-
-
-class Ready:
-    """What is secured and waits to be handed out; shared between the threads."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.bundles: deque[list[Held]] = deque()
-        #: How many messages may be on their way together, from being taken to being handed out.
-        self.credit = 0
-        #: How many are.
-        self.outstanding = 0
-        #: Bundles that were secured.
-        self.secured = 0
-        #: Messages that were set aside unprocessed, by kind.
-        self.set_aside: Counter[str] = Counter()
-        self.error: BroadwayError | None = None
-
-    def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
-        """Bundles may be relied on, or what was published in their place."""
-        with self.changed:
-            for load in loads:
-                if isinstance(load, Aside):
-                    self._tell(load)
-                elif load:  # else it was of another queue
-                    self.bundles.append(load)
-                    self.secured += 1
-            self.changed.notify()
-
-    def _tell(self, aside: Aside) -> None:
-        self.set_aside[aside.kind] += 1
-        if self.set_aside.total() <= _TOLD:
-            log.error(
-                "Message %s is a dead letter, unprocessed: %s.",
-                aside.message_id,
-                aside.reason,
-                extra={"code": "set_aside"},
-            )
-
-    def fail(self, error: BroadwayError) -> None:
-        """Nothing more comes."""
-        with self.changed:
-            if self.error is None:
-                self.error = error
-            self.changed.notify()
-
-    def take(self, demand: int) -> list[Held]:
-        """At most ``demand`` messages; the lock is held by the caller."""
-        taken: list[Held] = []
-        while self.bundles and len(taken) < demand:
-            head = self.bundles[0]
-            room = demand - len(taken)
-            if len(head) <= room:
-                taken += self.bundles.popleft()
-            else:
-                taken += head[:room]
-                self.bundles[0] = head[room:]
-        self.outstanding -= len(taken)
-        self.credit -= len(taken)  # nobody asked for others in their place yet
-        return taken
+#: Seconds from a bundle's first message until it is published unfilled.
+LINGER_SECONDS = 0.02
 
 
 class Bundler:
-    """Makes bundles of one generation, and publishes them to its lease queue.
+    """Makes the bundles of one generation, on whatever connection there is.
 
-    :param ids: The ids of its messages.
-    :param turns: In which turns the settling of generations published messages.
+    :param prefix: The bundles' names begin so; unique.
+    :param queue: The source queue.
+    :param owner: See :class:`~airflow_broadway.producers.rabbitmq.bundle.Header`.
     :param store: Staged custody: keeps the messages of a bundle and returns the reference to them.
     """
 
     def __init__(
         self,
         generation: str,
-        queues: QueueNames,
+        prefix: str,
+        queue: str,
         owner: dict[str, Any],
-        ids: Ids,
-        turns: Turns,
+        lease_queue: LeaseQueue,
         store: Callable[[str, bytes], dict[str, Any]] | None = None,
     ) -> None:
-        self.generation = generation
-        self.queues = queues
-        self.ids = ids
-        self.turns = turns
-        #: The lease queue; known before the first bundle.
-        self.target = ""
         #: Bytes of messages in a bundle: no more than the broker takes.
         self.capacity = bundles.MAX_BYTES
         #: Bytes of a message alone, once the broker has refused a larger bundle.
         self.largest: int | None = None
+        self._generation = generation
+        self._prefix = prefix
+        self._queue = queue
         self._owner = owner
+        self._lease_queue = lease_queue
         self._store = store
         self._count = 0
         self._writer: ThreadPoolExecutor | None = None
@@ -145,57 +67,58 @@ class Bundler:
             self.largest = room
         return before != (self.capacity, self.largest)
 
-    def publish(self, lane: ConfirmChannel, messages: list[Held], tag: int | None) -> None:
-        """Secure ``messages``; then ``tag`` may be acknowledged.  For the link's thread."""
+    def publish(self, channel: ConfirmChannel, messages: list[Held], tag: int | None) -> None:
+        """Secure ``messages``; then ``tag`` may be acknowledged.  For the connection's thread."""
         self._count += 1
-        name = f"{self.ids.prefix}.{self._count:x}"
-        place = lane.reserve(name, tag=tag, load=messages)
+        name = f"{self._prefix}.{self._count:x}"
+        place = channel.reserve(name, tag=tag, load=messages)
         if self._store is None:
             body = bundles.pack(self._header(name, len(messages)), messages)
-            self._send(lane, place, body)
+            self._send(channel, place, body)
             return
         self._writer = self._writer or ThreadPoolExecutor(1, "rabbitmq-staging")
         store = self._store
-        link = lane.channel.link
+        connection = channel.channel.connection
 
         def done(future: Future[dict[str, Any]]) -> None:
-            link.post(lambda: self._stored(future, lane, place, len(messages)))
+            connection.post(lambda: self._stored(future, channel, place, len(messages)))
 
         self._writer.submit(lambda: store(name, bundles.pack_messages(messages))).add_done_callback(
             done
         )
 
     def close(self) -> None:
-        """End the writer."""
+        """End the thread that writes to the staging folder."""
         if self._writer is not None:
             self._writer.shutdown(wait=True, cancel_futures=True)
 
     def _stored(
-        self, future: Future[dict[str, Any]], lane: ConfirmChannel, place: Place, count: int
+        self, future: Future[dict[str, Any]], channel: ConfirmChannel, place: Place, count: int
     ) -> None:
         if future.cancelled():
             return
         error = future.exception()
         if error is not None:
-            lane.fail(
+            channel.fail(
                 error
                 if isinstance(error, ProducerError)
                 else ProducerError(f"a bundle could not be staged: {error}")
             )
             return
-        self._send(lane, place, bundles.pack(self._header(place.key, count, future.result()), []))
+        body = bundles.pack(self._header(place.key, count, future.result()), [])
+        self._send(channel, place, body)
 
     def _header(self, name: str, count: int, staged: dict[str, Any] | None = None) -> Header:
         return Header(
             bundle=name,
-            generation=self.generation,
-            queue=self.queues.source,
+            generation=self._generation,
+            queue=self._queue,
             count=count,
             owner=self._owner,
             staged=staged,
         )
 
-    def _send(self, lane: ConfirmChannel, place: Place, body: bytes) -> None:
+    def _send(self, channel: ConfirmChannel, place: Place, body: bytes) -> None:
         properties = encode(
             {
                 "content_type": "application/x-broadway-bundle",
@@ -203,4 +126,61 @@ class Bundler:
                 "message_id": place.key,
             }
         )
-        lane.send(place, EXCHANGE, self.target, properties, body)
+        channel.send(place, EXCHANGE, self._lease_queue.name, properties, body)
+
+
+class OpenBundle:
+    """The bundle that is being filled on a channel; for the connection's thread."""
+
+    def __init__(self, bundler: Bundler, channel: ConfirmChannel) -> None:
+        self._bundler = bundler
+        self._channel = channel
+        self._timer: Any = None
+        self._messages: list[Held] = []
+        self._bytes = 0
+        #: The delivery up to which all is done with once this bundle is secured.
+        self._tag: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no message in it."""
+        return not self._messages
+
+    def add(self, held: Held, weight: int, tag: int) -> None:
+        """Put a message in; a full bundle is published, and another begun."""
+        full = self._bytes + weight > self._bundler.capacity
+        if full or len(self._messages) >= bundles.MAX_MESSAGES:
+            self.publish()
+        self._messages.append(held)
+        self._bytes += weight
+        self._tag = tag
+
+    def add_repetition(self, tag: int) -> None:
+        """A delivery is one message once more: it is done with when what came before is."""
+        self._tag = tag
+
+    def publish_full(self) -> None:
+        """Publish it if it takes no more messages; see to the end of mere repetitions."""
+        if len(self._messages) >= bundles.MAX_MESSAGES:
+            self.publish()
+        elif self._tag is not None and not self._messages:
+            tag, self._tag = self._tag, None
+            self._channel.done(tag)
+
+    def publish_soon(self) -> None:
+        """Publish it when more messages have had a moment to come."""
+        if self._timer is None:
+            ioloop = self._channel.channel.connection.raw.ioloop
+            self._timer = ioloop.call_later(LINGER_SECONDS, self._linger_over)
+
+    def publish(self) -> None:
+        """Publish it, if there is a message in it, and begin another."""
+        messages, tag = self._messages, self._tag
+        self._messages, self._bytes, self._tag = [], 0, None
+        if messages:
+            self._bundler.publish(self._channel, messages, tag)
+
+    def _linger_over(self) -> None:
+        self._timer = None
+        if self._channel.failure is None:
+            self.publish()

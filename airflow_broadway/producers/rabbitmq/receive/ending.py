@@ -9,18 +9,18 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable, StagingError
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread, Reply
-from airflow_broadway.producers.rabbitmq.receive.bundler import Ready
+from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 
-__all__ = ["await_confirms", "end_lanes", "in_thread", "patience"]
+__all__ = ["await_confirms", "confirm_timeout", "end_channels", "in_thread"]
 
 log = logging.getLogger(__name__)
 
 #: Seconds for the broker to answer that channels are closed.
-_CLOSED = 5.0
+_CLOSE_TIMEOUT = 5.0
 
 
-def patience(
-    link: ConnectionThread, lanes: Sequence[ConfirmChannel], end: float, clock: Clock
+def confirm_timeout(
+    connection: ConnectionThread, channels: Sequence[ConfirmChannel], end: float, clock: Clock
 ) -> float:
     """Seconds to wait for confirms that were due at ``end``.
 
@@ -28,57 +28,61 @@ def patience(
     :raises StagingError: If it is the staging folder that takes too long: a bundle is published
         when its messages are there.
     """
-    left = end + link.address.timeout - clock.monotonic()
+    left = end + connection.address.timeout - clock.monotonic()
     if left > 0:
         return left
-    if link.blocked:  # for how long it may be is the link's to say
+    if connection.blocked:  # for how long it may be is the connection's to say
         return 1.0
-    if any(lane.window.unpublished for lane in lanes):
+    if any(channel.window.unpublished for channel in channels):
         raise StagingError(
             "the staging folder takes too long to store what was received, though the connection's"
-            f" timeout ({link.address.timeout:.0f} s) is over: look at its storage"
+            f" timeout ({connection.address.timeout:.0f} s) is over: look at its storage"
         )
     raise ProducerUnavailable("RabbitMQ does not confirm what was published to it")
 
 
 def await_confirms(
-    link: ConnectionThread, lanes: Sequence[ConfirmChannel], ready: Ready, clock: Clock
+    connection: ConnectionThread, channels: Sequence[ConfirmChannel], buffer: Buffer, clock: Clock
 ) -> None:
     """Wait until all that was taken is secured, as long as that may still be."""
     end = clock.monotonic()
-    with ready.changed:
-        while not (all(lane.window.idle for lane in lanes) or ready.error or link.lost):
+    with buffer.changed:
+        while not (
+            all(channel.window.idle for channel in channels) or buffer.error or connection.lost
+        ):
             try:
-                left = patience(link, lanes, end, clock)
+                left = confirm_timeout(connection, channels, end, clock)
             except (ProducerUnavailable, StagingError) as error:
                 log.warning("%s: what is not secured goes back to its queue.", error)
                 return
-            if ready.changed.wait(left):
+            if buffer.changed.wait(left):
                 end = clock.monotonic()
 
 
-def end_lanes(link: ConnectionThread, lanes: Sequence[ConfirmChannel], clock: Clock) -> bool:
+def end_channels(
+    connection: ConnectionThread, channels: Sequence[ConfirmChannel], clock: Clock
+) -> bool:
     """See to it that no confirm is heeded, and nothing acknowledged, from now on.
 
     :return: Whether the lease queue may hold a bundle that is not secured.
     """
 
     def end() -> None:
-        for lane in lanes:
-            lane.end()
+        for channel in channels:
+            channel.end()
 
-    in_thread(link, end)
-    last = clock.monotonic() + _CLOSED
-    for lane in lanes:
-        if link.lost is None:
-            lane.channel.await_closed(max(0.0, last - clock.monotonic()))
-    return any(lane.window.uncertain for lane in lanes)
+    in_thread(connection, end)
+    last = clock.monotonic() + _CLOSE_TIMEOUT
+    for channel in channels:
+        if connection.lost is None:
+            channel.channel.await_closed(max(0.0, last - clock.monotonic()))
+    return any(channel.window.uncertain for channel in channels)
 
 
-def in_thread(link: ConnectionThread, function: Callable[[], None]) -> None:
-    """Have ``function`` called in the link's thread, and wait for it.
+def in_thread(connection: ConnectionThread, function: Callable[[], None]) -> None:
+    """Have ``function`` called in the connection's thread, and wait for it.
 
-    A link that is lost has no thread any more that could do anything.
+    A connection that is lost has no thread any more that could do anything.
     """
 
     def run(reply: Reply) -> None:
@@ -86,6 +90,6 @@ def in_thread(link: ConnectionThread, function: Callable[[], None]) -> None:
         reply.give()
 
     try:
-        link.ask(run)
+        connection.ask(run)
     except ProducerError:
-        link.close()
+        connection.close()

@@ -24,7 +24,7 @@ _Origin = tuple[int, tuple[str, ...]]
 
 
 class Ids:
-    """Gives out ids; for the link's thread.
+    """Gives out ids; for the connection's thread.
 
     :param prefix: Of the ids that are made here; unique.
     """

@@ -1,8 +1,12 @@
 """The half that receives: secured in bundles before it is handed out.
 
-:meth:`RabbitSource.receive` returns what is secured already, and lets the intake run ahead by as
+:meth:`RabbitSource.receive` returns what is secured already, and lets the consumer run ahead by as
 much as was demanded; so ``secure`` has nothing left to do, and ``stop`` brings in what is still on
 its way.
+
+Three parts have a state of their own: the session is the connection and who reads on it, the lease
+queue is what the generation holds and until when, and here is what was handed out.  Between them is
+one buffer.
 """
 
 from __future__ import annotations
@@ -11,280 +15,219 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.core.errors import (
-    BroadwayError,
-    LeaseLapsed,
-    ProducerError,
-    ProducerUnavailable,
-)
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.address import address_for
-from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
-from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
-from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.errors import (
-    Blocked,
-    Refused,
-    acknowledged_too_late,
-    explained,
-    too_large,
-)
-from airflow_broadway.producers.rabbitmq.broker.sweep import counting, due_at, sweep
+from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.open_here import note_closed, note_open
-from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler, Ready
-from airflow_broadway.producers.rabbitmq.receive.consumer import Consumer
-from airflow_broadway.producers.rabbitmq.receive.ending import (
-    await_confirms,
-    end_lanes,
-    in_thread,
-    patience,
-)
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
+from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
+from airflow_broadway.producers.rabbitmq.receive.lease_queue import LeaseQueue
 from airflow_broadway.producers.rabbitmq.receive.messages import MessageMaker
-from airflow_broadway.producers.rabbitmq.receive.returned import ReturnsReader
+from airflow_broadway.producers.rabbitmq.receive.session import Session
 from airflow_broadway.producers.rabbitmq.staged_bundle import store_staged
-
-if TYPE_CHECKING:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["RabbitSource"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the first message of a queue that is not empty may take, and those that follow; then
-#: the queue itself is asked, for so long.
-_FIRST, _AGAIN, _LATE = 3.0, 0.2, 20.0
-
-#: A generation takes nothing more when this part of its lease is left.
-_MARGIN = 0.02
+#: Seconds that the first message of a queue that is not empty may take, and those that follow.
+_FIRST_TIMEOUT, _NEXT_TIMEOUT = 3.0, 0.2
+#: Seconds after which a queue counts as quiet, even if it says that it holds messages.
+_QUIET_TIMEOUT = 20.0
 
 
 class RabbitSource:
     """Receives for one generation."""
 
-    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
-        self._producer = producer
+    def __init__(self, options: RabbitMQOptions, env: ProducerEnv) -> None:
+        self._options = options
         self._env = env
         self._clock = env.clock
-        self._address = address_for(producer, env)
-        self._journal = Journal(env.staging, producer.queue)
-        self._topology = Topology(producer, self._journal)
-        self._queues = self._topology.queues
-        self._ready = Ready()
-        self._sealer = Bundler(
+        self._journal = Journal(env.staging, options.queue)
+        self._topology = Topology(options, self._journal)
+        self._buffer = Buffer()
+        self._lease_queue = LeaseQueue(env, options.lease, self._topology, self._journal)
+        ids = Ids(secrets.token_hex(8))
+        staged = options.custody == "staged"
+        self._bundler = Bundler(
             env.generation,
-            self._topology.queues,
+            ids.prefix,
+            options.queue,
             dict(env.owner),
-            Ids(secrets.token_hex(8)),
-            Turns(self._journal),
-            store_staged(self._journal, env.generation) if producer.custody == "staged" else None,
+            self._lease_queue,
+            store_staged(self._journal, env.generation) if staged else None,
         )
-        self._make = MessageMaker(
-            env.generation, producer.metadata, env.clock, producer.actions_of_messages
-        )
-        self._attempts = Attempts(
-            Backoff.of(producer), producer.reconnect_timeout, env.clock, env.stopping
-        )
-        self._handed = 0
-        self._extra = 0
-        self._declared = False
-        self._fenced: LeaseLapsed | None = None
-        self._link: ConnectionThread | None = None
-        self._intake: Consumer | None = None
-        self._returns = ReturnsReader(
-            producer, self._topology, self._journal, self._ready, self._sealer
-        )
-        self._has_messages = False
-        self._slow = False
-        self._stopped = False
-        self._deadline = self._fresh_deadline()
         limit = self._journal.limit()
         if limit is not None:
-            self._sealer.fit(limit, refused=False)
-        link = self._connect_in_time()
-        now = self._clock.now().timestamp()
-        sweep(link, self._topology, self._journal, now, counting(self._address))
+            self._bundler.fit(limit, refused=False)
+        self._make = MessageMaker(
+            env.generation, options.metadata, env.clock, options.actions_of_messages
+        )
+        self._handed = 0
+        self._stopped = False
+        self._closed = False
+        self._session = Session(
+            options,
+            env,
+            self._topology,
+            self._journal,
+            ids,
+            self._lease_queue,
+            self._bundler,
+            self._buffer,
+        )
+        now, counted = self._clock.now().timestamp(), counting(self._session.address)
+        sweep(self._session.connection, self._topology, self._journal, now, counted)
         note_open(self, env.generation)
-
-    # -- the lease -----------------------------------------------------------------------------
 
     @property
     def lease(self) -> Lease:
         """The lease as of now; its state counts what was handed out."""
-        with self._ready.changed:
-            waiting = self._ready.outstanding
+        buffer, lease_queue = self._buffer, self._lease_queue
+        with buffer.changed:
             state = {
-                "queue": self._producer.queue,
+                "queue": self._options.queue,
                 "index": self._env.index,
-                "lease_queue": self._sealer.target,
-                "virtual_host": self._address.virtual_host,
-                "declared": self._declared,
-                "bundles": self._ready.secured,
+                "lease_queue": lease_queue.name,
+                "virtual_host": self._session.address.virtual_host,
+                "declared": lease_queue.declared,
+                "bundles": buffer.bundles,
                 "messages": self._handed,
                 # Bundles that may be there beside those counted, and messages never handed out.
-                "extra": self._extra + waiting,
+                "extra": self._session.uncertain_bundles + buffer.under_way,
             }
-            if self._ready.set_aside:
-                state["set_aside"] = dict(self._ready.set_aside)
+            if buffer.set_aside:
+                state["set_aside"] = dict(buffer.set_aside)
         return Lease(
-            kind=self._producer.kind,
+            kind=self._options.kind,
             generation=self._env.generation,
-            seconds=self._producer.lease,
-            deadline=self._deadline,
+            seconds=self._options.lease,
+            deadline=lease_queue.deadline,
             owner=dict(self._env.owner),
             state=state,
         )
 
-    def _fresh_deadline(self) -> Any:
-        return self._clock.now() + timedelta(seconds=self._producer.lease)
-
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        if self._fenced is not None:
-            raise self._fenced
+        self._lease_queue.refuse_if_lapsed()
         if demand < 1 or self._stopped:
             return []
-        ready = self._ready
-        # What lies in the queue takes a moment to come: a shorter timeout would call it quiet.
-        least = _AGAIN if self._handed else _FIRST if self._has_messages else 0.0
-        end = self._clock.monotonic() + max(timeout, least)
-        last = end + _LATE
-        self._check_deadline()
-        while True:
-            try:
-                self._reconnect()
-            except ProducerUnavailable:
-                if self._env.stopping():  # what was received is still to be published
-                    return []
-                raise
-            intake = self._intake
-            assert intake is not None
-            assert self._link is not None
-            if intake.unknown:
-                self._sealer.turns.read(intake.unknown)
-                intake.unknown = ""
-                self._link.post(intake.pump)
-            if not ready.bundles and self._returns.left > 0:
-                self._drain(intake, demand)
-            if not self._returns.alone:
-                with ready.changed:
-                    ready.credit = demand
-                self._link.post(lambda intake=intake: intake.want(demand))  # type: ignore[misc]
-            with ready.changed:
-                quiet = False
-                while not (quiet or self._stirred(intake)):
-                    left = end - self._clock.monotonic()
-                    if left <= 0 and ready.outstanding:  # arrived in time: its confirm is awaited
-                        left = patience(self._link, self._lanes(), end, self._clock)
-                    quiet = left <= 0
-                    if not quiet:
-                        ready.changed.wait(left)
-                held = ready.take(demand)
+        end = self._clock.monotonic() + max(timeout, self._least_timeout)
+        last = end + _QUIET_TIMEOUT
+        self._lease_queue.check_deadline()
+        while self._is_connected():
+            self._ask_for(demand)
+            held, quiet = self._wait(demand, end)
             if held:
-                self._attempts.worked()
+                self._session.worked()
                 return self._messages(held)
             if quiet:
-                if self._clock.monotonic() > last or not self._more(intake):
+                if self._clock.monotonic() > last or not self._more_to_come():
                     self._see_why_nothing_came()
-                    if ready.error is None:
-                        self._attempts.worked()
                     return []
-                end = self._clock.monotonic() + _AGAIN
-            if ready.error is None and intake.backlog and not self._declared:
+                end = self._clock.monotonic() + _NEXT_TIMEOUT
+            if self._buffer.error is None and self._wants_lease_queue:
                 with self._unless_lost():
-                    self._open_lease(intake)
+                    self._open_lease_queue()
+        return []
 
-    def _drain(self, intake: Consumer, demand: int) -> None:
+    @property
+    def _least_timeout(self) -> float:
+        """Seconds to wait at least: what lies in the queue takes a moment to come.
+
+        A shorter timeout would call it quiet.
+        """
+        if self._handed:
+            return _NEXT_TIMEOUT
+        return _FIRST_TIMEOUT if self._session.found_messages else 0.0
+
+    def _is_connected(self) -> bool:
+        """See to a connection; ``False`` if there is none and the run was told to stop.
+
+        :raises ProducerUnavailable: If there is none, and the run wants one.
+        """
+        try:
+            self._session.ensure()
+        except ProducerUnavailable:
+            if self._env.stopping():  # what was received is still to be published
+                return False
+            raise
+        return True
+
+    def _ask_for(self, demand: int) -> None:
+        """Have up to ``demand`` messages secured, those first that came back."""
+        self._session.read_wanted_journal()
+        if self._buffer.empty and self._session.returned.left > 0:
+            self._read_returned(demand)
+        if not self._session.returned.alone:
+            self._buffer.demand(demand)
+            self._session.want(demand)
+
+    def _read_returned(self, demand: int) -> None:
         """Have returned messages secured: at most half of what is wanted, if there are others."""
-        assert self._link is not None
-        most = max(1, demand // 2) if self._has_messages else demand
+        most = max(1, demand // 2) if self._session.found_messages else demand
         with self._unless_lost():
-            self._returns.drain(
-                self._link,
+            self._session.returned.read_one(
+                self._session.connection,
                 most,
                 fresh=not self._handed,
-                open_lease=lambda: self._open_lease(intake),
+                open_lease=self._open_lease_queue,
             )
 
-    @contextmanager
-    def _unless_lost(self) -> Iterator[None]:
-        """Let errors pass of a connection that is lost: connecting again mends them."""
-        try:
-            yield
-        except ProducerError:
-            if self._ready.error is None and (self._link is None or self._link.lost is None):
-                raise
+    def _wait(self, demand: int, end: float) -> tuple[list[Held], bool]:
+        """Wait until there is something to do; what is secured, and whether nothing happened."""
+        buffer = self._buffer
+        with buffer.changed:
+            while not self._has_work():
+                left = end - self._clock.monotonic()
+                if left <= 0 and buffer.under_way:  # arrived in time: its confirm is awaited
+                    left = self._session.confirm_timeout(end)
+                if left <= 0:
+                    return buffer.take(demand), True
+                buffer.changed.wait(left)
+            return buffer.take(demand), False
 
-    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages
+    def _has_work(self) -> bool:
+        """Whether the run's thread has something to do."""
+        buffer, session = self._buffer, self._session
+        return bool(
+            not buffer.empty
+            or buffer.error is not None
+            or session.consumer.wants_journal
+            or self._wants_lease_queue
+            or (session.returned.left > 0 and not buffer.under_way)
+        )
 
-    def stop(self) -> Sequence[Message]:
-        intake, link = self._intake, self._link
-        if self._stopped or intake is None or link is None:
-            self._stopped = True
-            return []
-        self._stopped = True
-        ready = self._ready
-        with ready.changed:
-            ready.credit = 0
-        in_thread(link, intake.stop)
-        await_confirms(link, self._lanes(), ready, self._clock)
-        self._end_lanes(link)
-        with ready.changed:
-            held = ready.take(sum(map(len, ready.bundles)))
-            # What is left was never secured, so it is still its queue's; nobody was given it.
-            ready.outstanding = 0
-        return self._messages(held) if held else []
+    @property
+    def _wants_lease_queue(self) -> bool:
+        """Whether deliveries wait for a lease queue."""
+        return self._session.consumer.has_backlog and not self._lease_queue.declared
 
-    def _lanes(self) -> list[ConfirmChannel]:
-        intake = None if self._intake is None else self._intake.lane
-        return [lane for lane in (intake, self._returns.lane) if lane is not None]
-
-    def _end_lanes(self, link: ConnectionThread) -> None:
-        if end_lanes(link, self._lanes(), self._clock):
-            self._extra += 1
-
-    def close(self) -> None:
-        note_closed(self)
-        try:
-            self.stop()
-        except BroadwayError as error:  # what it does not confirm is not acknowledged either
-            log.warning("The source could not be stopped: %s", error)
-        self._sealer.close()
-        link, self._link, self._intake = self._link, None, None
-        if link is None:
-            return
-        try:
-            if self._declared and link.lost is None:
-                self._topology.leave_spare(link)
-        except BroadwayError as error:  # the next run then waits for a queue of its own
-            log.warning("No lease queue could be declared for the next run: %s", error)
-        link.close()
-
-    def _more(self, intake: Consumer) -> bool:
+    def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
-        if intake.stopped or self._returns.alone:
+        consumer = self._session.consumer
+        if consumer.stopped or self._session.returned.alone:
             return False
         # Twice: deliveries that were under way during the first are here after the second.
         for _ in range(2):
             try:
-                declared = intake.channel.call(
-                    "queue_declare", queue=self._producer.queue, passive=True
+                declared = consumer.channel.call(
+                    "queue_declare", queue=self._options.queue, passive=True
                 )
-            except ProducerError:  # told at the next receive
+            except ProducerError:  # raised at the next receive
                 return False
             if declared.method.message_count:
                 return True
-        return bool(intake.backlog or self._ready.outstanding or self._ready.bundles)
+        return bool(consumer.has_backlog or self._buffer.under_way or not self._buffer.empty)
 
     def _see_why_nothing_came(self) -> None:
         """Refuse a stream, which looks like an empty queue: asked once a day.
@@ -292,146 +235,65 @@ class RabbitSource:
         :raises ProducerError: If the queue is one.
         """
         now = self._clock.now().timestamp()
-        if self._handed or self._link is None or self._journal.seen_type(now):
+        if not self._handed and not self._journal.seen_type(now):
+            with self._unless_lost():
+                self._topology.refuse_stream(self._session.connection)
+                self._journal.note_type(now)
+        if self._buffer.error is None:
+            self._session.worked()
+
+    def _open_lease_queue(self) -> None:
+        """Declare the lease queue: at the first message, so that an empty run declares nothing."""
+        if self._lease_queue.declared:
             return
-        with self._unless_lost():
-            self._topology.refuse_stream(self._link)
-            self._journal.note_type(now)
+        connection, consumer = self._session.connection, self._session.consumer
+        if consumer.may_be_stream:
+            self._topology.refuse_stream(connection)
+        self._lease_queue.open(connection)
+        connection.post(consumer.open)
 
-    def _stirred(self, intake: Consumer) -> bool:
-        ready = self._ready
-        return bool(
-            ready.bundles
-            or ready.error is not None
-            or intake.unknown
-            or (intake.backlog and not self._declared)
-            or (self._returns.left > 0 and not ready.outstanding)
-        )
-
-    def _check_deadline(self) -> None:
-        now = self._clock.now()
-        if not self._declared:  # what holds nothing cannot lapse
-            self._deadline = self._fresh_deadline()
-        elif (self._deadline - now).total_seconds() < self._producer.lease * _MARGIN:
-            self._fenced = LeaseLapsed(
-                "this run's lease is about to end while it still receives messages: let it receive"
-                " for a shorter time (max_seconds), or give the producer a longer lease"
-            )
-            raise self._fenced
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Let errors pass of a connection that is lost: connecting again mends them."""
+        try:
+            yield
+        except ProducerError:
+            if self._buffer.error is None and self._session.connection.lost is None:
+                raise
 
     def _messages(self, held: list[Held]) -> list[Message]:
         made = self._make(held)
         self._handed += len(made)
         return made
 
-    # -- connecting ----------------------------------------------------------------------------
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages
 
-    def _connect(self) -> ConnectionThread:
-        ready = self._ready
-        with ready.changed:
-            ready.error = None
-        link = ConnectionThread.to(self._address, on_lost=ready.fail)
-        try:
-            options = self._producer
-            channel = link.channel()
-            depth = self._topology.prepare(link, channel, options)
-            self._has_messages = depth > 0
-            self._intake = Consumer(
-                channel,
-                ready,
-                self._sealer,
-                prefetch=options.qos.prefetch_count,
-                max_bytes=options.max_message_bytes,
-                dead=self._topology.dead,
-                consume=dict(options.consume_options or {}),
-                slow=self._slow,
-            )
-            self._link = link
-            self._intake.open = self._declared
-            self._returns.open(link)
-        except BaseException:
-            link.close()
-            raise
-        return link
+    # -- the end -------------------------------------------------------------------------------
 
-    def _connect_in_time(self) -> ConnectionThread:
-        """Connect, by the back-off's delays, for as long as the option allows."""
-        try:
-            return keep_trying(self._connect, self._attempts)
-        except BroadwayError as error:
-            self._ready.fail(error)
-            raise
+    def stop(self) -> Sequence[Message]:
+        if self._stopped:
+            return []
+        self._stopped = True
+        self._buffer.demand(0)
+        self._session.stop()
+        held = self._buffer.take_all()
+        return self._messages(held) if held else []
 
-    def _reconnect(self) -> None:
-        """Go on after a lost connection; nothing happens if there is none lost."""
-        error = self._ready.error
-        if error is None:
+    def close(self) -> None:
+        note_closed(self)
+        if self._closed:
             return
-        self._see_whether_it_can_go_on(error)
-        log.warning("%s: what is not secured yet is received again.", error)
-        if self._link is not None:
-            self._end_lanes(self._link)
-            self._link.close()
-        with self._ready.changed:
-            # What was taken and not secured is its queue's again.
-            self._ready.outstanding = sum(map(len, self._ready.bundles))
-        self._sealer.ids.reconnect()
-        self._attempts.again(error)
-        self._check_deadline()
-        self._connect_in_time()
-        log.info("Connected to RabbitMQ again.")
-
-    def _see_whether_it_can_go_on(self, error: BroadwayError) -> None:
-        """Raise the error unless connecting again may mend it, and do what makes it so."""
-        if isinstance(error, LeaseLapsed):
-            self._fenced = error
-        if isinstance(error, Refused):
-            limit = too_large(error)
-            if limit is not None:
-                self._fit(limit)
-                return
-            if acknowledged_too_late(error):
-                self._slow = True
-                return
-            raise explained(error, f"the queue {self._producer.queue!r}") from None
-        if isinstance(error, Blocked) or not isinstance(error, ProducerUnavailable):
-            raise error
-
-    def _fit(self, limit: int) -> None:
-        """Make bundles that a broker takes that has just refused one.
-
-        :raises ProducerError: If there are none.
-        """
-        known = f"RabbitMQ takes no message of more than {limit} bytes (its max_message_size)"
-        if not self._sealer.fit(limit, refused=True):
-            raise ProducerError(f"{known}, which is too few even for one alone: raise it")
-        log.warning(
-            "%s: bundles are made no larger, and a larger message is a dead letter.  To have it"
-            " handled, raise the limit, or use custody='staged'.",
-            known,
-        )
-        self._journal.note_limit(limit)
-
-    def _open_lease(self, intake: Consumer) -> None:
-        """Declare the lease queue: at the first message, so that an empty run declares nothing."""
-        if self._declared:
-            return
-        assert self._link is not None
-        if intake.backlog and b"x-stream-offset" in intake.backlog[0].properties:
-            self._topology.refuse_stream(self._link)
-        generation, now = self._env.generation, self._clock.now().timestamp()
-        self._topology.check(self._link, self._journal, generation, now)
-        name = self._topology.open_lease(self._link, self._journal, generation)
-        self._deadline = self._fresh_deadline()
-        # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
-        # that never answers again, and nobody must wait for that one.
-        due, sure = due_at(self._deadline.timestamp(), self._producer.lease)
-        self._journal.note_opened(self._env.generation, name, due, sure)
-        self._sealer.target = name
-        self._declared = True
-
-        def run() -> None:
-            intake.open = True
-            intake.pump()
-
-        self._link.post(run)
+        self._closed = True
+        try:
+            self.stop()
+        except BroadwayError as error:  # what it does not confirm is not acknowledged either
+            log.warning("The source could not be stopped: %s", error)
+        self._bundler.close()
+        connection = self._session.connection
+        try:
+            if self._lease_queue.declared and connection.lost is None:
+                self._topology.leave_spare(connection)
+        except BroadwayError as error:  # the next run then waits for a queue of its own
+            log.warning("No lease queue could be declared for the next run: %s", error)
+        connection.close()

@@ -24,7 +24,7 @@ from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import untold
+from airflow_broadway.producers.rabbitmq.settle.reading import unreported
 from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RabbitCustodian:
             return False
         if not self._was_declared(lease):
             return True
-        return self._topology.depth(self._link, self._queue(lease)) is not None
+        return self._topology.depth(self._connection, self._queue(lease)) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
@@ -84,7 +84,7 @@ class RabbitCustodian:
         noted = self._journal.settled(lease.generation)
         if noted is not None:
             if noted.details["bundles"] is None:  # killed before the queue was deleted
-                self._topology.delete(self._link, self._queue(lease))
+                self._topology.delete(self._connection, self._queue(lease))
             return noted.report
         report = self._settle(lease, settlement)
         if self._journal.settled(lease.generation) is None:
@@ -95,14 +95,14 @@ class RabbitCustodian:
         expected = settlement.expected
         depth = None
         if self._was_declared(lease):
-            depth = self._topology.depth(self._link, self._queue(lease))
+            depth = self._topology.depth(self._connection, self._queue(lease))
         settling = self._settling(lease)
         held = self._held(lease)
         if depth is None:
             noted = self._journal.settled(lease.generation)
             if noted is not None:  # another has settled it just now, and deleted the queue
                 return noted.report
-            early = untold(self._journal.now(lease.generation), settlement)
+            early = unreported(self._journal.now(lease.generation), settlement)
             if expected is None:
                 return self._without_manifest(lease) + early
             if not expected:
@@ -151,7 +151,7 @@ class RabbitCustodian:
             )
         done = self._journal.now(lease.generation)
         outbox = Outbox(
-            self._link,
+            self._connection,
             self._topology,
             lease,
             self._clock,
@@ -246,7 +246,7 @@ class RabbitCustodian:
         wanted = int(lease.state.get("bundles", 0))
         while depth < wanted and time.monotonic() < end:
             time.sleep(0.1)
-            depth = self._topology.depth(self._link, self._queue(lease)) or 0
+            depth = self._topology.depth(self._connection, self._queue(lease)) or 0
         return depth
 
     def _checked(self, lease: Lease) -> Lease:
@@ -254,7 +254,7 @@ class RabbitCustodian:
 
     def _settling(self, lease: Lease) -> LeaseSettlement:
         return LeaseSettlement(
-            self._link,
+            self._connection,
             self._topology,
             self._journal,
             lease,
@@ -270,7 +270,7 @@ class RabbitCustodian:
         return self._shape
 
     @property
-    def _link(self) -> ConnectionThread:
+    def _connection(self) -> ConnectionThread:
         if self._opened is not None and self._opened.lost is not None:
             self.close()
         if self._opened is None:
@@ -308,12 +308,12 @@ def depth(producers: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
 
 def _depth(producer: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
     topology = Topology(producer)
-    link = ConnectionThread.to(address_for(producer, env))
+    connection = ConnectionThread.to(address_for(producer, env))
     try:
         queues = topology.queues
 
         def count(name: str) -> int:
-            return topology.depth(link, name) or 0
+            return topology.depth(connection, name) or 0
 
         place: Any = producer.dead_letter
         dead = place if isinstance(place, str) else queues.dead
@@ -325,4 +325,4 @@ def _depth(producer: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
             oldest_age=None,
         )
     finally:
-        link.close()
+        connection.close()

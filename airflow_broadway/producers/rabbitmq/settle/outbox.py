@@ -68,7 +68,7 @@ class Outbox:
 
     def __init__(
         self,
-        link: ConnectionThread,
+        connection: ConnectionThread,
         topology: Topology,
         lease: Lease,
         clock: Clock,
@@ -78,7 +78,7 @@ class Outbox:
         gives_back: bool = True,
     ) -> None:
         self.guard = MessageGuard()
-        self._link = link
+        self._connection = connection
         self._topology = topology
         self._lease = lease
         self._clock = clock
@@ -105,7 +105,7 @@ class Outbox:
         exchange, routing_key = self._place(held, verdict)
         missing = ""
         if exchange and action is Action.DEAD_LETTER:
-            missing = self._topology.missing_exchange(self._link, exchange)
+            missing = self._topology.missing_exchange(self._connection, exchange)
         self._bytes += bundles.weight_of(held)
         if missing:
             self.guard.refuse(key, missing)
@@ -140,7 +140,7 @@ class Outbox:
         """Exchange and routing key."""
         delay = 0.0
         if verdict.action is Action.DEAD_LETTER:
-            self._topology.ensure_dead(self._link)
+            self._topology.ensure_dead(self._connection)
             return self._topology.dead_for(held.route)
         if verdict.action is Action.RETRY:
             delay = verdict.delay
@@ -149,11 +149,11 @@ class Outbox:
         step = rung(delay)
         if step is None:
             return "", self._topology.queues.source
-        return "", self._topology.ensure_delay(self._link, step)
+        return "", self._topology.ensure_delay(self._connection, step)
 
     def _properties(self, held: Held, verdict: Verdict, again: bool) -> bytes:
         turn, repeats = self._turn = self._turn or self._ask()
-        action, limit = verdict.action, self._link.max_properties
+        action, limit = verdict.action, self._connection.max_properties
         attempt = held.attempt + (1 if action is Action.RETRY else 0)
         mark = Mark(held.message_id, self._lease.generation, attempt, turn)
         if action is not Action.DEAD_LETTER:
@@ -169,7 +169,7 @@ class Outbox:
             held, mark, reason=verdict.reason, stage=verdict.stage, extra=extra, limit=limit
         )
 
-    def give_back(self, header: Header, messages: Sequence[Held]) -> None:
+    def release(self, header: Header, messages: Sequence[Held]) -> None:
         """Put released messages into the returns queue."""
         for number, part in enumerate(bundles.parts(messages, self._capacity)):
             name = f"{header.bundle}.released" + (f".{number}" if number else "")
@@ -182,7 +182,7 @@ class Outbox:
         self._publish_bundle(header.released_part(header.bundle, 1), [held], key=key)
 
     def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
-        self._topology.ensure_returns(self._link)
+        self._topology.ensure_returns(self._connection)
         self._publisher.publish(
             "",
             self._topology.queues.returns,
@@ -203,7 +203,7 @@ class Outbox:
     @property
     def _publisher(self) -> Publisher:
         if self._opened is None:
-            self._opened = Publisher(self._link, publication_key)
+            self._opened = Publisher(self._connection, publication_key)
         return self._opened
 
     # -- what came of it -----------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Outbox:
         self._sent.clear()
         self._bytes = 0
         if given:
-            self.give_back(self._header("refused"), given)
+            self.release(self._header("refused"), given)
 
     def _nothing_goes_back(self, reason: str) -> ProducerError:
         return ProducerError(

@@ -17,10 +17,10 @@ from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
-__all__ = ["Read", "together", "untold"]
+__all__ = ["Read", "together", "unreported"]
 
 
-def untold(now: Mapping[str, Action], settlement: Settlement) -> SettleReport:
+def unreported(now: Mapping[str, Action], settlement: Settlement) -> SettleReport:
     """What was settled at once beyond what the settlement knows of.
 
     :param now: The messages that were settled at once: message id → action.

@@ -29,7 +29,7 @@ from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import Read, together, untold
+from airflow_broadway.producers.rabbitmq.settle.reading import Read, together, unreported
 
 __all__ = ["LeaseSettlement"]
 
@@ -48,7 +48,7 @@ class LeaseSettlement:
 
     def __init__(
         self,
-        link: ConnectionThread,
+        connection: ConnectionThread,
         topology: Topology,
         journal: Journal,
         lease: Lease,
@@ -56,7 +56,7 @@ class LeaseSettlement:
         clock: Clock,
         turn: Callable[[], Turn],
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._topology = topology
         self._journal = journal
         self._lease = lease
@@ -70,7 +70,7 @@ class LeaseSettlement:
 
     def _new_outbox(self) -> Outbox:
         limit = self._journal.limit()
-        return Outbox(self._link, self._topology, self._lease, self._clock, self._turn, limit)
+        return Outbox(self._connection, self._topology, self._lease, self._clock, self._turn, limit)
 
     # -- with everything known -----------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class LeaseSettlement:
             self._outbox = self._new_outbox()  # what it publishes is a repetition from now on
             return None
         report = report_of(actions, failed=failed, errors=self._outbox.guard.errors())
-        report += untold(self._now, settlement)
+        report += unreported(self._now, settlement)
         return self._ended(report, None, {}, depth=self._counted or 0)
 
     def without_bundles(self, settlement: Settlement) -> SettleReport:
@@ -127,7 +127,7 @@ class LeaseSettlement:
         note = f"the lease queue {self._queue!r} was deleted: settled from staging"
         errors = (*self._outbox.guard.errors(), note)
         report = report_of(actions, lapsed=lost, failed=failed, errors=errors)
-        report += untold(self._now, settlement)
+        report += unreported(self._now, settlement)
         self._journal.note_settled(self._lease.generation, report, None)
         return report
 
@@ -135,7 +135,7 @@ class LeaseSettlement:
         """How many messages of the manifest were not settled at once."""
         expected = settlement.expected or 0
         if settlement.settled_now is not None:
-            return max(0, expected - untold(self._now, settlement).total)
+            return max(0, expected - unreported(self._now, settlement).total)
         # Whether the manifest counts those is told by the lease alone.
         counts_all = expected == self._lease.state.get("messages")
         return expected - len(self._now) if counts_all else expected
@@ -171,9 +171,9 @@ class LeaseSettlement:
         """
         published = settlement.expected is not None
         if not published:
-            self._topology.fence(self._link, self._queue)
-        self._topology.ensure_returns(self._link)
-        getter = Getter(self._link, self._queue)
+            self._topology.fence(self._connection, self._queue)
+        self._topology.ensure_returns(self._connection)
+        getter = Getter(self._connection, self._queue)
         read = Read({entry.message_id: entry.verdict.action for entry in settlement.entries()})
         verdicts = {entry.message_id: entry.verdict for entry in settlement.entries()}
         known = self._named(settlement)
@@ -200,7 +200,7 @@ class LeaseSettlement:
                 elif verdict.action is not Action.ACK:
                     self._outbox.carry_out(message, verdict)
             if released:
-                self._outbox.give_back(header, released)
+                self._outbox.release(header, released)
         other = self._journal.settled(self._lease.generation)  # by another, meanwhile
         unseen = self._unseen(settlement, read) if published and held and other is None else {}
         for key in self._outbox.finish():
@@ -292,7 +292,7 @@ class LeaseSettlement:
                 f" and {lapsed} come back if their bundles do"
             )
         report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
-        return report + untold(self._now, settlement)
+        return report + unreported(self._now, settlement)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class LeaseSettlement:
         note(generation, report, bundles_done, messages=messages)
         if depth is None:
             return report
-        deleted = self._topology.delete(self._link, self._queue)
+        deleted = self._topology.delete(self._connection, self._queue)
         if deleted != depth:
             error = (
                 f"the lease queue {self._queue!r} held {deleted} bundles when it was deleted, and"

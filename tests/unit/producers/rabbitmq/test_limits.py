@@ -18,7 +18,8 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, rung
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.receive import source
-from airflow_broadway.producers.rabbitmq.receive.bundler import Aside, Ready
+from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
+from airflow_broadway.producers.rabbitmq.receive.quarantine import Aside
 from airflow_broadway.testing import ManualClock
 
 
@@ -48,11 +49,11 @@ def test_the_first_ten_that_are_set_aside_are_logged_and_all_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR)
-    ready = Ready()
+    buffer = Buffer()
     for number in range(12):
-        ready.add([Aside(f"m{number}", "crashed" if number % 2 else "oversized", "why")])
+        buffer.add([Aside(f"m{number}", "crashed" if number % 2 else "oversized", "why")])
     assert [text.split()[1] for text in caplog.messages] == [f"m{number}" for number in range(10)]
-    assert ready.set_aside == {"oversized": 6, "crashed": 6}
+    assert buffer.set_aside == {"oversized": 6, "crashed": 6}
 
 
 @pytest.mark.parametrize(

@@ -69,9 +69,9 @@ def test_a_channel_that_goes_with_its_connection_is_lost_and_not_refused(
     given: Exception, kind: type[ProducerError], told: str
 ) -> None:
     # Given a channel whose answer is awaited
-    link: Any = SimpleNamespace(lost=None, address=NOBODY)
+    connection: Any = SimpleNamespace(lost=None, address=NOBODY)
     raw = MagicMock()
-    channel, reply = Channel(link, raw), Reply()
+    channel, reply = Channel(connection, raw), Reply()
     channel.await_reply(reply)
     heard: list[ProducerError] = []
     channel.on_lost(heard.append)

@@ -31,16 +31,16 @@ class Broker:
         #: Those that do not answer, or have more than they count.
         self.silent: set[str] = set()
 
-    def depth(self, link: Any, name: str) -> int | None:
+    def depth(self, connection: Any, name: str) -> int | None:
         return self.depths.get(name)
 
-    def is_empty(self, link: Any, name: str) -> bool:
+    def is_empty(self, connection: Any, name: str) -> bool:
         return self.depths.get(name) == 0 and name not in self.silent
 
-    def ensure_returns(self, link: Any) -> None:
+    def ensure_returns(self, connection: Any) -> None:
         self.depths.setdefault(self.queues.returns, 0)
 
-    def delete(self, link: Any, name: str) -> int:
+    def delete(self, connection: Any, name: str) -> int:
         return self.depths.pop(name)
 
 

@@ -9,22 +9,22 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable, StagingError
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import ConfirmWindow
-from airflow_broadway.producers.rabbitmq.receive.ending import patience
+from airflow_broadway.producers.rabbitmq.receive.ending import confirm_timeout
 from airflow_broadway.testing.clock import ManualClock
 
 
 def waited(*windows: ConfirmWindow, blocked: bool = False) -> float:
-    """Wait for lanes that have been waited for as long as a connection may take: 30 s."""
-    link: Any = SimpleNamespace(address=SimpleNamespace(timeout=30.0), blocked=blocked)
-    lanes: Any = [SimpleNamespace(window=window) for window in windows]
+    """Wait for channels that have been waited for as long as a connection may take: 30 s."""
+    connection: Any = SimpleNamespace(address=SimpleNamespace(timeout=30.0), blocked=blocked)
+    channels: Any = [SimpleNamespace(window=window) for window in windows]
     clock = ManualClock()
     clock.advance(31.0)
-    return patience(link, lanes, 1.0, clock)
+    return confirm_timeout(connection, channels, 1.0, clock)
 
 
 @pytest.fixture
 def stored() -> ConfirmWindow:
-    """A lane whose bundle is published, and not confirmed."""
+    """A channel whose bundle is published, and not confirmed."""
     window = ConfirmWindow()
     window.publish("b1")
     return window
@@ -32,7 +32,7 @@ def stored() -> ConfirmWindow:
 
 @pytest.fixture
 def unstored() -> ConfirmWindow:
-    """A lane whose bundle is not in the staging folder yet."""
+    """A channel whose bundle is not in the staging folder yet."""
     window = ConfirmWindow()
     window.reserve("b1")
     return window

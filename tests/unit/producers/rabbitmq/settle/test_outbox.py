@@ -24,7 +24,7 @@ QUEUES = QueueNames("orders")
 
 
 class Broker:
-    """A link, its one channel, and the broker behind: it answers whenever somebody waits.
+    """A connection, its one channel, and the broker behind: it answers whenever somebody waits.
 
     :param refuses: The routing keys to which nothing can be published.
     """
@@ -37,7 +37,7 @@ class Broker:
         self.published: list[tuple[str, bytes]] = []
         #: The most bytes that were waiting for their confirm.
         self.peak = 0
-        self.link = self
+        self.connection = self
         self.number = 1
         self.blocked = False
         self.max_properties = 100_000
@@ -82,7 +82,7 @@ class Topology:
 
     queues = QUEUES
 
-    def ensure_dead(self, link: Any) -> None:
+    def ensure_dead(self, connection: Any) -> None:
         pass
 
     ensure_returns = ensure_dead
@@ -97,8 +97,10 @@ def outbox(broker: Broker, *, gives_back: bool = True) -> Outbox:
         kind="rabbitmq", generation="g", seconds=60.0, deadline=clock.now(), owner={}, state={}
     )
     topology: Any = Topology()
-    link: Any = broker
-    made = Outbox(link, topology, lease, clock, lambda: ("t", False), None, gives_back=gives_back)
+    connection: Any = broker
+    made = Outbox(
+        connection, topology, lease, clock, lambda: ("t", False), None, gives_back=gives_back
+    )
     made._opened = broker.publisher()
     return made
 

@@ -1,0 +1,72 @@
+"""Sets aside what a run does not handle: dead letters, and what cannot be read at all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.marks import Content, Mark, buried
+from airflow_broadway.producers.rabbitmq.receive.ids import Ids
+
+__all__ = ["Aside", "Quarantine"]
+
+
+class Aside(NamedTuple):
+    """A message that goes among the dead letters without being handled.
+
+    :param kind: ``oversized`` or ``crashed``.
+    """
+
+    message_id: str
+    kind: str
+    reason: str
+
+
+class Quarantine:
+    """Publishes what is set aside, each message with why; for the connection's thread.
+
+    :param dead: Exchange and routing key of dead letters.
+    """
+
+    def __init__(self, generation: str, ids: Ids, dead: tuple[str, str]) -> None:
+        self._generation = generation
+        self._ids = ids
+        self._dead = dead
+
+    def oversized(self, channel: ConfirmChannel, delivered: Delivered, reason: str) -> None:
+        """Make a dead letter of a message that is too large for a bundle."""
+        key = self._ids.fresh()
+        aside = Aside(key, "oversized", reason)
+        mark = Mark(key, self._generation, 1)
+        self._publish(channel, self._dead, delivered, mark, reason, "receive", delivered.tag, aside)
+
+    def crashed(self, channel: ConfirmChannel, held: Held) -> None:
+        """Make a dead letter of a message that killed its process while it was alone there."""
+        reason = f"its process died {held.crashes} times, at last with nothing else to handle"
+        aside = Aside(held.message_id, "crashed", reason)
+        mark = Mark(held.message_id, self._generation, held.attempt)
+        self._publish(channel, self._dead, held, mark, reason, "crashed", None, aside)
+
+    def unreadable(
+        self, channel: ConfirmChannel, queue: str, delivered: Delivered, reason: str
+    ) -> None:
+        """Move what is no bundle from the returns queue to another."""
+        mark = Mark(self._ids.fresh(), self._generation, 1)
+        self._publish(channel, ("", queue), delivered, mark, reason, "returns", delivered.tag, None)
+
+    @staticmethod
+    def _publish(
+        channel: ConfirmChannel,
+        place: tuple[str, str],
+        message: Content,
+        mark: Mark,
+        reason: str,
+        stage: str,
+        tag: int | None,
+        load: Any,
+    ) -> None:
+        limit = channel.channel.connection.max_properties
+        properties = buried(message, mark, reason=reason, stage=stage, limit=limit)
+        channel.publish(*place, properties, message.body, key=mark.message_id, tag=tag, load=load)
