@@ -43,7 +43,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 @pytest.fixture
 def place(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     for module in (settling, custodian):
-        monkeypatch.setattr(module, "_PATIENCE", 0.3)
+        monkeypatch.setattr(module, "BUNDLES_TIMEOUT", 0.3)
     return place
 
 

@@ -45,7 +45,7 @@ class RabbitMQProducer(RabbitMQOptions):
         return (RabbitCustodian if self.merge_options is None else ShardedCustodian)(self, env)
 
     def depth(self, env: ProducerEnv) -> QueueDepth:
-        from airflow_broadway.producers.rabbitmq.settle.custodian import depth
+        from airflow_broadway.producers.rabbitmq.inspect import depth
 
         return depth(self.shards(), env)
 

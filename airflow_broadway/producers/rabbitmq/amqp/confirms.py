@@ -42,7 +42,7 @@ def select_confirms(
         on_return(key_of(properties), code, text)
 
     connection, number = channel.connection, channel.number
-    connection.post(lambda: connection.raw.returned.__setitem__(number, returned))
+    connection.post(lambda: connection.raw.frames.returned.__setitem__(number, returned))
     channel.call("confirm_delivery", ack_nack_callback=answered)
 
 

@@ -40,7 +40,7 @@ class Getter:
         raw, number = self._channel.raw, self._channel.number
 
         def attach() -> None:
-            connection.raw.got[number] = self._answer
+            connection.raw.frames.got[number] = self._answer
             raw.add_callback(
                 lambda frame: self._answer(None), [spec.Basic.GetEmpty], one_shot=False
             )

@@ -12,11 +12,13 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from airflow_broadway.core.errors import ProducerError
+
 if TYPE_CHECKING:
     from pika import SelectConnection
     from pika.connection import Parameters
 
-__all__ = ["Delivered", "Parser", "connection_class", "split_route"]
+__all__ = ["Delivered", "FrameReader", "Parser", "connection_class", "split_route"]
 
 
 class Delivered(NamedTuple):
@@ -50,12 +52,36 @@ _HEADER = struct.Struct(">BHIHHQ")
 _FRAME = struct.Struct(">BHI")
 _METHOD_FRAME = struct.Struct(">BHIHH")
 
-#: Class and method of ``basic.deliver``.
-_BASIC, _METHOD = 60, 60
-#: Method of ``basic.get-ok``.
-_GET_OK = 71
+#: The class ``basic``, and its methods ``deliver`` and ``get-ok``.
+_BASIC, _DELIVERY, _GOT = 60, 60, 71
 #: Class and method of ``basic.return`` and ``basic.get-ok``, as bytes.
-_RETURN, _GOT = b"\x00\x3c\x00\x32", b"\x00\x3c\x00\x47"
+_RETURN, _GET_OK = b"\x00\x3c\x00\x32", b"\x00\x3c\x00\x47"
+
+
+def _content(data: bytes, at: int) -> tuple[bytes, bytes, int] | None:
+    """What begins with the header frame at ``at``: properties, body, and where it ends.
+
+    ``None`` if it is not all there yet.
+    """
+    end = len(data)
+    if at + 21 > end:
+        return None
+    _, _, size, _, _, left = _HEADER.unpack_from(data, at)
+    after = at + size + 8
+    properties = data[at + 19 : after - 1]
+    parts = []
+    while left:  # a body comes in one frame or in several
+        if after + 7 > end:
+            return None
+        size = _FRAME.unpack_from(data, after)[2]
+        start, after = after + 7, after + size + 8
+        if after > end:
+            return None
+        parts.append(data[start : after - 1])
+        left -= size
+    if after > end:
+        return None
+    return properties, parts[0] if len(parts) == 1 else b"".join(parts), after
 
 
 class Parser:
@@ -74,67 +100,110 @@ class Parser:
         :return: Where reading stopped, and whether there is another frame than a delivery's; else
             the rest of a delivery is still to come.
         """
-        channel, deliver = self._channel, self._deliver
-        end = len(data)
-        unpack, unpack_tag, unpack_header = (
-            _DELIVER.unpack_from,
-            _TAG.unpack_from,
-            _HEADER.unpack_from,
-        )
-        make = Delivered._make
-        at = start
+        channel, deliver, make = self._channel, self._deliver, Delivered._make
+        unpack, unpack_tag, content_of = _DELIVER.unpack_from, _TAG.unpack_from, _content
+        end, at = len(data), start
         while at + 12 <= end:
             kind, number, size, class_id, method_id, length = unpack(data, at)
-            if kind != 1 or number != channel or method_id != _METHOD or class_id != _BASIC:
+            if kind != 1 or number != channel or method_id != _DELIVERY or class_id != _BASIC:
                 return at, True
             head = at + size + 8
-            if head + 21 > end:
+            content = content_of(data, head)
+            if content is None:
                 return at, False
             place = at + 12 + length
             tag, redelivered = unpack_tag(data, place)
-            route = data[place + 9 : head - 1]
-            _, _, size, _, _, left = unpack_header(data, head)
-            body = head + size + 8
-            properties = data[head + 19 : body - 1]
-            if not left:
-                if body > end:
-                    return at, False
-                deliver(make((tag, redelivered != 0, route, properties, b"")))
-                at = body
-                continue
-            if body + 7 > end:
-                return at, False
-            size = _FRAME.unpack_from(data, body)[2]
-            after = body + size + 8
-            if after > end:
-                return at, False
-            if size == left:
-                deliver(
-                    make((tag, redelivered != 0, route, properties, data[body + 7 : after - 1]))
-                )
-                at = after
-                continue
-            parts = [data[body + 7 : after - 1]]
-            left -= size
-            while left:  # a body in several frames
-                if after + 7 > end:
-                    return at, False
-                size = _FRAME.unpack_from(data, after)[2]
-                following = after + size + 8
-                if following > end:
-                    return at, False
-                parts.append(data[after + 7 : following - 1])
-                left -= size
-                after = following
-            deliver(make((tag, redelivered != 0, route, properties, b"".join(parts))))
+            properties, body, after = content
+            deliver(make((tag, redelivered != 0, data[place + 9 : head - 1], properties, body)))
             at = after
         return at, at + 7 <= end and data[at] != 1
 
 
+class FrameReader:
+    """Reads what comes over one connection: deliveries by parsers, the rest as pika does.
+
+    :param process_frame: Called with each frame that is left to pika.
+    """
+
+    def __init__(self, process_frame: Callable[[Any], None]) -> None:
+        from pika.frame import decode_frame
+
+        #: Channel number → the parser of its deliveries.
+        self.parsers: dict[int, Parser] = {}
+        #: Channel number → what is called with code, text and properties of a return.
+        self.returned: dict[int, Callable[[int, str, bytes], None]] = {}
+        #: Channel number → what is called with the message that was asked for.
+        self.got: dict[int, Callable[[Delivered], None]] = {}
+        #: Called after every portion of data.
+        self.after_data: Callable[[], None] | None = None
+        self._decode = decode_frame
+        self._process_frame = process_frame
+        self._parts: list[bytes] = []
+        self._missing = 0
+
+    def feed(self, data_in: bytes) -> None:
+        """Read what came, after what was left of the portion before."""
+        self._parts.append(data_in)
+        self._missing -= len(data_in)
+        if self._missing > 0:  # a large body: joining what has come so far is of no use yet
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        at = self._read(data)
+        rest = data[at:] if at else data
+        self._parts = [rest] if rest else []
+        self._missing = _missing(rest)
+        if self.after_data is not None:
+            self.after_data()
+
+    def _read(self, data: bytes) -> int:
+        """Read all frames that are whole; where reading stopped."""
+        at, end = 0, len(data)
+        while at < end:
+            if end - at >= 7:
+                parser = self.parsers.get(int.from_bytes(data[at + 1 : at + 3], "big"))
+                if parser is not None:
+                    at, other = parser.parse(data, at)
+                    if not other:
+                        return at
+                method = data[at + 7 : at + 11] if data[at] == 1 else b""
+                if method == _RETURN or (method == _GET_OK and self.got):
+                    after = self._take_content(data, at)
+                    if after is None:
+                        return at
+                    at = after
+                    continue
+            consumed, value = self._decode(_one_frame(data, at))
+            if value is None:
+                return at
+            at += consumed
+            self._process_frame(value)
+        return at
+
+    def _take_content(self, data: bytes, at: int) -> int | None:
+        """Read one message that pika might not; where it ends, ``None`` if it is not all there."""
+        _, channel, size, _, method = _METHOD_FRAME.unpack_from(data, at)
+        head = at + size + 8
+        content = _content(data, head)
+        if content is None:
+            return None
+        properties, body, after = content
+        if method == _GOT:
+            got = self.got.get(channel)
+            if got is not None:
+                tag, redelivered = _TAG.unpack_from(data, at + 11)
+                route = data[at + 20 : head - 5]
+                got(Delivered(tag, redelivered != 0, route, properties, body))
+        else:
+            returned = self.returned.get(channel)
+            if returned is not None:
+                code = int.from_bytes(data[at + 11 : at + 13], "big")
+                text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
+                returned(code, text, properties)
+        return after
+
+
 def connection_class() -> type[Any]:
-    """Pika's ``SelectConnection``, with ``parsers``: channel number → :class:`Parser`;
-    ``returned``: channel number → what is called with code, text and properties of a return; and
-    ``got``: channel number → what is called with the :class:`Delivered` that was asked for.
+    """Pika's ``SelectConnection``, with ``frames``: the :class:`FrameReader` of what comes.
 
     It changes how pika reads frames, in a method that is pika's own business: a test reads with
     both and compares.
@@ -142,9 +211,6 @@ def connection_class() -> type[Any]:
     :raises ProducerError: If this pika has no such method.
     """
     import pika
-    from pika import frame
-
-    from airflow_broadway.core.errors import ProducerError
 
     base: type[SelectConnection] = pika.SelectConnection
     if not hasattr(base, "_on_data_available") or not hasattr(base, "_process_frame"):
@@ -152,16 +218,11 @@ def connection_class() -> type[Any]:
             f"pika {pika.__version__} is not supported: install a release from 1.3.2 to 1.x"
         )
 
-    class Reader(base):  # type: ignore[misc]
-        """Reads deliveries by parsers, and the rest as pika does."""
+    class Connection(base):  # type: ignore[misc]
+        """Pika's connection, but for how it reads."""
 
         def __init__(self, parameters: Parameters, **callbacks: Any) -> None:
-            self.parsers: dict[int, Parser] = {}
-            self.returned: dict[int, Callable[[int, str, bytes], None]] = {}
-            self.got: dict[int, Callable[[Delivered], None]] = {}
-            self.after_data: Callable[[], None] | None = None
-            self._parts: list[bytes] = []
-            self._missing = 0
+            self.frames = FrameReader(self._process_frame)
             super().__init__(parameters, **callbacks)
 
         def sever(self) -> None:
@@ -171,87 +232,13 @@ def connection_class() -> type[Any]:
                 sock.close()
 
         def _on_data_available(self, data_in: bytes) -> None:
+            self.bytes_received += len(data_in)  # a sign of life, before a frame is whole
             try:
-                self._on_data(data_in)
+                self.frames.feed(data_in)
             except OSError as error:  # pika would take it for the socket's
                 raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-        def _on_data(self, data_in: bytes) -> None:
-            self.bytes_received += len(data_in)  # a sign of life, before a frame is whole
-            self._parts.append(data_in)
-            self._missing -= len(data_in)
-            if self._missing > 0:  # a large body: joining what has come so far is of no use yet
-                return
-            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            at = self._read(data)
-            rest = data[at:] if at else data
-            self._parts = [rest] if rest else []
-            self._missing = _missing(rest)
-            if self.after_data is not None:
-                self.after_data()
-
-        def _read(self, data: bytes) -> int:
-            at, end = 0, len(data)
-            while at < end:
-                if end - at >= 7:
-                    parser = self.parsers.get(int.from_bytes(data[at + 1 : at + 3], "big"))
-                    if parser is not None:
-                        at, other = parser.parse(data, at)
-                        if not other:
-                            return at
-                    content = data[at + 7 : at + 11] if data[at] == 1 else b""
-                    if content == _RETURN or (content == _GOT and self.got):
-                        after = self._take_content(data, at)
-                        if after is None:
-                            return at
-                        at = after
-                        continue
-                consumed, value = frame.decode_frame(_one_frame(data, at))
-                if value is None:
-                    return at
-                at += consumed
-                self._process_frame(value)
-            return at
-
-        def _take_content(self, data: bytes, at: int) -> int | None:
-            """Read one message that pika might not; where it ends, or ``None`` if it is not all
-            there.
-            """
-            end = len(data)
-            _, channel, size, _, method = _METHOD_FRAME.unpack_from(data, at)
-            head = at + size + 8
-            if head + 21 > end:
-                return None
-            _, _, size, _, _, left = _HEADER.unpack_from(data, head)
-            after = head + size + 8
-            if after > end:
-                return None
-            properties = data[head + 19 : after - 1]
-            parts = []
-            while left:
-                if after + 7 > end:
-                    return None
-                size = _FRAME.unpack_from(data, after)[2]
-                parts.append(data[after + 7 : after + 7 + size])
-                after += size + 8
-                left -= size
-            if after > end:
-                return None
-            if method == _GET_OK:
-                got = self.got.get(channel)
-                if got is not None:
-                    tag, redelivered = _TAG.unpack_from(data, at + 11)
-                    route = data[at + 20 : head - 5]
-                    got(Delivered(tag, redelivered != 0, route, properties, b"".join(parts)))
-            else:
-                returned = self.returned.get(channel)
-                if returned is not None:
-                    code = int.from_bytes(data[at + 11 : at + 13], "big")
-                    text = data[at + 14 : at + 14 + data[at + 13]].decode("utf-8", "replace")
-                    returned(code, text, properties)
-            return int(after)
-
-    return Reader
+    return Connection
 
 
 def _one_frame(data: bytes, at: int) -> bytes:
@@ -268,7 +255,7 @@ def _missing(data: bytes) -> int:
         return 0
     _kind, _, size, class_id, method_id, _ = _DELIVER.unpack_from(data, 0)
     head = size + 8
-    if class_id != _BASIC or method_id != _METHOD or len(data) < head + 19:
+    if class_id != _BASIC or method_id != _DELIVERY or len(data) < head + 19:
         return 0
     size, body = _HEADER.unpack_from(data, head)[2], _HEADER.unpack_from(data, head)[5]
     return int(max(0, head + size + 8 + body - len(data)))

@@ -62,9 +62,9 @@ class Subscription:
 
     def attach(self, after_data: Callable[[], None]) -> None:
         """Take deliveries from now on; ``after_data`` is called after every portion of data."""
-        reader = self._channel.connection.raw
-        reader.parsers[self._channel.number] = Parser(self._channel.number, self.backlog.append)
-        reader.after_data = after_data
+        frames, number = self._channel.connection.raw.frames, self._channel.number
+        frames.parsers[number] = Parser(number, self.backlog.append)
+        frames.after_data = after_data
         self._channel.raw.add_on_cancel_callback(self._on_cancelled)
 
     def want(self, demand: int, missing: Callable[[], int]) -> None:

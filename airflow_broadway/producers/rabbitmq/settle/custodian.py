@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from airflow_broadway.core.custody.protocol import Entry, Lease, QueueDepth, Settlement
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
@@ -19,29 +19,26 @@ from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import unreported
-from airflow_broadway.producers.rabbitmq.settle.settlement import LeaseSettlement
+from airflow_broadway.producers.rabbitmq.settle.settlement import BUNDLES_TIMEOUT, LeaseSettlement
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
-__all__ = ["RabbitCustodian", "depth"]
+__all__ = ["RabbitCustodian"]
 
 log = logging.getLogger(__name__)
 
-#: The part of a lease, and the seconds at most, before its end in which bundles are read and
-#: compared.
-_MARGIN, _MARGIN_SECONDS = 0.05, 60.0
-#: Seconds to wait for bundles that another process held until just now.
-_PATIENCE = 3.0
+#: So near to its end a lease is not relied on, and bundles are read and compared: a part of the
+#: whole lease, and seconds at most.
+_MARGIN, _MAX_MARGIN_SECONDS = 0.05, 60.0
 #: How often a settlement is begun whose connection held for a while, and then broke on the way.
-_TRIES = 3
+_MAX_TRIES = 3
 
 _Done = TypeVar("_Done")
 
@@ -49,13 +46,13 @@ _Done = TypeVar("_Done")
 class RabbitCustodian:
     """Settles the generations of one queue."""
 
-    def __init__(self, producer: RabbitMQOptions, env: ProducerEnv) -> None:
-        self._producer = producer
+    def __init__(self, options: RabbitMQOptions, env: ProducerEnv) -> None:
+        self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = Journal(env.staging, producer.queue)
+        self._journal = Journal(env.staging, options.queue)
         self._opened: ConnectionThread | None = None
-        self._shape: Topology | None = None
+        self._topology_made: Topology | None = None
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
 
@@ -64,7 +61,7 @@ class RabbitCustodian:
 
     def holds(self, lease: Lease) -> bool:
         lease = self._checked(lease)
-        return self._patiently(lambda: self._holds(lease))
+        return self._until_done(lambda: self._holds(lease))
 
     def _holds(self, lease: Lease) -> bool:
         if self._clock.now() >= lease.deadline:
@@ -73,18 +70,18 @@ class RabbitCustodian:
             return False
         if not self._was_declared(lease):
             return True
-        return self._topology.depth(self._connection, self._queue(lease)) is not None
+        return self._topology.depth(self._connection, self._queue_of(lease)) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
-        report = self._patiently(lambda: self._settle_once(lease, settlement))
-        return report + SettleReport(errors=set_aside(lease))
+        report = self._until_done(lambda: self._settle_once(lease, settlement))
+        return report + SettleReport(errors=_about_set_aside(lease))
 
     def _settle_once(self, lease: Lease, settlement: Settlement) -> SettleReport:
         noted = self._journal.settled(lease.generation)
         if noted is not None:
             if noted.details["bundles"] is None:  # killed before the queue was deleted
-                self._topology.delete(self._connection, self._queue(lease))
+                self._topology.delete(self._connection, self._queue_of(lease))
             return noted.report
         report = self._settle(lease, settlement)
         if self._journal.settled(lease.generation) is None:
@@ -95,9 +92,9 @@ class RabbitCustodian:
         expected = settlement.expected
         depth = None
         if self._was_declared(lease):
-            depth = self._topology.depth(self._connection, self._queue(lease))
-        settling = self._settling(lease)
-        held = self._held(lease)
+            depth = self._topology.depth(self._connection, self._queue_of(lease))
+        work = self._settlement_of(lease)
+        held = self._is_held(lease)
         if depth is None:
             noted = self._journal.settled(lease.generation)
             if noted is not None:  # another has settled it just now, and deleted the queue
@@ -109,14 +106,14 @@ class RabbitCustodian:
                 return early
             if not held:
                 return SettleReport(lapsed=max(0, expected - early.total)) + early
-            return settling.without_bundles(settlement)
-        if held and settling.known(settlement, self._patient(lease, depth)):
-            report = settling.by_staging(settlement)
+            return work.without_bundles(settlement)
+        if held and work.known(settlement, self._depth_once_back(lease, depth)):
+            report = work.by_staging(settlement)
             if report is not None:
                 return report
             held = False
         crashed = expected is None and not is_open_here(lease.generation)
-        return settling.by_bundles(settlement, held=held, crashed=crashed)
+        return work.by_bundles(settlement, held=held, crashed=crashed)
 
     def _without_manifest(self, lease: Lease) -> SettleReport:
         """The report of a generation that published no manifest, and has no lease queue."""
@@ -126,9 +123,9 @@ class RabbitCustodian:
         # Not by us: who deletes it has noted that it is settled, or waits until it has lapsed.
         handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
         error = (
-            f"the lease queue {self._queue(lease)!r} was deleted before this run had published what"
-            f" it received: {max(0, handed) or 'all'} messages that it held are lost; lease queues"
-            " are deleted by this package alone"
+            f"the lease queue {self._queue_of(lease)!r} was deleted before this run had published"
+            f" what it received: {max(0, handed) or 'all'} messages that it held are lost; lease"
+            " queues are deleted by this package alone"
         )
         log.error("%s", error, extra={"code": "lease_queue_deleted"})
         return SettleReport(lapsed=max(0, handed), errors=(error,))
@@ -137,7 +134,7 @@ class RabbitCustodian:
         lease = self._checked(lease)
         given = list(entries)
         try:
-            return self._patiently(lambda: self._settle_now(lease, given))
+            return self._until_done(lambda: self._settle_now(lease, given))
         except BaseException:
             self._turns.pop(lease.generation, None)  # who tries again may publish twice
             raise
@@ -187,22 +184,22 @@ class RabbitCustodian:
             self._turns[generation] = self._journal.note_turn(generation, whole=False)
         return self._turns[generation]
 
-    def _patiently(self, work: Callable[[], _Done]) -> _Done:
+    def _until_done(self, work: Callable[[], _Done]) -> _Done:
         """Do it, and again if the connection breaks on the way: what was done is noted.
 
         :raises ProducerUnavailable: If the broker cannot be reached for ``reconnect_timeout``, or
             breaks each connection for so long, or again and again those that hold for longer.
         """
-        attempts, left = self._attempts(), _TRIES
+        attempts, left = self._attempts(), _MAX_TRIES
         while True:
             began = self._clock.monotonic()
             try:
                 return work()
             except ProducerUnavailable as error:
                 self.close()
-                self._shape = None  # it knows what queues were declared by a connection
+                self._topology_made = None  # it knows what queues were declared by a connection
                 self._turns.clear()
-                if self._clock.monotonic() - began > self._producer.reconnect_timeout:
+                if self._clock.monotonic() - began > self._options.reconnect_timeout:
                     attempts.worked()
                     left -= 1
                 if self._unreachable or not left or isinstance(error, Blocked):
@@ -216,12 +213,12 @@ class RabbitCustodian:
             self._opened = None
 
     def _attempts(self) -> Attempts:
-        producer = self._producer
-        return Attempts(Backoff.of(producer), producer.reconnect_timeout, self._clock)
+        options = self._options
+        return Attempts(Backoff.of(options), options.reconnect_timeout, self._clock)
 
     # -- what is known -------------------------------------------------------------------------
 
-    def _queue(self, lease: Lease) -> str:
+    def _queue_of(self, lease: Lease) -> str:
         queues = self._topology.queues
         return queues.own_lease(
             self._journal.opened(lease.generation)
@@ -229,8 +226,8 @@ class RabbitCustodian:
             or queues.lease(lease.generation)
         )
 
-    def _held(self, lease: Lease) -> bool:
-        margin = min(_MARGIN * lease.seconds, _MARGIN_SECONDS)
+    def _is_held(self, lease: Lease) -> bool:
+        margin = min(_MARGIN * lease.seconds, _MAX_MARGIN_SECONDS)
         return (lease.deadline - self._clock.now()).total_seconds() > margin
 
     def _was_declared(self, lease: Lease) -> bool:
@@ -240,89 +237,51 @@ class RabbitCustodian:
             or not self._journal.durable
         )
 
-    def _patient(self, lease: Lease, depth: int) -> int:
+    def _depth_once_back(self, lease: Lease, depth: int) -> int:
         """The depth, once bundles are back that a process held which has just died."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + BUNDLES_TIMEOUT
         wanted = int(lease.state.get("bundles", 0))
         while depth < wanted and time.monotonic() < end:
             time.sleep(0.1)
-            depth = self._topology.depth(self._connection, self._queue(lease)) or 0
+            depth = self._topology.depth(self._connection, self._queue_of(lease)) or 0
         return depth
 
     def _checked(self, lease: Lease) -> Lease:
-        return check_lease(lease, self._producer.kind, self._producer.queue)
+        return check_lease(lease, self._options.kind, self._options.queue)
 
-    def _settling(self, lease: Lease) -> LeaseSettlement:
+    def _settlement_of(self, lease: Lease) -> LeaseSettlement:
         return LeaseSettlement(
             self._connection,
             self._topology,
             self._journal,
             lease,
-            self._queue(lease),
+            self._queue_of(lease),
             self._clock,
             lambda: self._journal.note_turn(lease.generation, whole=True),
         )
 
     @property
     def _topology(self) -> Topology:
-        if self._shape is None:
-            self._shape = Topology(self._producer, self._journal)
-        return self._shape
+        if self._topology_made is None:
+            self._topology_made = Topology(self._options, self._journal)
+        return self._topology_made
 
     @property
     def _connection(self) -> ConnectionThread:
         if self._opened is not None and self._opened.lost is not None:
             self.close()
         if self._opened is None:
-            address = address_for(self._producer, self._env)
+            address = address_for(self._options, self._env)
             self._unreachable = True
             self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
         return self._opened
 
 
-def set_aside(lease: Lease) -> tuple[str, ...]:
+def _about_set_aside(lease: Lease) -> tuple[str, ...]:
     """What people should know of messages that the source took and no callback saw."""
     words = {"oversized": "too large", "crashed": "killed their process again and again"}
     return tuple(
         f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
         for kind, count in sorted(lease.state.get("set_aside", {}).items())
     )
-
-
-def depth(producers: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
-    """How full the queues are together.
-
-    A returned bundle, of 500 messages at most, counts as one: how many it has only it says, and
-    whoever reads it keeps it from a run meanwhile.
-    """
-    found = [_depth(producer, env) for producer in producers]
-    return QueueDepth(
-        ready=sum(each.ready for each in found),
-        delayed=sum(each.delayed for each in found),
-        leased=0,
-        dead=sum(each.dead for each in found),
-        oldest_age=None,
-    )
-
-
-def _depth(producer: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
-    topology = Topology(producer)
-    connection = ConnectionThread.to(address_for(producer, env))
-    try:
-        queues = topology.queues
-
-        def count(name: str) -> int:
-            return topology.depth(connection, name) or 0
-
-        place: Any = producer.dead_letter
-        dead = place if isinstance(place, str) else queues.dead
-        return QueueDepth(
-            ready=count(queues.source) + count(queues.returns),
-            delayed=sum(count(queues.delay(step)) for step in LADDER),
-            leased=0,
-            dead=count(dead),
-            oldest_age=None,
-        )
-    finally:
-        connection.close()

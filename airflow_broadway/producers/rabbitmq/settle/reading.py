@@ -1,4 +1,4 @@
-"""What one settlement read of a lease queue, and how two that read it at once report together."""
+"""What one settlement reads of a lease queue, and how two that do so at once report together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of
@@ -17,7 +17,7 @@ from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
-__all__ = ["Read", "together", "unreported"]
+__all__ = ["BundlesRead", "Verdicts", "together", "unreported"]
 
 
 def unreported(now: Mapping[str, Action], settlement: Settlement) -> SettleReport:
@@ -28,7 +28,36 @@ def unreported(now: Mapping[str, Action], settlement: Settlement) -> SettleRepor
     return beyond(report_of(now.values()), settlement)
 
 
-class Read:
+class Verdicts:
+    """What a settlement says of the messages of a lease queue."""
+
+    def __init__(self, settlement: Settlement) -> None:
+        self._verdicts = {entry.message_id: entry.verdict for entry in settlement.entries()}
+        self._rest = settlement.rest
+        #: Whether there is a manifest.
+        self.published = settlement.expected is not None
+        # The messages of the manifest, where the queue may hold others.
+        self._manifest: set[str] | None = None
+        if settlement.rest.action is not Action.RELEASE and settlement.everything is not None:
+            self._manifest = {entry.message_id for entry in settlement.everything()}
+
+    @property
+    def named(self) -> dict[str, Action]:
+        """The messages that have a verdict of their own."""
+        return {key: verdict.action for key, verdict in self._verdicts.items()}
+
+    def of(self, message_id: str) -> Verdict:
+        """What is to be done with a message."""
+        return self._verdicts.get(message_id, self._rest)
+
+    def names(self, message_id: str) -> bool:
+        """Whether the manifest has the message, as far as that matters."""
+        return (
+            self._manifest is None or message_id in self._manifest or message_id in self._verdicts
+        )
+
+
+class BundlesRead:
     """What was read of a lease queue, and what became of it.
 
     :param named: The messages that have a verdict of their own.
@@ -41,7 +70,7 @@ class Read:
         self.became: dict[str, Action] = {}
         self.failed: set[str] = set()
         self.errors: list[str] = []
-        self._prints: dict[str, int] = {}
+        self._hashes: dict[str, int] = {}
         self._more: Counter[Action] = Counter()
 
     def unpack(self, body: bytes, journal: Journal) -> tuple[Header | None, list[Held]]:
@@ -58,7 +87,7 @@ class Read:
 
     def repeats(self, message: Held) -> bool:
         """Whether the very same message was read before."""
-        return self._prints.get(message.message_id) == _print(message)
+        return self._hashes.get(message.message_id) == _hash_of(message)
 
     def note(self, bundle: str, message: Held, action: Action) -> None:
         """Note what is done with a message."""
@@ -67,7 +96,7 @@ class Read:
             self._more[action] += 1
             return
         self.became[key] = action
-        self._prints[key] = _print(message)
+        self._hashes[key] = _hash_of(message)
         self.bundles[bundle].append(key)
 
     def fail(self, message_id: str) -> None:
@@ -81,11 +110,11 @@ class Read:
         return Counter(self.became.values()) + self._more
 
 
-def _print(message: Held) -> int:
+def _hash_of(message: Held) -> int:
     return hash((message.attempt, message.route, message.properties, message.body))
 
 
-def together(other: Settled, read: Read) -> tuple[SettleReport, list[str] | None]:
+def together(other: Settled, read: BundlesRead) -> tuple[SettleReport, list[str] | None]:
     """What another settlement noted while this one was at work, and what this one did beside it."""
     report = other.report
     if other.details["bundles"] is None:

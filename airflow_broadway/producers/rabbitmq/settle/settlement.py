@@ -22,21 +22,27 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
-from airflow_broadway.producers.rabbitmq.settle.reading import Read, together, unreported
+from airflow_broadway.producers.rabbitmq.settle.reading import (
+    BundlesRead,
+    Verdicts,
+    together,
+    unreported,
+)
 
-__all__ = ["LeaseSettlement"]
+__all__ = ["BUNDLES_TIMEOUT", "LeaseSettlement"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds to wait for bundles that another process held until just now.
-_PATIENCE = 3.0
+#: Seconds to wait for bundles that a process held which died just now: the broker brings them back.
+BUNDLES_TIMEOUT = 3.0
 
 
 class LeaseSettlement:
@@ -103,7 +109,7 @@ class LeaseSettlement:
             return None
         report = report_of(actions, failed=failed, errors=self._outbox.guard.errors())
         report += unreported(self._now, settlement)
-        return self._ended(report, None, {}, depth=self._counted or 0)
+        return self._end(report, None, {}, depth=self._counted or 0)
 
     def without_bundles(self, settlement: Settlement) -> SettleReport:
         """Settle although somebody deleted the lease queue: staging still has every message."""
@@ -174,9 +180,34 @@ class LeaseSettlement:
             self._topology.fence(self._connection, self._queue)
         self._topology.ensure_returns(self._connection)
         getter = Getter(self._connection, self._queue)
-        read = Read({entry.message_id: entry.verdict.action for entry in settlement.entries()})
-        verdicts = {entry.message_id: entry.verdict for entry in settlement.entries()}
-        known = self._named(settlement)
+        read = self._settle_bundles(settlement, getter, held=held, crashed=crashed)
+        other = self._journal.settled(self._lease.generation)  # by another, meanwhile
+        unseen: dict[str, Action] = {}
+        if published and held and other is None:
+            unseen = self._settle_unseen(settlement, read)
+        for key in self._outbox.finish():
+            if unseen.pop(key, None) is None:
+                read.fail(key)
+        if other is None:
+            report = self._report(settlement, read, unseen, held=held)
+            bundles_done: Collection[str] | None = list(read.bundles)
+        else:
+            report, bundles_done = together(other, read)
+            done = other.details["messages"]
+            unseen = {key: Action(action) for key, action in done.items()}
+        self._end(report, bundles_done, unseen)
+        getter.ack()
+        getter.close()
+        if published and held and not read.errors and self._is_all(bundles_done):
+            report = self._end(report, bundles_done, unseen, depth=0)
+        return report
+
+    def _settle_bundles(
+        self, settlement: Settlement, getter: Getter, *, held: bool, crashed: bool
+    ) -> BundlesRead:
+        """Read every bundle there is, and publish what follows from the verdicts."""
+        verdicts = Verdicts(settlement)
+        read = BundlesRead(verdicts.named)
         for tag, body in self._bundles(getter, held):
             header, messages = read.unpack(body, self._journal)
             if header is None:
@@ -184,50 +215,34 @@ class LeaseSettlement:
             getter.keep(tag)
             released = []
             for message in messages:
-                key = message.message_id
-                if key in self._now or (published and read.repeats(message)):
+                verdict = self._verdict(message, header.bundle, verdicts, read)
+                if verdict is None or verdict.action is Action.ACK:
                     continue
-                verdict = verdicts.get(key, settlement.rest)
-                unnamed = known is not None and key not in known and key not in verdicts
-                if published and (unnamed or key in read.became):
-                    verdict = RELEASE  # received, and in no manifest
-                else:
-                    read.note(header.bundle, message, verdict.action)
-                if verdict.action is Action.RELEASE:
-                    released.append(
-                        message._replace(crashes=message.crashes + 1) if crashed else message
-                    )
-                elif verdict.action is not Action.ACK:
+                if verdict.action is not Action.RELEASE:
                     self._outbox.carry_out(message, verdict)
+                elif crashed:
+                    released.append(message._replace(crashes=message.crashes + 1))
+                else:
+                    released.append(message)
             if released:
                 self._outbox.release(header, released)
-        other = self._journal.settled(self._lease.generation)  # by another, meanwhile
-        unseen = self._unseen(settlement, read) if published and held and other is None else {}
-        for key in self._outbox.finish():
-            if unseen.pop(key, None) is None:
-                read.fail(key)
-        if other is None:
-            report = self._told(settlement, read, unseen, held=held)
-            bundles_done: Collection[str] | None = list(read.bundles)
-        else:
-            report, bundles_done = together(other, read)
-            done = other.details["messages"]
-            unseen = {key: Action(action) for key, action in done.items()}
-        self._ended(report, bundles_done, unseen)
-        getter.ack()
-        getter.close()
-        if published and held and not read.errors and self._is_all(bundles_done):
-            report = self._ended(report, bundles_done, unseen, depth=0)
-        return report
+        return read
+
+    def _verdict(
+        self, message: Held, bundle: str, verdicts: Verdicts, read: BundlesRead
+    ) -> Verdict | None:
+        """What is to be done with a message; ``None`` if it was done with before."""
+        key = message.message_id
+        if key in self._now or (verdicts.published and read.repeats(message)):
+            return None
+        if verdicts.published and (key in read.became or not verdicts.names(key)):
+            return RELEASE  # received, and in no manifest
+        verdict = verdicts.of(key)
+        read.note(bundle, message, verdict.action)
+        return verdict
 
     def _is_all(self, bundles_done: Collection[str] | None) -> bool:
         return bundles_done is None or len(bundles_done) == self._counted
-
-    def _named(self, settlement: Settlement) -> set[str] | None:
-        """The ids that the manifest names, where the queue may hold others; else ``None``."""
-        if settlement.rest.action is Action.RELEASE or settlement.everything is None:
-            return None
-        return {entry.message_id for entry in settlement.everything()}
 
     def _bundles(self, getter: Getter, held: bool) -> Iterator[tuple[int, bytes]]:
         """Every bundle of the lease queue, one at a time, unacknowledged.
@@ -235,7 +250,7 @@ class LeaseSettlement:
         Waits a little for those that a process held that has just died.
         """
         wanted = int(self._lease.state.get("bundles", 0)) if held else 0
-        count, end = 0, time.monotonic() + _PATIENCE
+        count, end = 0, time.monotonic() + BUNDLES_TIMEOUT
         while True:
             got = getter.get()
             if got is not None:
@@ -246,7 +261,7 @@ class LeaseSettlement:
             else:
                 time.sleep(0.1)
 
-    def _unseen(self, settlement: Settlement, read: Read) -> dict[str, Action]:
+    def _settle_unseen(self, settlement: Settlement, read: BundlesRead) -> dict[str, Action]:
         """Carry out from staging what was decided on messages whose bundles are not there.
 
         The journal notes them one by one: should their bundles come back, they are done with.
@@ -273,8 +288,8 @@ class LeaseSettlement:
                     carry_out(entry._replace(verdict=settlement.rest))
         return done
 
-    def _told(
-        self, settlement: Settlement, read: Read, unseen: Mapping[str, Action], *, held: bool
+    def _report(
+        self, settlement: Settlement, read: BundlesRead, unseen: Mapping[str, Action], *, held: bool
     ) -> SettleReport:
         """The report of what was read, and of what was not there."""
         actions = read.actions + Counter(unseen.values())
@@ -296,7 +311,7 @@ class LeaseSettlement:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _ended(
+    def _end(
         self,
         report: SettleReport,
         bundles_done: Collection[str] | None,

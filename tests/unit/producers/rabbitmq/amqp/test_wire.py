@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pika import frame, spec
 
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, Parser, connection_class
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, FrameReader, Parser
 
 
 def frames(
@@ -28,24 +28,18 @@ def frames(
 
 
 class Reader:
-    """pika's connection, without a network: what it makes of bytes."""
+    """What is made of bytes, without a network."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivered] = []
         self.others: list[Any] = []
-        cls = connection_class()
-        self._connection: Any = object.__new__(cls)
-        self._connection.parsers = {1: Parser(1, self.deliveries.append)}
         self.returned: list[tuple[int, str, bytes]] = []
-        self._connection.returned = {2: lambda *given_: self.returned.append(given_)}
-        self._connection.after_data = None
-        self._connection.bytes_received = 0
-        self._connection._parts = []
-        self._connection._missing = 0
-        self._connection._process_frame = self.others.append
+        self._frames = FrameReader(self.others.append)
+        self._frames.parsers[1] = Parser(1, self.deliveries.append)
+        self._frames.returned[2] = lambda *given_: self.returned.append(given_)
 
     def feed(self, data: bytes) -> None:
-        self._connection._on_data_available(data)
+        self._frames.feed(data)
 
 
 DELIVERIES = st.lists(

@@ -41,7 +41,8 @@ class Broker:
         self.number = 1
         self.blocked = False
         self.max_properties = 100_000
-        self.raw = SimpleNamespace(returned={}, basic_publish=self._publish)
+        frames = SimpleNamespace(returned={})
+        self.raw = SimpleNamespace(frames=frames, basic_publish=self._publish)
 
     def channel(self) -> Broker:
         return self

@@ -1,0 +1,54 @@
+"""How full the queues of a producer are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER
+from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+
+__all__ = ["depth"]
+
+
+def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDepth:
+    """How full the queues are together.
+
+    A returned bundle, of 500 messages at most, counts as one: how many it has only it says, and
+    whoever reads it keeps it from a run meanwhile.
+    """
+    found = [_depth(options, env) for options in all_options]
+    return QueueDepth(
+        ready=sum(each.ready for each in found),
+        delayed=sum(each.delayed for each in found),
+        leased=0,
+        dead=sum(each.dead for each in found),
+        oldest_age=None,
+    )
+
+
+def _depth(options: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
+    topology = Topology(options)
+    connection = ConnectionThread.to(address_for(options, env))
+    try:
+        queues = topology.queues
+
+        def count(name: str) -> int:
+            return topology.depth(connection, name) or 0
+
+        place: Any = options.dead_letter
+        dead = place if isinstance(place, str) else queues.dead
+        return QueueDepth(
+            ready=count(queues.source) + count(queues.returns),
+            delayed=sum(count(queues.delay(step)) for step in LADDER),
+            leased=0,
+            dead=count(dead),
+            oldest_age=None,
+        )
+    finally:
+        connection.close()
