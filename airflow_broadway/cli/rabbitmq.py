@@ -32,12 +32,12 @@ __all__ = ["check"]
 def check(given: argparse.Namespace) -> int:
     """Look at a producer's queues and policies; 1 if there is an error or a warning."""
     declared = _producer(given)
-    told, grave = [], 0
+    shown, grave = [], 0
     for producer in declared.shards():
         address = address_for(producer, ProducerEnv(connections=AirflowConnections()))
         version, depths, findings = _look(producer, address)
         grave += sum(each.level != NOTE for each in findings)
-        told.append(
+        shown.append(
             {
                 "broker": address.shown,
                 "version": version,
@@ -50,13 +50,13 @@ def check(given: argparse.Namespace) -> int:
             }
         )
         if not given.json:
-            _tell(address, version, depths, findings)
+            _print(address, version, depths, findings)
     if given.json:
-        say_json(told[0] if declared.merge_options is None else told)
+        say_json(shown[0] if declared.merge_options is None else shown)
     return int(grave > 0)
 
 
-def _tell(address: Address, version: str, depths: _Depths, findings: list[Finding]) -> None:
+def _print(address: Address, version: str, depths: _Depths, findings: list[Finding]) -> None:
     say(f"RabbitMQ {version} at {address.shown}, virtual host {address.virtual_host!r}.", "")
     rows = [
         (name, role, None if depth is None else f"{depth} {_holds(role)}")

@@ -68,7 +68,7 @@ def _quiet() -> None:
     """Let pika keep to itself, unless somebody has set the level of its logger.
 
     It reports every step at INFO, a queue that is not there yet as a warning, and a refusal as
-    several errors with stack traces; whatever of it matters comes to us, and is told in one line.
+    several errors with stack traces; whatever of it matters comes to us, and is logged in one line.
     """
     logger = logging.getLogger("pika")
     if logger.level == logging.NOTSET:
@@ -131,8 +131,8 @@ class ConnectionThread:
     @property
     def version(self) -> str:
         """The broker's, as it says; empty if it does not."""
-        told = (self._raw.server_properties or {}).get("version", "")
-        return told.decode("utf-8", "replace") if isinstance(told, bytes) else str(told)
+        version = (self._raw.server_properties or {}).get("version", "")
+        return version.decode("utf-8", "replace") if isinstance(version, bytes) else str(version)
 
     @property
     def max_properties(self) -> int:

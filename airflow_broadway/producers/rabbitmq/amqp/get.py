@@ -1,4 +1,4 @@
-"""Reads messages one at a time, and holds them unacknowledged until told."""
+"""Gets messages one at a time, and holds them until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Getter"]
 #: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
 #: carried out; the others the broker keeps back, and forgets if the channel is closed before they
 #: are due (probed with RabbitMQ 3.10.8).
-_ACKS = 15
+_ACKS_AT_ONCE = 15
 
 
 class Getter:
@@ -77,10 +77,10 @@ class Getter:
     def ack(self) -> None:
         """Acknowledge what was kept, and no other."""
         kept, self._kept = self._kept, []
-        for start in range(0, len(kept), _ACKS):
+        for start in range(0, len(kept), _ACKS_AT_ONCE):
             if start and not self._caught_up():
                 return
-            self._ack(kept[start : start + _ACKS])
+            self._ack(kept[start : start + _ACKS_AT_ONCE])
 
     def _ack(self, tags: list[int]) -> None:
         raw = self._channel.raw

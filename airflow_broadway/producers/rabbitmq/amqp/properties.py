@@ -51,7 +51,7 @@ FIELDS = (
 )
 
 #: How deep tables may nest; what is deeper is hostile.
-_DEPTH = 64
+_MAX_DEPTH = 64
 
 
 class Instant(int):
@@ -279,8 +279,8 @@ def _long(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    if depth > _DEPTH:
-        raise ValueError(f"tables nested more than {_DEPTH} deep")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
     inner, end = _long(data, at)
     made: dict[str, Any] = {}
     at = 0
@@ -311,8 +311,8 @@ def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     if kind == b"F":
         return _table(data, at, depth + 1)
     if kind == b"A":
-        if depth > _DEPTH:
-            raise ValueError(f"tables nested more than {_DEPTH} deep")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"tables nested more than {_MAX_DEPTH} deep")
         inner, end = _long(data, at)
         items, place = [], 0
         while place < len(inner):

@@ -18,9 +18,9 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import message_id_of
 __all__ = ["Publisher"]
 
 #: Publications that may wait for their confirm, and how many are handed over at a time.
-_WINDOW, _PORTION = 2000, 100
+_MAX_UNCONFIRMED, _PORTION = 2000, 100
 #: The same in bytes, which is what memory they take.
-_WINDOW_BYTES, _PORTION_BYTES = 16 * 1024 * 1024, 1024 * 1024
+_MAX_UNCONFIRMED_BYTES, _PORTION_BYTES = 16 * 1024 * 1024, 1024 * 1024
 
 _Item = tuple[str, str, bytes, bytes, str]
 
@@ -72,7 +72,10 @@ class Publisher:
         if not items:
             return
         self._wait(
-            lambda: self._posted + len(self._window) < _WINDOW and self._unconfirmed < _WINDOW_BYTES
+            lambda: (
+                self._posted + len(self._window) < _MAX_UNCONFIRMED
+                and self._unconfirmed < _MAX_UNCONFIRMED_BYTES
+            )
         )
         with self._changed:
             self._posted += len(items)

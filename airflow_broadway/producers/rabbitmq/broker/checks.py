@@ -56,7 +56,7 @@ ERROR, WARNING, NOTE = "error", "warning", "note"
 _NEEDED, _WITHOUT_FLAGS = (3, 10), (3, 12)
 #: Roles of queues from which nothing is to leave by itself.
 _LASTING = ("returns", "quarantine", "dead", "sink")
-#: The first release in which a quorum queue gives up a message after 20 returns, unless told.
+#: The first release in which a quorum queue gives up a message after 20 returns by default.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
 
@@ -277,7 +277,7 @@ def _of_source(kind: str, settings: Mapping[str, Setting]) -> Iterator[_Found]:
         ),
     ):
         if name in settings:
-            yield _told(WARNING, name, settings[name], text)
+            yield _finding(WARNING, name, settings[name], text)
     yield from _full(
         settings,
         drops=(WARNING, f"the oldest message {gone} when the queue is full, a retry too"),
@@ -289,7 +289,7 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
     name, own = role.name, role.arguments or {}
     if "expires" in settings:
         text = "the queue is deleted, with what is in it, when nobody used it for so long"
-        yield _told(ERROR, "expires", settings["expires"], text)
+        yield _finding(ERROR, "expires", settings["expires"], text)
     ttl = settings.get("message-ttl")
     if ttl is not None and ttl.value != own.get("x-message-ttl"):
         text, level = "what waits longer in it is lost", ERROR
@@ -299,7 +299,7 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
             text, level = "retries come earlier than they should", WARNING
         elif name == "spares":
             text, level = "the next run waits for a lease queue of its own", WARNING
-        yield _told(level, "message-ttl", ttl, text)
+        yield _finding(level, "message-ttl", ttl, text)
     limit = settings.get("delivery-limit")
     if limit is not None and limit.value != own.get("x-delivery-limit"):
         lost = name in _LASTING
@@ -308,7 +308,7 @@ def _of_ours(role: Role, settings: Mapping[str, Setting]) -> Iterator[_Found]:
             if lost
             else "what is returned to it more often leaves it"
         )
-        yield _told(ERROR if lost else WARNING, "delivery-limit", limit, text)
+        yield _finding(ERROR if lost else WARNING, "delivery-limit", limit, text)
     dropped = ERROR if name in _LASTING else WARNING
     yield from _full(
         settings,
@@ -326,10 +326,10 @@ def _full(
     level, text = refuses if refusing else drops
     for name in ("max-length", "max-length-bytes"):
         if name in settings:
-            yield _told(level, name, settings[name], text)
+            yield _finding(level, name, settings[name], text)
 
 
-def _told(level: str, name: str, setting: Setting, text: str) -> _Found:
+def _finding(level: str, name: str, setting: Setting, text: str) -> _Found:
     unit = " ms" if name in ("expires", "message-ttl") else ""
     return level, f"{setting.by} gives it {name} {setting.value}{unit}", text
 

@@ -23,15 +23,15 @@ from airflow_broadway.producers.rabbitmq.broker.policies import Policy
 __all__ = ["Management", "Unseen"]
 
 #: Seconds that one answer may take.
-TIMEOUT = 2.0
+ANSWER_TIMEOUT = 2.0
 #: Bytes of an answer at most: that of a broker with very many policies.
-_MOST = 16 * 1024 * 1024
+_MAX_ANSWER_BYTES = 16 * 1024 * 1024
 #: The ports of the management plugin without and with TLS.
 _PORT, _TLS_PORT = 15672, 15671
 
 
 class Unseen(Exception):
-    """The management API does not tell; the text says why, in a phrase."""
+    """The management API does not answer; the text says why, in a phrase."""
 
 
 class Management:
@@ -44,7 +44,7 @@ class Management:
     :raises Unseen: If the connection says that there is none, or names no address of one.
     """
 
-    def __init__(self, address: Address, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, address: Address, *, timeout: float = ANSWER_TIMEOUT) -> None:
         given = address.management_url
         if given == "":
             raise Unseen("the connection's extra 'management_url' is false")
@@ -84,7 +84,7 @@ class Management:
 
         Right after a queue was declared, nothing is known yet but how.
 
-        :raises Unseen: If it does not tell.
+        :raises Unseen: If it does not answer.
         """
         found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
         return dict(found) if isinstance(found, dict) else None
@@ -92,7 +92,7 @@ class Management:
     def policies(self, *, operator: bool) -> list[Policy]:
         """The policies of the virtual host: the users', or the operators'.
 
-        :raises Unseen: If it does not tell.
+        :raises Unseen: If it does not answer.
         """
         kind = "operator-policies" if operator else "policies"
         found = self._get(f"{kind}/{self._virtual_host}")
@@ -103,7 +103,7 @@ class Management:
     def feature_flags(self) -> dict[str, str]:
         """The state of each feature flag; administrators only.
 
-        :raises Unseen: If it does not tell.
+        :raises Unseen: If it does not answer.
         """
         found = self._get("feature-flags")
         flags: Iterable[Any] = found if isinstance(found, list) else ()
@@ -137,10 +137,10 @@ class Management:
                 raise Unseen(
                     f"the management API at {self.shown} answers with status {answer.status}"
                 )
-            return json.loads(answer.read(_MOST))
+            return json.loads(answer.read(_MAX_ANSWER_BYTES))
         except (OSError, http.client.HTTPException) as error:
-            told = str(error) or type(error).__name__
-            raise Unseen(f"the management API at {self.shown} cannot be reached: {told}") from None
+            why = str(error) or type(error).__name__
+            raise Unseen(f"the management API at {self.shown} cannot be reached: {why}") from None
         except ValueError:
             raise Unseen(f"what answers at {self.shown} is no management API") from None
         finally:

@@ -30,11 +30,11 @@ EXCHANGE = "broadway.leases"
 #: Seconds of the steps of the delay ladder.
 LADDER = (1, 5, 15, 60, 300, 900, 3600, 21600)
 #: AMQP's limit for a queue's name, in bytes.
-_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 #: Hexadecimal digits at the end of a lease queue's name.
-_DIGITS = 20
+_DIGEST_DIGITS = 20
 #: A retry may come this part of its delay early: as much as the retry policy's own jitter.
-_EARLY = 0.1
+_EARLY_PART = 0.1
 
 _QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 #: Returns of a message after which its queue gives it up: never.  RabbitMQ 4's default is 20, and
@@ -54,7 +54,7 @@ def rung(delay: float) -> int | None:
     """
     if delay <= 0:
         return None
-    return next((step for step in LADDER if step >= delay * (1 - _EARLY)), LADDER[-1])
+    return next((step for step in LADDER if step >= delay * (1 - _EARLY_PART)), LADDER[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class QueueNames:
     def lease(self, generation: str) -> str:
         """The lease queue of a generation."""
         digest = hashlib.sha256(f"{self.source}\0{generation}".encode()).hexdigest()
-        return self._name("broadway.lease", f".{digest[:_DIGITS]}")
+        return self._name("broadway.lease", f".{digest[:_DIGEST_DIGITS]}")
 
     def own_lease(self, name: object) -> str:
         """``name``, if it is that of a lease queue of this source.
@@ -76,14 +76,14 @@ class QueueNames:
 
         :raises ProducerError: If it is not.
         """
-        digest = str(name)[-_DIGITS:]
-        if re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", digest) and name == self._name(
+        digest = str(name)[-_DIGEST_DIGITS:]
+        if re.fullmatch(f"[0-9a-f]{{{_DIGEST_DIGITS}}}", digest) and name == self._name(
             "broadway.lease", f".{digest}"
         ):
             return str(name)
         raise ProducerError(
-            f"{str(name)[:_NAME_BYTES]!r} is no lease queue of {self.source!r}, and is left as it"
-            " is: its name was written by somebody else"
+            f"{str(name)[:_MAX_NAME_BYTES]!r} is no lease queue of {self.source!r}, and is left as"
+            " it is: its name was written by somebody else"
         )
 
     @property
@@ -114,7 +114,7 @@ class QueueNames:
 
     def _name(self, prefix: str, suffix: str) -> str:
         name = f"{prefix}.{self.source}{suffix}"
-        if len(name.encode()) <= _NAME_BYTES:
+        if len(name.encode()) <= _MAX_NAME_BYTES:
             return name
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:32]
         return f"{prefix}.{digest}{suffix}"

@@ -44,7 +44,7 @@ class Policy:
 
     @classmethod
     def of(cls, value: Mapping[str, Any], *, operator: bool) -> Policy:
-        """One as the management API tells it."""
+        """One as the management API shows it."""
         priority = value.get("priority", 0)
         return cls(
             name=str(value.get("name", "")),
@@ -71,7 +71,7 @@ class Policy:
 #: A pattern that takes no time: literal characters, and ``.*`` at its end.
 _PLAIN = re.compile(r"\^?(?:[\w<>/:%=-]|\\[.-]|\.(?![*+?{]))*(?:\.\*)?\$?")
 #: Seconds that matching may take; patterns that may take longer, before all others are given up.
-_SECONDS, _SLOW = 2.0, 3
+_MATCH_TIMEOUT, _MAX_SLOW = 2.0, 3
 #: Reads patterns and names, writes the names that each pattern matches, a line each.
 _MATCH = """
 import json, re, sys
@@ -111,20 +111,22 @@ def _match(patterns: list[str], names: list[str]) -> list[list[str]]:
     """For each pattern the names that it matches; all names where that takes too long."""
     found: list[list[str]] = []
     slow = 0
-    while len(found) < len(patterns) and slow < _SLOW:
+    while len(found) < len(patterns) and slow < _MAX_SLOW:
         given = json.dumps([patterns[len(found) :], names]).encode()
         try:
-            told = subprocess.run(
+            lines = subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _MATCH],
                 input=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                timeout=_SECONDS,
+                timeout=_MATCH_TIMEOUT,
                 check=False,
             ).stdout
         except subprocess.TimeoutExpired as late:
-            told = late.stdout or b""
-        found += [json.loads(line) for line in told.splitlines(keepends=True) if line[-1:] == b"\n"]
+            lines = late.stdout or b""
+        found += [
+            json.loads(line) for line in lines.splitlines(keepends=True) if line[-1:] == b"\n"
+        ]
         if len(found) < len(patterns):
             found.append(names)
             slow += 1

@@ -23,14 +23,14 @@ __all__ = ["counting", "due_at", "sweep"]
 log = logging.getLogger(__name__)
 
 #: Seconds for the management API's counts to be those after the lapse; it takes them every five.
-_COUNTED = 60.0
+_COUNT_DELAY = 60.0
 #: Seconds for the broker to move what lapsed: its dead-letter worker tries again every 3 minutes.
-_GRACE = 3600.0
+_LAPSE_GRACE = 3600.0
 #: Seconds for which a journal outlives its queue at least; longer while bundles lie in the returns
 #: queue.
-_KEPT = 7 * 86400.0
+_JOURNAL_RETENTION = 7 * 86400.0
 #: Seconds until what could not be deleted is looked at again.
-_AGAIN = 86400.0
+_NEXT_LOOK_INTERVAL = 86400.0
 
 
 def due_at(deadline: float, seconds: float) -> tuple[float, float]:
@@ -39,8 +39,8 @@ def due_at(deadline: float, seconds: float) -> tuple[float, float]:
     A generation takes nothing after its deadline, and what it took until then lapses within
     ``seconds`` more.
     """
-    due = deadline + seconds + _COUNTED
-    return due, due + _GRACE
+    due = deadline + seconds + _COUNT_DELAY
+    return due, due + _LAPSE_GRACE
 
 
 def sweep(
@@ -74,7 +74,9 @@ def sweep(
             except BroadwayError as error:
                 log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
                 gone, lost = False, connection.lost is not None
-            journal.put_off(due, now + (_KEPT if gone else _AGAIN), gone=gone)
+            journal.put_off(
+                due, now + (_JOURNAL_RETENTION if gone else _NEXT_LOOK_INTERVAL), gone=gone
+            )
             if lost:
                 return
     except (BroadwayError, OSError, ValueError) as error:
@@ -100,10 +102,10 @@ def _forget(
     if held is None:
         held = topology.depth(connection, returns) or 0
         if not held and not due.empty:
-            journal.put_off(due, now + _AGAIN, gone=True, empty=True)
+            journal.put_off(due, now + _NEXT_LOOK_INTERVAL, gone=True, empty=True)
             return
     if held:
-        journal.put_off(due, now + _AGAIN, gone=True)
+        journal.put_off(due, now + _NEXT_LOOK_INTERVAL, gone=True)
     else:
         journal.forget(due)
 

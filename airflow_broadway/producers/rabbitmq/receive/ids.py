@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable
 __all__ = ["Ids"]
 
 #: Bytes of an id that are kept when it is given an addition; with it, a mark still takes it.
-_BASE = 160
+_MAX_BASE_BYTES = 160
 #: Ids that are remembered, at 130 bytes each, or 280 with a mark.  Those that come later are given
 #: an addition, which nobody has to remember.
-_MOST = 1_000_000
+_MAX_REMEMBERED = 1_000_000
 
 #: Of a message with a mark: a hash of all of it, and the turns that published it.
 _Origin = tuple[int, tuple[str, ...]]
@@ -41,20 +41,22 @@ class Ids:
         self._number += 1
         return f"{self.prefix}-{self._number:x}"
 
-    def marked(self, message_id: str, print_: int, turn: str, turns: Collection[str]) -> str | None:
+    def marked(
+        self, message_id: str, content: int, turn: str, turns: Collection[str]
+    ) -> str | None:
         """The id of a message with a mark; ``None`` if another turn's copy of it is here already.
 
-        :param print_: A hash of all that its repetition has in common with it.
+        :param content: A hash of all that its repetition has in common with it.
         :param turn: The turn of settling that published it.
         :param turns: Those that its giver's journal names.
         """
         before = self._taken.get(hash(message_id))
         if before is not None:
             same, given = before
-            if same == print_ and turn in turns and turn not in given and {*given} <= {*turns}:
+            if same == content and turn in turns and turn not in given and {*given} <= {*turns}:
                 self._taken[hash(message_id)] = (same, (*given, turn))
                 return None
-        return self._unique(message_id, (print_, (sys.intern(turn),)))
+        return self._unique(message_id, (content, (sys.intern(turn),)))
 
     def returned(self, message_id: str) -> str:
         """The id of a message out of a returned bundle."""
@@ -76,8 +78,8 @@ class Ids:
     def _unique(self, message_id: str, origin: _Origin | None) -> str:
         key = hash(message_id)
         known = self.prefix in message_id or key in self._taken
-        if known or len(self._taken) >= _MOST:
-            base = message_id.partition("~")[0].encode()[:_BASE].decode("utf-8", "ignore")
+        if known or len(self._taken) >= _MAX_REMEMBERED:
+            base = message_id.partition("~")[0].encode()[:_MAX_BASE_BYTES].decode("utf-8", "ignore")
             return f"{base}~{self.fresh()}"
         self._taken[key] = origin
         self._unsecured.add(key)

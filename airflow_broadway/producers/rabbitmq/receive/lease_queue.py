@@ -14,7 +14,7 @@ from airflow_broadway.producers.rabbitmq.journal import Journal
 __all__ = ["LeaseQueue"]
 
 #: A generation takes nothing more when this part of its lease is left.
-_MARGIN = 0.02
+_LEASE_MARGIN = 0.02
 
 
 class LeaseQueue:
@@ -64,7 +64,7 @@ class LeaseQueue:
         left = (self.deadline - self._clock.now()).total_seconds()
         if not self.declared:  # what holds nothing cannot lapse
             self.deadline = self._fresh_deadline()
-        elif left < self._seconds * _MARGIN:
+        elif left < self._seconds * _LEASE_MARGIN:
             self._lapsed = LeaseLapsed(
                 "this run's lease is about to end while it still receives messages: let it receive"
                 " for a shorter time (max_seconds), or give the producer a longer lease"

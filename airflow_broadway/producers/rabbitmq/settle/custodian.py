@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 #: So near to its end a lease is not relied on, and bundles are read and compared: a part of the
 #: whole lease, and seconds at most.
-_MARGIN, _MAX_MARGIN_SECONDS = 0.05, 60.0
+_LEASE_MARGIN, _MAX_LEASE_MARGIN_SECONDS = 0.05, 60.0
 #: How often a settlement is begun whose connection held for a while, and then broke on the way.
-_MAX_TRIES = 3
+_MAX_SETTLE_TRIES = 3
 
 _Done = TypeVar("_Done")
 
@@ -52,7 +52,7 @@ class RabbitCustodian:
         self._clock = env.clock
         self._journal = Journal(env.staging, options.queue)
         self._opened: ConnectionThread | None = None
-        self._topology_made: Topology | None = None
+        self._known_topology: Topology | None = None
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
 
@@ -190,14 +190,14 @@ class RabbitCustodian:
         :raises ProducerUnavailable: If the broker cannot be reached for ``reconnect_timeout``, or
             breaks each connection for so long, or again and again those that hold for longer.
         """
-        attempts, left = self._attempts(), _MAX_TRIES
+        attempts, left = self._attempts(), _MAX_SETTLE_TRIES
         while True:
             began = self._clock.monotonic()
             try:
                 return work()
             except ProducerUnavailable as error:
                 self.close()
-                self._topology_made = None  # it knows what queues were declared by a connection
+                self._known_topology = None  # it knows what queues were declared by a connection
                 self._turns.clear()
                 if self._clock.monotonic() - began > self._options.reconnect_timeout:
                     attempts.worked()
@@ -227,7 +227,7 @@ class RabbitCustodian:
         )
 
     def _is_held(self, lease: Lease) -> bool:
-        margin = min(_MARGIN * lease.seconds, _MAX_MARGIN_SECONDS)
+        margin = min(_LEASE_MARGIN * lease.seconds, _MAX_LEASE_MARGIN_SECONDS)
         return (lease.deadline - self._clock.now()).total_seconds() > margin
 
     def _was_declared(self, lease: Lease) -> bool:
@@ -262,9 +262,9 @@ class RabbitCustodian:
 
     @property
     def _topology(self) -> Topology:
-        if self._topology_made is None:
-            self._topology_made = Topology(self._options, self._journal)
-        return self._topology_made
+        if self._known_topology is None:
+            self._known_topology = Topology(self._options, self._journal)
+        return self._known_topology
 
     @property
     def _connection(self) -> ConnectionThread:

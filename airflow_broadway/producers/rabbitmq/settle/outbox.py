@@ -37,9 +37,9 @@ __all__ = ["Outbox", "Turn", "held_of", "staged"]
 #: A name for one settling of a generation, and whether it may publish what another did before.
 Turn = tuple[str, bool]
 #: Messages, and bytes of them, after which their confirms are waited for: so memory stays flat.
-_STRETCH, _STRETCH_BYTES = 5_000, 16 * 1024 * 1024
+_CHECKPOINT_MESSAGES, _CHECKPOINT_BYTES = 5_000, 16 * 1024 * 1024
 #: Bytes that the header of a bundle may take.
-_BUNDLE_HEADER = 4096
+_BUNDLE_HEADER_BYTES = 4096
 
 
 def held_of(entry: Entry) -> Held:
@@ -83,7 +83,7 @@ class Outbox:
         self._lease = lease
         self._clock = clock
         self._ask = turn
-        self._capacity = min(bundles.MAX_BYTES, (limit or sys.maxsize) - _BUNDLE_HEADER)
+        self._capacity = min(bundles.MAX_BYTES, (limit or sys.maxsize) - _BUNDLE_HEADER_BYTES)
         self._turn: Turn | None = None
         self._opened: Publisher | None = None
         self._gives_back = gives_back
@@ -114,7 +114,10 @@ class Outbox:
                 self._publish(held, verdict, again, exchange, routing_key)
         if key in self.guard.refused:
             self._fail(held, action)
-        if len(self._sent) + len(self._refused) > _STRETCH or self._bytes > _STRETCH_BYTES:
+        if (
+            len(self._sent) + len(self._refused) > _CHECKPOINT_MESSAGES
+            or self._bytes > _CHECKPOINT_BYTES
+        ):
             self._checkpoint()
 
     def _publish(

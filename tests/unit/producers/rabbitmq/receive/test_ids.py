@@ -48,7 +48,7 @@ def test_what_was_not_secured_comes_again_under_its_id() -> None:
 
 
 def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "_MOST", 100)
+    monkeypatch.setattr(ids_module, "_MAX_REMEMBERED", 100)
     ids = Ids("own")
     tracemalloc.start()
     try:
