@@ -33,7 +33,7 @@ from airflow_broadway.staging.batching import Batching
 from airflow_broadway.staging.merge_generations import SOURCE, merged, only_bytes
 from airflow_broadway.staging.plan_choice import Recorded, planned_elsewhere
 from airflow_broadway.staging.plan_data_files import DataFiles
-from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
 
 __all__ = ["MANY_BATCHES", "plan_batches"]
@@ -99,7 +99,7 @@ def _published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list
                 "batcher %r: generation %s is left out, for it is %s",
                 batcher,
                 generation,
-                "not published" if record.state == "open" else "settled or given back",
+                "not published" if record.state == OPENED else "settled or given back",
             )
             continue
         manifest = run.manifest(generation)

@@ -44,7 +44,8 @@ OPEN = "_open"
 #: The name of a generation's record, in either place; other files there are not ours.
 _RECORD = re.compile(r"([0-9a-f]{32})\.json")
 
-#: What a generation has come to.
+#: What a generation has come to: it has no manifest yet; it has one; settling it has begun; it is
+#: settled.
 OPENED, PUBLISHED, SETTLING, SETTLED = "open", "published", "settling", "settled"
 
 
@@ -55,8 +56,8 @@ class GenerationRecord:
     :param generation: 32 hexadecimal digits.
     :param sequence: Ascending over the executions of one (task, map index) of a run.
     :param lease: As it was when the generation was opened; see :meth:`StagedRun.lease`.
-    :param state: ``"open"``: no manifest; ``"published"``; ``"settling"``: begun, not done;
-        ``"settled"``.  As it was when the record was read.
+    :param state: :data:`OPENED`, :data:`PUBLISHED`, :data:`SETTLING` or :data:`SETTLED`, as it was
+        when the record was read.
     """
 
     generation: str

@@ -13,7 +13,7 @@ from airflow_broadway.core.formats.layout import VERSION, check_version, paths
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["Journal", "Progress", "record_settled", "settled_journal"]
+__all__ = ["Progress", "SettlementJournal", "record_settled", "settled_journal"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Progress:
     settled_now: SettleReport = field(default_factory=SettleReport)
 
 
-class Journal(NamedTuple):
+class SettlementJournal(NamedTuple):
     """What became of a settled generation.
 
     :param report: What settling it did.
@@ -57,7 +57,7 @@ class Journal(NamedTuple):
     at: str
 
 
-def settled_journal(run: StagedRun, generation: str) -> Journal | None:
+def settled_journal(run: StagedRun, generation: str) -> SettlementJournal | None:
     """What became of a generation; ``None`` while it is not settled."""
     path = paths.settled(generation)
     try:
@@ -65,7 +65,7 @@ def settled_journal(run: StagedRun, generation: str) -> Journal | None:
     except FileNotFoundError:
         return None
     check_version(value, path)
-    return Journal(
+    return SettlementJournal(
         SettleReport.from_json(value["report"]),
         SettleReport.from_json(value["settled_now"]),
         value["received"],
@@ -81,7 +81,7 @@ def record_settled(
     *,
     progress: Progress | None = None,
     by: str = "",
-) -> Journal:
+) -> SettlementJournal:
     """Write down what settling a generation did, unless that is written already.
 
     :returns: What is written now: this call's report, or an earlier one.
