@@ -35,8 +35,7 @@ def made(folder: Path, store: Store | None = None) -> Run:
     """A run whose process task has ended; more of it is made by :func:`again`."""
     folder.mkdir()
     run = Run(folder, store=store)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(COUNT)])
+    run.send(range(COUNT))
     return run
 
 

@@ -11,7 +11,7 @@ import signal
 import sqlite3
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from pkgutil import resolve_name
@@ -129,6 +129,11 @@ class Run:
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""
         return SqliteQueue(self.folder / "queue.db", "sums")
+
+    def send(self, numbers: Iterable[int]) -> None:
+        """Send a message for each number."""
+        with self.queue() as queue:
+            queue.send([b"%d" % number for number in numbers])
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -58,8 +58,7 @@ class Speechless(Sums):
 
 
 def filled(run: Run, count: int = 10) -> Run:
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, count + 1)])
+    run.send(range(1, count + 1))
     return run
 
 

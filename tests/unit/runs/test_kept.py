@@ -18,8 +18,7 @@ def files(run: Run) -> set[str]:
 
 
 def send(run: Run, count: int) -> None:
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, count + 1)])
+    run.send(range(1, count + 1))
 
 
 def test_of_a_run_that_received_nothing_only_its_report_stays(tmp_path: Path) -> None:

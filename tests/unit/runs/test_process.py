@@ -34,8 +34,7 @@ COUNT = 40
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     made = Run(tmp_path)
-    with made.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    made.send(range(1, COUNT + 1))
     return made
 
 
@@ -95,8 +94,7 @@ class Limited(Sums):
 def test_a_rate_limit_is_that_of_all_producers_and_runs_together(tmp_path: Path) -> None:
     # Given two producers, and a run after theirs
     run, later = Run(tmp_path, pipeline=Limited), Run(tmp_path, "manual__2", pipeline=Limited)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    run.send(range(1, COUNT + 1))
 
     def received(of: Run, index: int, **budget: Any) -> int:
         owner = {"task_id": "process", "map_index": index, "try_number": 1}
@@ -126,16 +124,14 @@ def test_an_empty_run_is_settled_by_its_process_task(tmp_path: Path) -> None:
     assert left == ["report.json"]
     assert run.ack() == report
     # A task that is cleared receives as ever
-    with run.queue() as queue:
-        queue.send([b"1"])
+    run.send([1])
     run.batch(run.process(try_number=2))
     assert run.ack()["totals"]["received"] == 1
 
 
 def test_a_pipeline_without_batchers_is_settled_by_its_process_task(tmp_path: Path) -> None:
     run = Run(tmp_path, pipeline=PlainSums)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 15)])
+    run.send(range(1, 15))
 
     reference = run.process()
 
@@ -147,8 +143,7 @@ def test_a_pipeline_without_batchers_says_what_could_not_be_settled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path, pipeline=PlainSums)
-    with run.queue() as queue:
-        queue.send([b"1", b"2"])
+    run.send([1, 2])
     lapsed = SettleReport(acked=1, lapsed=1)
     monkeypatch.setattr("airflow_broadway.runs.process.settle_generation", lambda *_, **__: lapsed)
     made = execution(run)
@@ -188,8 +183,7 @@ class Transformed(Sums):
 
 def test_a_time_out_while_messages_are_transformed_gives_them_back(tmp_path: Path) -> None:
     run = Run(tmp_path, pipeline=Transformed)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    run.send(range(1, COUNT + 1))
 
     with pytest.raises(AirflowTaskTimeout, match="time is over"):
         execution(run).run()
@@ -218,8 +212,7 @@ def test_a_time_out_while_messages_are_parted_publishes_what_is_done(
         )
 
     run = Run(tmp_path, pipeline=Parted)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    run.send(range(1, COUNT + 1))
     made = execution(run)
 
     # Then a partition_by that hangs is ended as any callback is, and the rest goes back
@@ -245,8 +238,7 @@ def test_a_partition_by_that_raises_ends_the_run_which_gives_everything_back(
         processors = Processors(concurrency=concurrency, partition_by=_fails_at_17(ValueError))
 
     run = Run(tmp_path, pipeline=Parted)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    run.send(range(1, COUNT + 1))
 
     with pytest.raises(ValueError, match="no partition"):
         execution(run).run()
@@ -269,8 +261,7 @@ class PartedBatches(Sums):
 
 def test_a_batchers_partition_by_that_raises_fails_that_message(tmp_path: Path) -> None:
     run = Run(tmp_path, pipeline=PartedBatches)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(15, 19)])
+    run.send(range(15, 19))
 
     run.batch(run.process())
 
@@ -316,8 +307,7 @@ def test_failures_leave_no_rings_for_the_garbage_collector(
     Breaking.raised.clear()
     BreakingAndAsked.traces.clear()
     run = Run(tmp_path, pipeline=pipeline)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, COUNT + 1)])
+    run.send(range(1, COUNT + 1))
     gc.collect()
     gc.disable()
     try:
@@ -367,8 +357,7 @@ def test_a_stop_counts_what_is_done_behind_a_message_that_is_stuck(
     done, free = threading.Semaphore(0), threading.Event()
     pipeline.done, pipeline.free = done, free
     run = Run(tmp_path, pipeline=pipeline)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 7)])
+    run.send(range(1, 7))
     made = execution(run, max_messages=6)
 
     def stops() -> None:
@@ -420,8 +409,7 @@ def test_what_is_done_of_a_settlement_at_once_counts_though_it_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: type[Together], swallows: bool
 ) -> None:
     run = Run(tmp_path, pipeline=pipeline, context={"swallows": swallows})
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 5)])
+    run.send(range(1, 5))
     refuses_one(monkeypatch)
 
     run.batch(run.process())
@@ -467,8 +455,7 @@ def test_what_is_done_of_a_settlement_at_once_counts_in_a_batch_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swallows: bool
 ) -> None:
     run = Run(tmp_path, pipeline=TogetherInABatch, context={"swallows": swallows})
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 5)])
+    run.send(range(1, 5))
     refuses_one(monkeypatch)
 
     run.batch(run.process())
@@ -512,8 +499,7 @@ def test_what_is_settled_at_once_is_so_under_the_lease_as_it_is_then(
     deadlines: list[datetime] = []
     monkeypatch.setattr(Sums, "producer", Waited(queue="sums", path="/replaced"))
     run = Run(tmp_path, context={"now": 3})
-    with run.queue() as queue:
-        queue.send([b"3"])
+    run.send([3])
 
     run.process()
 

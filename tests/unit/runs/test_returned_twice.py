@@ -30,8 +30,7 @@ class Both(Sums):
 def settled(folder: Path, pipeline: type[Sums]) -> tuple[dict[str, int], list[int]]:
     """The account of a run of the numbers 1 to 10, and its dead letters."""
     run = Run(folder, pipeline=pipeline)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 11)])
+    run.send(range(1, 11))
     run.batch(run.process())
     report = run.ack()
     assert report["balanced"]

@@ -61,8 +61,7 @@ PLAIN = [point for point in SETTLE if "mark_balanced" not in point.function]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     made = Run(tmp_path)
-    with made.queue() as queue:
-        queue.send([b"%d" % number for number in range(COUNT)])
+    made.send(range(COUNT))
     return made
 
 
@@ -167,8 +166,7 @@ def test_a_sensor_killed_while_it_settles_settles_once(run: Run, point: Point) -
 @pytest.mark.parametrize("point", PLAIN, ids=str)
 def test_a_pipeline_without_batchers_killed_while_it_settles(tmp_path: Path, point: Point) -> None:
     run = Run(tmp_path, pipeline=PlainSums)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(COUNT)])
+    run.send(range(COUNT))
     dies(run.process, point)
 
     # The retry finds what the dead try had decided, and does not undo it.
@@ -185,8 +183,7 @@ def test_a_pipeline_without_batchers_killed_while_it_settles(tmp_path: Path, poi
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_at_settling_one_message_at_once(tmp_path: Path, moment: str) -> None:
     run = Run(tmp_path, context={"now": 13, "now_in_batch": 33})
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(COUNT)])
+    run.send(range(COUNT))
     now = "airflow_broadway.producers.sqlite.queue:SqliteQueue.settle_now"
     dies(run.process, Point(now, moment))
 

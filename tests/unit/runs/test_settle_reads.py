@@ -33,8 +33,7 @@ DEAD = [n for n in range(COUNT) if n % 7 == 0 or n % 5 == 0]
 def done(folder: Path) -> Run:
     """A run of three process tasks, whose batches are done."""
     made = Run(folder)
-    with made.queue() as queue:
-        queue.send([b"%d" % number for number in range(COUNT)])
+    made.send(range(COUNT))
     made.batch(*(made.process(index, max_messages=40) for index in range(3)))
     return made
 
@@ -217,8 +216,7 @@ def test_damage_acks_nothing_and_the_next_run_has_all_of_it_again(
     if "entries" in kind:
         monkeypatch.setattr(recording, "INLINE_BYTES", 0)
     run = Run(tmp_path)
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(40)])
+    run.send(range(40))
     run.batch(run.process())
     path = max(run.folder.rglob(kind), key=lambda each: each.stat().st_size)
     if kind == "manifest.json":
@@ -307,8 +305,7 @@ def test_a_report_names_ten_reasons_and_counts_the_others(
 ) -> None:
     # Given reasons of which the first is the rarest
     run = Run(tmp_path, pipeline=Varied)
-    with run.queue() as queue:
-        queue.send([b"%d" % kind for kind in range(1, kinds + 1) for _ in range(kind)])
+    run.send(kind for kind in range(1, kinds + 1) for _ in range(kind))
     run.process()
 
     reasons = run.ack()["reasons"]

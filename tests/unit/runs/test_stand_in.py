@@ -17,8 +17,7 @@ from tests.unit.operators.steps import Run
 
 
 def filled(run: Run, count: int = 10) -> Run:
-    with run.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, count + 1)])
+    run.send(range(1, count + 1))
     return run
 
 

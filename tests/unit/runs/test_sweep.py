@@ -15,8 +15,7 @@ from tests.unit.operators.steps import Run, Sums
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     made = Run(tmp_path)
-    with made.queue() as queue:
-        queue.send([b"%d" % number for number in range(1, 7)])
+    made.send(range(1, 7))
     return made
 
 
