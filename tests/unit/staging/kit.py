@@ -24,6 +24,7 @@ from airflow_broadway.core.model.options import options
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging.batch_reader import BatchReader
+from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.staging.writer import ProcessWriter
@@ -198,6 +199,30 @@ def read_batch(run: StagedRun, plan: BatchPlan, batch: PlannedBatch) -> list[Mes
     """The messages of a batch."""
     with BatchReader(run, plan) as reader:
         return reader.read(batch)
+
+
+def python_pipeline(**options: Any) -> Broadway:
+    """A pipeline with the Python batcher ``b``."""
+    given = {"engine": "python", "batch_timeout": None, "batch_size": 3, **options}
+    return pipeline_of(b=Batcher(**given))
+
+
+def stream(count: int, start: int = 0, **given: Any) -> list[Message]:
+    """Messages for the batcher ``b``, numbered from ``start``."""
+    return [message(number, batcher="b", **given) for number in range(start, start + count)]
+
+
+def plan_of(
+    run: StagedRun, pipeline: Broadway, *generations: str, batcher: str = "b"
+) -> tuple[BatchPlan, list[PlannedBatch]]:
+    """Plan a batcher; the plan and its batches."""
+    plan = plan_batches(run, pipeline, batcher, generations, try_label="1")
+    return plan, batches_of(run, plan)
+
+
+def ids(run: StagedRun, plan: BatchPlan, batch: PlannedBatch) -> list[int]:
+    """The numbers of a batch's messages."""
+    return [each.position for each in read_batch(run, plan, batch)]
 
 
 def record_outcome(

@@ -13,7 +13,6 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.acks import NO_ACK
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -31,6 +30,7 @@ from tests.unit.staging.kit import (
     pipeline_of,
     publish,
     record_outcome,
+    stream,
 )
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
@@ -38,10 +38,6 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
 
 def pipeline_with(producer: Silent | None = None) -> Broadway:
     return pipeline_of(producer, b=Batcher(batch_size=3))
-
-
-def stream(count: int, start: int = 0) -> list[Message]:
-    return [message(number, batcher="b") for number in range(start, start + count)]
 
 
 def failed(name: str, action: Action = Action.DEAD_LETTER) -> Entry:

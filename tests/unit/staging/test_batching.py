@@ -1,0 +1,263 @@
+"""Which messages make up which batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.staging import writer as writer_module
+from airflow_broadway.staging.batch_reader import BatchReader
+from tests.unit.staging.kit import (
+    ids,
+    message,
+    open_run,
+    plan_of,
+    publish,
+    python_pipeline,
+    stream,
+)
+
+
+def test_batches_close_by_size_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline()
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(7)]))
+    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
+        ([0, 1, 2], "size"),
+        ([3, 4, 5], "size"),
+        ([6], "flush"),
+    ]
+    assert (plan.messages, plan.batches, plan.triggers) == (7, 3, {"flush": 1, "size": 2})
+
+
+def test_each_key_has_its_own_batches(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline()
+    messages = [message(n, batcher="b", batch_key="xy"[n % 2]) for n in range(8)]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert [(batch.batch_key, ids(run, plan, batch)) for batch in batches] == [
+        ("x", [0, 2, 4]),
+        ("y", [1, 3, 5]),
+        ("x", [6]),
+        ("y", [7]),
+    ]
+
+
+def test_a_key_that_is_no_text_is_the_batchs_key_as_json(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline()
+    keys: list[Any] = [("EWR", 1), None, 7, "7"]
+    messages = [message(n, batcher="b", batch_key=key) for n, key in enumerate(keys)]
+    _, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert [batch.batch_key for batch in batches] == [["EWR", 1], None, 7, "7"]
+
+
+def test_a_batch_times_out_by_when_its_messages_were_received(tmp_path: Path) -> None:
+    # Given chunks received at 0, 1.5 and 4 seconds, and a timeout of 2
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_timeout=2.0)
+    chunks = [[message(n, batcher="b", at=at)] for n, at in enumerate((0.0, 1.5, 4.0))]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
+    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
+        ([0, 1], "timeout"),
+        ([2], "flush"),
+    ]
+
+
+@pytest.mark.parametrize("group_rows", [3, 100], ids=["chunk-in-two-groups", "one-group"])
+def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(
+    group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "GROUP_ROWS", group_rows)
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
+    flush = message(2, batcher="b", batch_mode="flush")
+    chunks = [stream(2), [flush, message(3, batcher="b")], [message(4, batcher="b")]]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
+    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
+        ([0, 1, 2, 3], "flush"),
+        ([4], "flush"),
+    ]
+
+
+def test_bytes_close_a_batch_before_they_pass_the_bound(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100, batch_bytes=100)
+    messages = [message(n, batcher="b", size=size) for n, size in enumerate((60, 30, 30, 500, 1))]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert [(ids(run, plan, batch), batch.bytes, batch.trigger) for batch in batches] == [
+        ([0, 1], 90, "bytes"),
+        ([2], 30, "bytes"),
+        ([3], 500, "bytes"),
+        ([4], 1, "flush"),
+    ]
+
+
+def test_partitions_keep_their_messages_apart(tmp_path: Path) -> None:
+    pipeline = python_pipeline(partition_by=lambda message: message.data["n"], concurrency=2)
+    run = open_run(tmp_path)
+    messages = [message(n, {"n": n}, batcher="b") for n in range(6)]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert [(batch.partition, ids(run, plan, batch)) for batch in batches] == [
+        (0, [0, 2, 4]),
+        (1, [1, 3, 5]),
+    ]
+
+
+def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
+    # Given a splitter that closes a batch when its data adds up to 10
+    seen: list[Message] = []
+
+    def split(message: Message, acc: int) -> tuple[str, int]:
+        seen.append(message)
+        acc += message.data["n"]
+        return ("emit", 0) if acc >= 10 else ("cont", acc)
+
+    pipeline = python_pipeline(batch_size=(0, split), max_demand=10)
+    run = open_run(tmp_path)
+    messages = [
+        message(n, {"n": n}, batcher="b", batch_key=("k", 1), metadata={"q": 1}) for n in range(8)
+    ]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+
+    assert [ids(run, plan, batch) for batch in batches] == [[0, 1, 2, 3, 4], [5, 6], [7]]
+    assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ("k", 1))
+    assert seen[1].metadata == {"q": 1}
+
+
+def test_merged_keys_share_a_batch_of_whole_batches(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=4, merge_keys=True)
+    messages = [message(n, batcher="b", batch_key=n % 3) for n in range(9)]
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    found = [ids(run, plan, batch) for batch in batches]
+    assert found == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+    two = python_pipeline(batch_size=6, merge_keys=True)
+    plan, batches = plan_of(run, two, publish(run, two, [messages]))
+    assert [(ids(run, plan, batch), batch.keys, batch.batch_key) for batch in batches] == [
+        ([0, 3, 6, 1, 4, 7], 2, None),
+        ([2, 5, 8], 1, None),
+    ]
+
+
+def test_redelivered_messages_and_sources_are_counted(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
+    first = publish(run, pipeline, [stream(2)])
+    again = [message(n, batcher="b", redelivered=True, message_id=f"o-{n}", at=1) for n in range(3)]
+    second = publish(run, pipeline, [again], map_index=1)
+    _, [batch] = plan_of(run, pipeline, first, second)
+    assert batch.redelivered == 3
+    assert batch.sources == {first: 2, second: 3}
+
+
+def test_sources_are_merged_by_when_their_chunks_were_received(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
+    first = [[message(n, batcher="b", at=n * 2.0)] for n in range(4)]
+    second = [[message(10 + n, batcher="b", at=n * 3.0)] for n in range(4)]
+    generations = [
+        publish(run, pipeline, chunks, map_index=index)
+        for index, chunks in enumerate((first, second))
+    ]
+    plan, [batch] = plan_of(run, pipeline, *generations)
+    assert ids(run, plan, batch) == [0, 10, 1, 11, 2, 3, 12, 13]
+
+
+def test_a_clock_that_is_set_back_keeps_the_order_of_arrival(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100, batch_timeout=5.0)
+    chunks = [[message(n, batcher="b", at=at)] for n, at in enumerate((10.0, 3.0, 11.0))]
+    plan, [batch] = plan_of(run, pipeline, publish(run, pipeline, chunks))
+    assert ids(run, plan, batch) == [0, 1, 2]
+
+
+streams = st.lists(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "c", 1, None]),  # key
+            st.booleans(),  # flush
+            st.integers(0, 50),  # size
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    max_size=12,
+)
+
+
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sources=st.lists(streams, min_size=1, max_size=3),
+    size=st.integers(1, 7),
+    limit=st.one_of(st.none(), st.integers(1, 120)),
+    timeout=st.one_of(st.none(), st.floats(0.5, 5)),
+    merge=st.booleans(),
+)
+def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
+    tmp_path: Path,
+    sources: list[list[list[tuple[Any, bool, int]]]],
+    size: int,
+    limit: int | None,
+    timeout: float | None,
+    merge: bool,
+) -> None:
+    # Given generations of chunks, whatever their keys, flushes and sizes
+    pipeline = python_pipeline(
+        batch_size=size, batch_bytes=limit, batch_timeout=timeout, merge_keys=merge
+    )
+    generations: list[str] = []
+    run = open_run(tmp_path, f"run:{len(list(tmp_path.rglob('generations')))}")
+    order: dict[Any, list[str]] = {}
+    expected: set[str] = set()
+    for index, chunks in enumerate(sources):
+        number = 0
+        made: list[list[Message]] = []
+        for at, chunk in enumerate(chunks):
+            made.append([])
+            for key, flush, bytes_ in chunk:
+                made[-1].append(
+                    message(
+                        number,
+                        message_id=f"{index}-{number}",
+                        batcher="b",
+                        batch_key=key,
+                        batch_mode="flush" if flush else "bulk",
+                        size=bytes_,
+                        at=float(at),
+                    )
+                )
+                order.setdefault((index, key), []).append(f"{index}-{number}")
+                expected.add(f"{index}-{number}")
+                number += 1
+        generations.append(publish(run, pipeline, made, map_index=index))
+
+    # When they are planned
+    plan, batches = plan_of(run, pipeline, *generations)
+
+    # Then every message is in exactly one batch
+    with BatchReader(run, plan) as reader:
+        found = {batch.batch_id: reader.read(batch) for batch in batches}
+    ids_found = [each.message_id for messages in found.values() for each in messages]
+    assert len(found) == len(batches) == plan.batches
+    assert sorted(ids_found) == sorted(expected)
+    assert plan.messages == len(expected)
+    # and no batch is larger than allowed
+    for batch in batches:
+        assert batch.size == len(found[batch.batch_id]) <= size
+        assert batch.bytes == sum(each.size for each in found[batch.batch_id])
+        assert limit is None or batch.bytes <= limit or batch.size == 1
+    # and the messages of a key keep their order, within batches and across them
+    for (index, key), wanted in order.items():
+        got = [
+            each.message_id
+            for messages in found.values()
+            for each in messages
+            if type(each.batch_key) is type(key)
+            and each.batch_key == key
+            and each.message_id.startswith(f"{index}-")
+        ]
+        assert got == wanted
+    # and the same input makes the same batches, wherever it is planned
+    run.store.folder(f"{run.path}/batches").remove_all()
+    again, batches_again = plan_of(run, pipeline, *generations)
+    assert [batch.batch_id for batch in batches] == [batch.batch_id for batch in batches_again]
+    assert again.triggers == plan.triggers

@@ -1,0 +1,146 @@
+"""What a plan's data files hold, and how they are read."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.staging import plan_data_files
+from airflow_broadway.staging import writer as writer_module
+from airflow_broadway.staging.batch_reader import BatchReader
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Folder
+from airflow_broadway.staging.tables import ParquetFile
+from tests.unit.staging.kit import (
+    message,
+    open_run,
+    pipeline_of,
+    plan_of,
+    publish,
+    python_pipeline,
+    read_batch,
+    stream,
+)
+
+
+def data_of(run: StagedRun, plan: BatchPlan) -> pa.Table:
+    return pa.concat_tables(
+        pq.read_table(run.files.full(f"{plan.path}/{name}")) for name in plan.data
+    )
+
+
+def test_spark_gets_the_public_columns_in_their_types(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(b=Batcher(schema="n int, at timestamp"))
+    messages = [
+        message(0, {"n": 1}, batcher="b", batch_key='say "hi"', metadata={"a": "b"}),
+        message(1, {"n": 2}, batcher="b", batch_key=["x"]),
+    ]
+    plan, _ = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    table = data_of(run, plan)
+    instant = pa.timestamp("us", tz="UTC")
+    assert {field.name: field.type for field in table.schema if field.name[0] != "_"} == {
+        "message_id": pa.string(),
+        "data": pa.struct([("n", pa.int32()), ("at", instant)]),
+        "batch_key": pa.string(),
+        "metadata": pa.map_(pa.string(), pa.string()),
+        "attempt": pa.int32(),
+        "redelivered": pa.bool_(),
+        "received_at": instant,
+        "position": pa.int64(),
+        "batch": pa.int64(),
+        "source": pa.int32(),
+    }
+    assert table["batch_key"].to_pylist() == ['say "hi"', '["x"]']
+    assert (plan.schema, plan.as_bytes) == ("n int, at timestamp", False)
+
+
+@pytest.mark.parametrize(
+    ("data", "as_bytes", "expected"),
+    [
+        ([b"a", b"\xff"], True, [b"a", b"\xff"]),
+        ([{"n": 1}, "a"], False, ['{"n":1}', '"a"']),
+        ([b"a", b"\xff", 1], False, ['"a"', '"base64:/w=="', "1"]),
+    ],
+)
+def test_without_a_schema_data_is_binary_if_all_of_it_is_bytes_else_json(
+    tmp_path: Path, data: list[Any], as_bytes: bool, expected: list[Any]
+) -> None:
+    run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher())
+    messages = [message(n, each, batcher="b") for n, each in enumerate(data)]
+    plan, _ = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert plan.as_bytes is as_bytes
+    assert data_of(run, plan)["data"].to_pylist() == expected
+
+
+def test_small_batches_share_row_groups_and_large_ones_have_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 10)
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
+    keys = ["small-1"] * 3 + ["large"] * 10 + ["small-2"] * 4 + ["small-3"] * 3 + ["small-4"] * 2
+    messages = [message(n, batcher="b", batch_key=key) for n, key in enumerate(keys)]
+    plan, _ = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    file = pq.ParquetFile(run.files.full(f"{plan.path}/{plan.data[0]}"))
+    rows = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    assert rows == [3, 10, 9]
+    assert {file.metadata.row_group(0).column(0).compression} == {"ZSTD"}
+
+
+def test_python_gets_its_data_back_as_it_was(tmp_path: Path) -> None:
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
+    values: list[Any] = [b"\xff", {"a": [1, None, "é"]}, "text", 1.5, None]
+    messages = [message(n, each, batcher="b") for n, each in enumerate(values)]
+    plan, [batch] = plan_of(run, pipeline, publish(run, pipeline, [messages]))
+    assert [each.data for each in read_batch(run, plan, batch)] == values
+
+
+def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a small buffer and small row groups, and a batch in the middle of them
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
+    monkeypatch.setattr(writer_module, "GROUP_ROWS", 20)
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
+    groups: list[int] = []
+    read = ParquetFile.read
+
+    def counted(file: ParquetFile, group: int) -> pa.Table:
+        groups.append(group)
+        return read(file, group)
+
+    monkeypatch.setattr(ParquetFile, "read", counted)
+    with BatchReader(run, plan) as reader:
+        assert [each.position for each in reader.read(batches[7])] == list(range(70, 80))
+    assert len(groups) == 1
+
+
+def test_a_reader_opens_each_file_once_for_all_its_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a plan of many row groups, whose batches threads read in turn
+    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
+    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
+    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
+    opened: list[str] = []
+    source = Folder.source
+
+    def counted(folder: Folder, path: str) -> Any:
+        opened.append(path)
+        return source(folder, path)
+
+    monkeypatch.setattr(Folder, "source", counted)
+    with BatchReader(run, plan) as reader, ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(reader.read, batches))
+    assert [each.position for messages in found for each in messages] == list(range(200))
+    assert opened == [f"{plan.path}/{name}" for name in plan.data]
