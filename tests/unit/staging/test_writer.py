@@ -9,12 +9,9 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
-from airflow_broadway.core.errors import ConversionError, PipelineError
 from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.model.acks import NO_ACK
 from airflow_broadway.core.model.pipeline_options import Batcher
-from airflow_broadway.core.stages.processor import ProcessorStage
-from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.staging import tables
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.run_folder import StagedRun
@@ -37,95 +34,6 @@ def staged(run: StagedRun, path: str) -> list[dict[str, Any]]:
     table = pq.read_table(run.files.full(path))
     rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
     return rows
-
-
-# --------------------------------------------------------------------------------------------------
-# Rows
-# --------------------------------------------------------------------------------------------------
-
-
-def test_data_is_converted_by_the_batchers_schema() -> None:
-    rows = RowConverter(pipeline_of(default=Batcher(schema="n double, s string")))
-    row = rows(message(1, {"n": 1, "extra": 2})).data
-    assert (row.data, row.key, row.partition) == ((1.0, None), '"default"', None)
-    assert row.dropped == {"extra": 1}
-    assert rows(message(2, {"n": 1})).data.dropped is None
-
-
-def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
-    rows = RowConverter(pipeline_of(default=Batcher(schema="n int")))
-    with pytest.raises(ConversionError, match=r"n: .*'x'"):
-        rows(message(1, {"n": "x"}))
-
-
-@pytest.mark.parametrize(
-    ("data", "staged"), [(b"\xff", b"\xff"), (bytearray(b"a"), b"a"), ("é", '"é"'), (None, "null")]
-)
-def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, staged: Any) -> None:
-    assert RowConverter(pipeline_of(default=Batcher()))(message(1, data)).data.data == staged
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"data": {1, 2}},
-        {"data": float("nan")},
-        {"data": "\ud800"},
-        {"batch_key": b"bytes"},
-        {"batch_key": float("inf")},
-        {"metadata": {"x": object()}},
-        {"message_id": "\ud800"},
-    ],
-)
-def test_what_no_file_can_carry_fails_its_message(given: dict[str, Any]) -> None:
-    with pytest.raises(ConversionError):
-        RowConverter(pipeline_of(default=Batcher()))(message(1, **given))
-
-
-def test_a_key_may_be_any_json() -> None:
-    rows = RowConverter(pipeline_of(default=Batcher()))
-    keys = [rows(message(1, batch_key=key)).data.key for key in ("a", 1, None, ("a", 1), 'q"')]
-    assert keys == ['"a"', "1", "null", '["a",1]', '"q\\""']
-
-
-def test_the_partition_is_that_of_the_message_as_returned() -> None:
-    options = Batcher(partition_by=lambda message: message.data["n"], concurrency=3)
-    rows = RowConverter(pipeline_of(default=options))
-    assert rows(message(1, {"n": 7})).data.partition == 1
-    with pytest.raises(PipelineError, match="at least 0"):
-        rows(message(1, {"n": -1}))
-    with pytest.raises(KeyError):
-        rows(message(1, {}))
-
-
-def test_a_pipeline_without_batchers_keeps_its_messages() -> None:
-    given = message(1, object())
-    assert RowConverter(pipeline_of())(given) is given
-
-
-def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -> None:
-    # Given a processor that converts as its last step
-    pipeline = pipeline_of(default=Batcher(schema="n int"))
-    pipeline.handle_message = lambda processor, message, context: message  # type: ignore[method-assign]
-    acked: list[tuple[list[Any], list[Any]]] = []
-    stage = ProcessorStage(
-        pipeline, convert=RowConverter, ack=lambda good, bad: acked.append((good, bad))
-    )
-
-    # When one of three has the wrong data
-    result = stage.handle([message(1, {"n": 1}), message(2, {"n": "x"}), message(3, {"n": 3})])
-
-    # Then it is failed with its data as it was, and settled as failed
-    assert [each.position for each in result.successful] == [1, 3]
-    [failed] = result.failed
-    assert failed.data == {"n": "x"}
-    assert "n: expected" in failed.status.text
-    assert acked == [([], [failed])]
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
-# --------------------------------------------------------------------------------------------------
 
 
 def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
