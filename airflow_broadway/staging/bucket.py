@@ -57,9 +57,8 @@ class _BucketSink:
 class Bucket:
     """An object store, through fsspec."""
 
-    def __init__(self, fs: Any, root: str, uri: str) -> None:
+    def __init__(self, fs: Any, uri: str) -> None:
         self._fs = fs
-        self._root = root
         self._uri = uri
 
     def prepare(self) -> None:

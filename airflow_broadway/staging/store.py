@@ -117,9 +117,7 @@ class Store:
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         #: Whether it is a folder of this machine's file system.
         self.local = "file" in protocols
-        self.backend: Backend = (
-            Disk(self.root, self.uri) if self.local else Bucket(fs, self.root, self.uri)
-        )
+        self.backend: Backend = Disk(self.root, self.uri) if self.local else Bucket(fs, self.uri)
         self._root_id: str | None = None
 
     @classmethod
