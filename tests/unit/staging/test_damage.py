@@ -17,7 +17,6 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -208,15 +207,6 @@ def test_what_an_older_release_wrote_is_read_unchecked(tmp_path: Path) -> None:
     assert verdicts == dict.fromkeys(("early", "m-0", "m-1"), "dead_letter")
 
 
-def test_a_seal_survives_what_looks_like_one() -> None:
-    text = sealed({"a": 'x "seal": "" y', "b": [1]}, sort_keys=True)
-    check_seal(text, "file")
-    assert json.loads(text)["a"] == 'x "seal": "" y'
-    for damaged in (text.replace("[1]", "[2]"), text.replace("x ", "")):
-        with pytest.raises(StagingDamaged):
-            check_seal(damaged, "file")
-
-
 def test_sealed_formats_come_back_as_they_were(tmp_path: Path) -> None:
     ready = Ready(tmp_path)
     manifest = ready.run.manifest(ready.generation)
@@ -226,13 +216,3 @@ def test_sealed_formats_come_back_as_they_were(tmp_path: Path) -> None:
     assert Outcome.loads(outcome.dumps(), "o") == outcome
     [plan] = Recorded(ready.run).deciding(ready.pipeline.batchers, ready.generation)
     assert BatchPlan.read(ready.run.files, plan.path)[0] == plan
-
-
-def test_lines_are_counted_before_they_are_compared() -> None:
-    summing = Summing()
-    lines = list(summing.through(["a", "b\u2028", ""]))
-    assert list(checked(lines, summing.to_json(), "f")) == lines
-    with pytest.raises(StagingDamaged, match="f holds 2 lines, and 3 were written"):
-        list(checked(lines[:2], summing.to_json(), "f"))
-    with pytest.raises(StagingDamaged, match="f is not as it was written"):
-        list(checked(["a", "c", ""], summing.to_json(), "f"))
