@@ -96,8 +96,8 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> Any:
 def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.StructArray:
     """Build one struct column from rows that the schema's converter made.
 
-    :raises SchemaError: If the texts, bytes or lists of one column pass 2 GiB in all: build it of
-        fewer rows.
+    :raises SchemaError: If the texts, bytes or lists of one column pass 2 GiB in all; fewer rows
+        are needed then.
     """
     kind = arrow_struct(schema)
     # Column by column: Arrow takes a list of one type much faster than a list of tuples.
@@ -116,8 +116,8 @@ def columns_from_rows(rows: Sequence[tuple[Any, ...]], schema: Schema) -> pa.Str
 def from_arrow(column: pa.Array[Any] | pa.ChunkedArray[Any]) -> list[Any]:
     """Return a column's values in plain Python.
 
-    A struct becomes a ``dict``, a list a ``list``, a map a ``dict``, an instant a ``datetime`` in
-    ``datetime.timezone.utc``; a null ``None``.
+    A struct or a map becomes a ``dict``, a list a ``list``, an instant a ``datetime`` in
+    ``datetime.timezone.utc``, and a null ``None``.
     """
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in from_arrow(chunk)]

@@ -50,9 +50,10 @@ AckRefOf = Callable[[StagedReceipt], AckRef]
 
 
 class BatchReader:
-    """Reads the batches of one Python batcher's plan, cheapest in its order; for many threads.
+    """Reads the batches of one Python batcher's plan; many threads may read at once.
 
-    Files stay open, a few at a time: in an object store opening one costs two round trips.
+    Batches that are neighbours in the plan share row groups: in its order they are read cheapest.
+    A few files stay open, since opening one in an object store costs two round trips.
     """
 
     def __init__(self, run: StagedRun, plan: BatchPlan) -> None:
@@ -70,9 +71,9 @@ class BatchReader:
     def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
         """Return the messages of a batch, in order of arrival at the batcher.
 
-        Data is what the message had, or a ``dict`` by the schema.
+        A message's data is what it was; with a schema it is a ``dict`` of the schema's columns.
 
-        :param ack_ref_of: Makes each message's acknowledger; one settled at once has none.
+        :param ack_ref_of: Makes the acknowledger of each message that no callback settled at once.
         """
         found: list[tuple[int, _Staged]] = []
         for file in planned.files:
@@ -120,7 +121,7 @@ class BatchReader:
                 yield found
 
     def _group(self, file: int, group: int) -> _Group:
-        """A row group's batches and messages, each row's at its place."""
+        """The rows of a row group, read or kept."""
         key = file, group
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -146,7 +147,7 @@ class BatchReader:
         return self._open[file]
 
     def _close(self, kept: int) -> None:
-        """Close files until so many are open."""
+        """Close files until no more than ``kept`` are open."""
         while len(self._open) > kept:
             self._open.popitem(last=False)[1].close()
 

@@ -26,9 +26,9 @@ AT, SOURCE = "_at", "source"
 
 
 def merged(folder: Folder, sources: Sequence[Sequence[str]]) -> Iterator[pa.Table]:
-    """Stream the messages of all sources in order, as tables of a few ten thousand rows at most.
+    """Stream the messages of all sources in order, as tables of some ten thousand rows at most.
 
-    :param sources: For each generation its message files.
+    :param sources: The message files of each generation.
     """
     streams = [_source(folder, index, files) for index, files in enumerate(sources)]
     if len(streams) == 1:
@@ -49,7 +49,7 @@ def merged(folder: Folder, sources: Sequence[Sequence[str]]) -> Iterator[pa.Tabl
 
 
 def _earliest(heads: dict[int, pa.Table]) -> pa.Table:
-    """Take from ``heads`` all that no later table of any source can come before."""
+    """Take from ``heads`` the rows that come before all rows still to be read."""
     instant, bounding = min((head[AT][-1].as_py(), index) for index, head in heads.items())
     taken: list[pa.Table] = []
     for index in sorted(heads):
@@ -67,7 +67,10 @@ def _earliest(heads: dict[int, pa.Table]) -> pa.Table:
 
 
 def only_bytes(folder: Folder, paths: Sequence[str]) -> bool:
-    """Whether all messages of some files without a schema have bytes for data; false for none."""
+    """Whether the data of all messages is bytes, in message files without a schema.
+
+    Without any file it is not.
+    """
     for path in paths:
         with ParquetFile(folder, path) as file:
             if file.nulls("data_bytes"):

@@ -1,8 +1,8 @@
 """The Parquet files of a run: their columns, and how they are written and read.
 
-Two kinds.  *Message files* (``<generation>/messages/<batcher>/``) hold what the process task made,
-in order of arrival; *data files* (``batches/…/data-*.parquet``) hold the same messages in order of
-batch, with the public columns as Spark's ``handle_batch`` sees them.
+There are two kinds.  *Message files* (``<generation>/messages/<batcher>/``) hold what the process
+task made, in order of arrival.  *Data files* (``batches/…/data-*.parquet``) hold the same messages
+in order of batch, with the columns that Spark's ``handle_batch`` sees.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
 def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.Schema:
     """The columns of a plan's data files.
 
-    :param as_bytes: Without a schema: whether ``data`` is binary, else JSON text.  A Python batcher
-        keeps the two columns of the message files.
+    :param as_bytes: For Spark, without a schema: whether ``data`` is binary, else JSON text.  The
+        files of a Python batcher keep the two columns of the message files.
     """
     python = batcher.engine == "python"
     if batcher.schema is not None or python:
@@ -182,7 +182,7 @@ class _TableFile:
 
 
 class TableFiles:
-    """Parquet files of one schema, written one after another: each until it has enough bytes.
+    """Parquet files of one schema: once one has :data:`FILE_BYTES`, the next is begun.
 
     :param stem: What their paths begin with: ``"a/data"`` gives ``a/data-00000.parquet`` and so on.
     """

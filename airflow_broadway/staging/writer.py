@@ -39,11 +39,15 @@ _PLAIN = Delivery()
 
 
 class Written(NamedTuple):
-    """What a writer wrote, in the words of :class:`Manifest`.
+    """What a writer wrote; see :class:`airflow_broadway.core.formats.manifest.Manifest`.
 
+    :param batchers: Batcher → its messages.  A batcher without any is missing.
+    :param files: Batcher → its message files.
     :param entries: Files of entries.
-    :param entry_count: Lines in them.
-    :param sums: Lines, bytes and SHA-256 of each file of entries.
+    :param configured: Whether a callback configured how any message of a batcher is settled.
+    :param dropped: Key that a schema does not name → how often it was dropped.
+    :param entry_count: Lines in the files of entries.
+    :param sums: File of entries → its lines, bytes and SHA-256.
     """
 
     batchers: dict[str, int]
@@ -151,7 +155,7 @@ class _MessageFiles:
     def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.rows = 0
-        #: Whether a callback configured how one of the messages is settled.
+        #: Whether a callback configured how any of the messages is settled.
         self.configured = False
         self.dropped: Counter[str] = Counter()
         self._columns = message_schema(options, producer)
