@@ -1,11 +1,9 @@
-"""The Spark half of a replay: the operator's own preparation, outside any Airflow task."""
+"""The Spark half of a replay: what the operator does, outside any Airflow task."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from airflow.providers.common.compat.sdk import AirflowException
 
@@ -37,7 +35,7 @@ def run_on_spark(
     :param settings: Arguments for :class:`SparkSubmitOperator`.
     :raises BroadwayError: If Spark cannot be started: one sentence on what is missing.
     """
-    operator = _ReplayOperator(
+    operator = BroadwaySparkSubmitOperator(
         task_id=NAME,
         name=f"{info.dag_id}.{NAME}",
         pipeline=ref,
@@ -56,28 +54,10 @@ def run_on_spark(
     )
     shadow.files.create(path, work.dumps())
     try:
-        operator.submit_work(shadow.spark_uri(), path, work)
+        operator.run_without_task(shadow.spark_uri(), lambda: (path, work))
     except AirflowException as error:
         return str(error)[:MAX_ERROR]
     except BaseException:  # Ctrl-C, for one: the application is not to outlive this command
         operator.on_kill()
         raise
     return ""
-
-
-class _ReplayOperator(BroadwaySparkSubmitOperator):
-    """Starts an application as the operator does; there is no task, and no lease to keep."""
-
-    def submit_work(self, uri: str, path: str, work: Work) -> None:
-        """Run what a work file asks for, until it has ended.
-
-        :raises AirflowException: If it ended badly.
-        """
-        with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
-            self._prepare(uri, Path(folder))
-            hook = self._hook = self._make_hook(uri, lambda: (path, work))
-            if hook._should_track_driver_status or hook._should_track_driver_via_k8s_api():
-                # Not durable, so it asks nothing of its context.
-                self.execute_resumable(cast("Any", {}))
-                return
-            hook.submit(self.application)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
@@ -19,14 +17,11 @@ from airflow.providers.common.compat.sdk import (
     AirflowSkipException,
 )
 
-from airflow_broadway.core.errors import ConnectionMissing, LeaseLapsed, OptionsError
-from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.ownership import CURE, Ownership, begin_try
-from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.core.version import __version__
 from airflow_broadway.operators import _docs
 from airflow_broadway.operators._common import (
     AirflowConnections,
@@ -36,21 +31,16 @@ from airflow_broadway.operators._common import (
     pipeline_ref,
     references,
     run_info,
+    staging_root,
     task_name,
 )
-from airflow_broadway.runs.outcomes import is_settled, outcomes, tell_settled
+from airflow_broadway.runs.outcomes import is_settled, tell_settled
 from airflow_broadway.runs.stand_in import StandIn
-from airflow_broadway.submit.environment import (
-    check_classic,
-    check_java,
-    check_master,
-    default_conf,
-    file_settings,
-    find_spark,
-    s3_settings,
-)
-from airflow_broadway.submit.hook import SubmitHook, python_variables
-from airflow_broadway.submit.package import check_import, ship
+from airflow_broadway.spark.job import arguments_of
+from airflow_broadway.submit.environment import check_master
+from airflow_broadway.submit.hook import SubmitHook
+from airflow_broadway.submit.plans import OpenPlans
+from airflow_broadway.submit.submission import Chosen, prepare
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -58,13 +48,6 @@ if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwaySparkSubmitOperator"]
-
-
-class _Plan(NamedTuple):
-    """A plan, and those of its batches that have no outcome."""
-
-    head: BatchPlan
-    open: list[PlannedBatch]
 
 
 class BroadwaySparkSubmitOperator(SparkSubmitOperator):
@@ -123,94 +106,44 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.staging = staging
         self.check_pipeline = check_pipeline
 
-    # -- leases --------------------------------------------------------------------------------
-
-    def _before_submit(self, context: Context, run: StagedRun) -> None:
-        """Called right before Spark is started: keeps the leases alive where no sensor does.
-
-        A paused Dag's sensor is not rescheduled, and Spark may work for hours.
-        """
-        _, plans = self._submitted
-        generations = {name for plan in plans for name in plan.head.generations}
-        self._guard = StandIn(run, load_pipeline(self.pipeline, context), generations)
-        self._guard.start()
-
-    def _after_submit(self, context: Context, run: StagedRun) -> None:
-        """Called when the application has ended, however it did: settles what no sensor will."""
-        self._guard.finish()
-
-    # ----------------------------------------------------------------------------------------------
-
     def execute(  # type: ignore[override] # the parent returns nothing
         self, context: Context
     ) -> dict[str, Any]:
-        pipeline = load_pipeline(self.pipeline, context)
-        run = open_run(context, self.staging, pipeline.name)
-        plans = [self._read(run, path) for path in self._paths()]
-        if not plans:
+        run = open_run(context, self.staging, load_pipeline(self.pipeline, context).name)
+        planned = (each.get("plan") for each in references(self.batches))
+        plans = OpenPlans(run, dict.fromkeys(str(path) for path in planned if path))
+        if not plans.heads:
             raise AirflowSkipException("No batcher has a batch.")
-        total = sum(plan.head.batches for plan in plans)
-        left = sum(len(plan.open) for plan in plans)
-        if not left:
-            self.log.info("%s, each with an outcome: nothing to do.", many(total, "batch"))
-            tell_settled(self.log, run, [plan.head for plan in plans])
-            return self._reference(run, plans)
-        void = self._void(run, plans)
-        if len(void) == left:
+        if not plans.left:
+            self.log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
+            tell_settled(self.log, run, plans.heads)
+            return self._reference(plans)
+        void = plans.void()
+        if len(void) == plans.left:
             return self._nothing_held(run, plans, void)
-        self.log.info("%s yet.", without_outcome(left - len(void), total))
-        error = self._submit(context, run, pipeline, plans)
-        after = [_Plan(plan.head, self._without_outcome(run, plan)) for plan in plans]
-        self._check_complete(run, after, total, error)
-        return self._reference(run, after)
+        self.log.info("%s yet.", without_outcome(plans.left - len(void), plans.total))
+        error = self._submit(context, run, plans)
+        plans.look()
+        self._check_complete(plans, error)
+        return self._reference(plans)
 
     def on_kill(self) -> None:
         # Without a hook nothing was started, and the parent would look up its connection.
         if self._hook is not None:
             super().on_kill()
 
-    # -- what there is to do -----------------------------------------------------------------------
-
-    def _paths(self) -> list[str]:
-        """The plans that the batcher tasks made."""
-        planned = (each.get("plan") for each in references(self.batches))
-        return list(dict.fromkeys(str(path) for path in planned if path))
-
-    def _read(self, run: StagedRun, path: str) -> _Plan:
-        head, batches = BatchPlan.read(run.files, path)
-        run.store.check_root(head.root_id, head.host)
-        done = set(run.files.list(paths.outcomes(head.path)))
-        return _Plan(head, [each for each in batches if f"{each.batch_id}.json" not in done])
-
-    def _without_outcome(self, run: StagedRun, plan: _Plan) -> list[PlannedBatch]:
-        done = set(run.files.list(paths.outcomes(plan.head.path)))
-        return [each for each in plan.open if f"{each.batch_id}.json" not in done]
-
-    def _void(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, str]:
-        """Batches without an outcome whose messages this run no longer holds, and why."""
-        fence = Ownership(run.files, clock=run.clock, fresh_for=float("inf"))
-        void: dict[str, str] = {}
-        for plan in plans:
-            for batch in plan.open:
-                try:
-                    fence.check(batch.sources)
-                except LeaseLapsed as error:
-                    void[batch.batch_id] = str(error)
-        return void
-
     def _nothing_held(
-        self, run: StagedRun, plans: Sequence[_Plan], void: Mapping[str, str]
+        self, run: StagedRun, plans: OpenPlans, void: dict[str, str]
     ) -> dict[str, Any]:
         """End a task that has batches without an outcome, and holds none of their messages."""
-        generations = {name for plan in plans for each in plan.open for name in each.sources}
-        if all(is_settled(run, name) for name in generations):
+        if all(is_settled(run, name) for name in plans.open_generations):
             self.log.info(
                 "%s without an outcome; the messages went back to the broker: the run was settled"
                 " before they were handled.",
                 many(len(void), "batch"),
             )
-            tell_settled(self.log, run, [plan.head for plan in plans])
-            return self._reference(run, plans)
+            tell_settled(self.log, run, plans.heads)
+            return self._reference(plans)
         raise AirflowFailException(
             f"{many(len(void), 'batch')} without an outcome that cannot get one:"
             f" {next(iter(void.values()))}"
@@ -218,73 +151,88 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     # -- the application ---------------------------------------------------------------------------
 
-    def _submit(
-        self, context: Context, run: StagedRun, pipeline: Pipeline, plans: Sequence[_Plan]
-    ) -> Exception | None:
+    def _submit(self, context: Context, run: StagedRun, plans: OpenPlans) -> Exception | None:
         """Run the application; returns what it ended with, if that was an error."""
-        heads = [plan.head for plan in plans if plan.open]
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
-        text = json.dumps([head.path for head in heads])
-        self.external_id_key = f"spark_job_id_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self._submitted = (run, plans)
-        uri = run.spark_uri()
-        with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
-            self._prepare(uri, Path(folder))
-            self._before_submit(context, run)
+        self.external_id_key = f"spark_job_id_{plans.key()}"
+        self._plans = plans
+        name, info = task_name(context["ti"]), run_info(context)
+        with (
+            self._prepared(run.spark_uri(), lambda: plans.write_work(name, self.pipeline, info)),
+            self._leases_kept(context, run, plans),
+        ):
             try:
-                self._hook = None
-                self._hook_of = lambda: self._make_hook(
-                    uri, lambda: self._write_work(context, run, heads)
-                )
                 super().execute(context)
             except AirflowException as error:
                 return error
-            finally:
-                self._after_submit(context, run)
         return None
 
-    def _prepare(self, uri: str, folder: Path) -> None:
-        """Find Spark, ship the code, and complete the arguments.
+    def run_without_task(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> None:
+        """Run an application outside any Airflow task, as a replay does, until it has ended.
 
-        :raises BroadwayError: With one sentence on what is missing.
+        Make the operator with ``durable=False``, which asks nothing of a task.
+
+        :param run_uri: The run's folder, as Spark finds it.
+        :param write_work: Called right before Spark is started: writes the work file, and returns
+            its path and content.
+        :raises AirflowException: If it ended badly.
+        :raises BroadwayError: If it cannot be started: one sentence on what is missing.
         """
-        master, deploy_mode, binary = self._target()
-        env = {**os.environ, **{k: str(v) for k, v in (self.env_vars or {}).items()}}
-        program = find_spark(binary, env)
-        client = deploy_mode != "cluster"
-        env = {**program.env, **env}
-        conf = dict(self.conf or {})
-        elsewhere = file_settings(self.properties_file, env, program.binary)
-        check_classic(env, {**elsewhere, **conf})
-        if program.bundled and client:
-            check_java(env)
-        own = [each.strip() for each in (self.py_files or "").split(",") if each.strip()]
-        shipment = ship(str(self.pipeline["class"]), folder)
-        self.log.info("Shipping the packages %s to Spark.", shipment.packages)
-        if self.check_pipeline and all("://" not in each for each in own):
-            for warning in check_import(self.pipeline, shipment, py_files=own):
-                self.log.warning("%s", warning)
-        self.py_files = ",".join([str(shipment.zip), *own])
-        self.application = str(shipment.launcher)
-        conf |= default_conf(master, conf, elsewhere)
-        s3_conf, secret = self._s3(uri, conf)
-        self.conf = {**conf, **s3_conf}
-        variables = dict(program.env)
-        if client:
-            variables |= python_variables(conf, env) | secret
-        elif secret:
-            self.log.warning(
-                "In cluster mode no credentials of %s are handed to Spark: it uses its own chain of"
-                " providers for %s.",
-                self.staging,
-                uri,
+        with self._prepared(run_uri, write_work):
+            hook = self._hook = self._get_hook()
+            if hook._should_track_driver_status or hook._should_track_driver_via_k8s_api():
+                self.execute_resumable(cast("Any", {}))
+            else:
+                hook.submit(self.application)
+
+    @contextmanager
+    def _leases_kept(self, context: Context, run: StagedRun, plans: OpenPlans) -> Iterator[None]:
+        """Keep leases alive, and settle at the end, where no sensor does.
+
+        A paused Dag's sensor is not rescheduled, and Spark may work for hours.
+        """
+        stand_in = StandIn(run, load_pipeline(self.pipeline, context), plans.generations)
+        stand_in.start()
+        try:
+            yield
+        finally:
+            stand_in.finish()
+
+    @contextmanager
+    def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
+        """Complete the arguments; while this lasts, the application can be started."""
+        with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
+            made = prepare(
+                self._chosen(),
+                self.pipeline,
+                run_uri,
+                Path(folder),
+                storage=self._storage(run_uri),
+                check=self.check_pipeline,
             )
-        self._program, self._variables = program, variables
+            self.application, self.py_files, self.conf = made.application, made.py_files, made.conf
+            self._hook = None
+            self._make_hook = lambda hook: SubmitHook.of(
+                hook,
+                binary=made.program.binary,
+                env=made.variables,
+                prepare=lambda: arguments_of(run_uri, *write_work()),
+            )
+            yield
 
-    def _target(self) -> tuple[str, str, str]:
-        """Master, deploy mode and program of the connection.
+    #: Makes our hook of the parent's.
+    _make_hook: Callable[[SparkSubmitHook], SparkSubmitHook] | None = None
 
-        :raises ConnectionMissing: If it is not defined: the provider would go on with yarn.
+    def _get_hook(self) -> SparkSubmitHook:
+        # The parent asks for it when it has completed ``conf``.
+        hook = super()._get_hook()
+        return hook if self._make_hook is None else self._make_hook(hook)
+
+    def _chosen(self) -> Chosen:
+        """What the connection and the operator's arguments say.
+
+        :raises ConnectionMissing: If the connection is not defined: the provider would go on with
+            yarn.
         """
         try:
             AirflowConnections().get(self._conn_id)
@@ -297,88 +245,41 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 f" Connections, or set AIRFLOW_CONN_{self._conn_id.upper()}={example!r}"
             ) from None
         found = super()._get_hook()._connection
-        master = check_master(self._conn_id, str(found["master"]))
-        return master, str(found["deploy_mode"] or "client"), str(found["spark_binary"])
-
-    def _s3(self, uri: str, conf: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-        if not uri.startswith("s3a://"):
-            return {}, {}
-        from airflow_broadway.operators._common import staging_root
-
-        authority = staging_root(self.staging).partition("://")[2].partition("/")[0]
-        conn_id = authority.rpartition("@")[0]
-        connection = AirflowConnections().get(conn_id) if conn_id else None
-        return s3_settings(uri, connection, conf)
-
-    #: Makes the hook; the parent asks for it once it has completed ``conf``.
-    _hook_of: Callable[[], SparkSubmitHook] | None = None
-
-    def _get_hook(self) -> SparkSubmitHook:
-        return super()._get_hook() if self._hook_of is None else self._hook_of()
-
-    def _make_hook(self, uri: str, prepare: Callable[[], tuple[str, Work]]) -> SubmitHook:
-        """Make the hook; ``prepare`` writes the work file, and returns its path and content."""
-
-        def arguments() -> list[str]:
-            path, work = prepare()
-            given = {
-                "--run": uri,
-                "--work": path,
-                "--sha256": work.digest,
-                "--host": socket.gethostname(),
-            }
-            return [each for pair in given.items() for each in pair]
-
-        return SubmitHook.of(
-            super()._get_hook(),
-            binary=self._program.binary,
-            env=self._variables,
-            prepare=arguments,
+        return Chosen(
+            master=check_master(self._conn_id, str(found["master"])),
+            deploy_mode=str(found["deploy_mode"] or "client"),
+            binary=str(found["spark_binary"]),
+            conf=self.conf or {},
+            env_vars=self.env_vars or {},
+            properties_file=self.properties_file,
+            py_files=self.py_files or "",
         )
 
-    def _write_work(
-        self, context: Context, run: StagedRun, heads: Sequence[BatchPlan]
-    ) -> tuple[str, Work]:
-        """Write the work file, which fences earlier tries off; returns its path and content.
-
-        Its number rises over retries and clears alike.
-        """
-        ti = context["ti"]
-        name = task_name(ti)
-
-        def work(number: int) -> Work:
-            return Work(
-                name=name,
-                try_number=number,
-                pipeline=self.pipeline,
-                run=run_info(context).to_json(),
-                plans=[head.path for head in heads],
-                package_version=__version__,
-            )
-
-        number, path = begin_try(run.files, name, lambda number: work(number).dumps())
-        return path, work(number)
+    def _storage(self, run_uri: str) -> Connection | None:
+        """The connection of a staging root in S3, if it names one."""
+        if not run_uri.startswith("s3a://"):
+            return None
+        authority = staging_root(self.staging).partition("://")[2].partition("/")[0]
+        conn_id = authority.rpartition("@")[0]
+        return AirflowConnections().get(conn_id) if conn_id else None
 
     def is_job_succeeded(self, status: str) -> bool:
         # A job of a cluster may have ended well long ago, and its batches have been cleared since.
         if not super().is_job_succeeded(status):
             return False
-        run, plans = self._submitted
-        return not any(self._without_outcome(run, plan) for plan in plans)
+        self._plans.look()
+        return not self._plans.left
 
     # -- what came of it ---------------------------------------------------------------------------
 
-    def _check_complete(
-        self, run: StagedRun, plans: Sequence[_Plan], total: int, error: Exception | None
-    ) -> None:
-        left = sum(len(plan.open) for plan in plans)
-        if not left:
+    def _check_complete(self, plans: OpenPlans, error: Exception | None) -> None:
+        if not plans.left:
             if error is not None:
                 self.log.warning("Every batch has an outcome, but Spark ended with: %s", error)
             return
-        void = self._void(run, plans)
-        text = without_outcome(left, total)
-        if len(void) == left:
+        void = plans.void()
+        text = without_outcome(plans.left, plans.total)
+        if len(void) == plans.left:
             raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
         if void:
             text += f" ({len(void)} of them never will: {CURE})"
@@ -390,18 +291,12 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             f" those{cause}"
         ) from error
 
-    def _reference(self, run: StagedRun, plans: Sequence[_Plan]) -> dict[str, Any]:
-        counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
-        for plan in plans:
-            for outcome in outcomes(run, plan.head):
-                counts["batches"] += 1
-                counts["failed"] += bool(outcome.error)
-                counts["messages"] += outcome.successful + outcome.failed + outcome.missing
-                counts["failed_messages"] += outcome.failed
-        if counts["failed"]:
+    def _reference(self, plans: OpenPlans) -> dict[str, Any]:
+        made = plans.reference()
+        if made["failed"]:
             self.log.error(
                 "%d of %s failed whole: see the outcomes, and the driver's log.",
-                counts["failed"],
-                many(counts["batches"], "batch"),
+                made["failed"],
+                many(made["batches"], "batch"),
             )
-        return {**counts, "plans": [plan.head.path for plan in plans]}
+        return made

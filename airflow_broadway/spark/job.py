@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-__all__ = ["MIN_SPARK", "NO_CONNECT", "main"]
+__all__ = ["MIN_SPARK", "NO_CONNECT", "arguments_of", "main"]
 
 log = logging.getLogger("airflow_broadway.spark")
 
@@ -45,6 +45,17 @@ NO_CONNECT = (
     "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"
     " spark://… or k8s://…)"
 )
+
+
+def arguments_of(run_uri: str, path: str, work: Work) -> list[str]:
+    """The arguments with which :func:`main` runs what a work file asks for."""
+    given = {
+        "--run": run_uri,
+        "--work": path,
+        "--sha256": work.digest,
+        "--host": platform.node(),
+    }
+    return [each for pair in given.items() for each in pair]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,9 +25,11 @@ __all__ = [
     "SparkProgram",
     "check_classic",
     "check_java",
+    "check_master",
     "default_conf",
     "file_settings",
     "find_spark",
+    "python_variables",
     "s3_settings",
 ]
 
@@ -265,3 +267,13 @@ def s3_settings(
         if extra.get("aws_session_token"):
             secret["AWS_SESSION_TOKEN"] = str(extra["aws_session_token"])
     return {name: value for name, value in conf.items() if name not in given}, secret
+
+
+def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
+    """The worker's Python for the driver, and for executors unless someone chose theirs."""
+    made: dict[str, str] = {}
+    if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
+        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
+    if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
+        made["PYSPARK_PYTHON"] = sys.executable
+    return made

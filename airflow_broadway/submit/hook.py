@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,7 +11,7 @@ from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
 from airflow_broadway.spark.application import INCOMPLETE, REFUSED
 
-__all__ = ["SubmitHook", "python_variables"]
+__all__ = ["SubmitHook"]
 
 #: What exit codes of the driver mean; 3 is Java's when its memory has run out.
 _MEANINGS = {
@@ -77,13 +76,3 @@ class SubmitHook(SparkSubmitHook):
         command: list[str] = super()._build_spark_submit_command(application)
         self._env = {**self._driver_env, **(self._env or {})}
         return command
-
-
-def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """The worker's Python for the driver, and for executors unless someone chose theirs."""
-    made: dict[str, str] = {}
-    if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
-        made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
-    if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
-        made["PYSPARK_PYTHON"] = sys.executable
-    return made

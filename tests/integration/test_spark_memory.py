@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,8 +57,7 @@ class Place:
         monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         connection = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
         monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
-        for hook in ("_before_submit", "_after_submit"):
-            monkeypatch.setattr(BroadwaySparkSubmitOperator, hook, lambda *_: None)
+        monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
         (root / "staging").mkdir()
         ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
         dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))

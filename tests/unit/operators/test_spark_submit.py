@@ -8,7 +8,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,12 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.operators import spark_submit
-from airflow_broadway.operators._common import open_run
+from airflow_broadway.operators._common import open_run, run_info, task_name
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
+from airflow_broadway.submit import submission
+from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing
+from airflow_broadway.submit.plans import OpenPlans
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
 
@@ -126,9 +128,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         "airflow.providers.apache.spark.hooks.spark_submit.subprocess",
         SimpleNamespace(Popen=made.popen, PIPE=-1, STDOUT=-2),
     )
-    monkeypatch.setattr(spark_submit, "check_java", lambda env: None)
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_before_submit", lambda *_: None)
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_after_submit", lambda *_: None)
+    monkeypatch.setattr(submission, "check_java", lambda env: None)
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
     for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "SPARK_CONF_DIR"):
         monkeypatch.delenv(name, raising=False)
     return made
@@ -195,8 +196,8 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     aws = Connection(conn_id="aws", login="AKIA", password="hush", extra={"region_name": "eu"})
-    found = s3_settings("s3a://lake/x", aws, {})
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_s3", lambda *_: found)
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_storage", lambda *_: aws)
+    monkeypatch.setattr(StagedRun, "spark_uri", lambda *_: "s3a://lake/x")
 
     # When the application is started
     world.execute({"plan": world.plan().path}, durable=False)
@@ -379,7 +380,13 @@ def test_a_lease_that_lapses_meanwhile_is_not_retried(world: World) -> None:
     plan = world.plan()
     world.handled = {"b0"}
     operator = world.operator({"plan": plan.path})
-    operator._after_submit = lambda *_: world.staged.lease(seconds=-1)  # type: ignore[method-assign]
+
+    @contextmanager
+    def lapsing(*_: Any) -> Iterator[None]:
+        yield
+        world.staged.lease(seconds=-1)
+
+    operator._leases_kept = lapsing  # type: ignore[method-assign,assignment]
     with pytest.raises(AirflowFailException, match="2 of 3 batches have no outcome: the lease"):
         operator.execute(world.context)
 
@@ -438,8 +445,14 @@ def test_leases_are_kept_around_the_application_only(world: World) -> None:
     plan = world.plan()
     seen: list[str] = []
     operator = world.operator({"plan": plan.path})
-    operator._before_submit = lambda *_: seen.append(f"before {len(world.commands)}")  # type: ignore[method-assign]
-    operator._after_submit = lambda *_: seen.append(f"after {len(world.commands)}")  # type: ignore[method-assign]
+
+    @contextmanager
+    def kept(*_: Any) -> Iterator[None]:
+        seen.append(f"before {len(world.commands)}")
+        yield
+        seen.append(f"after {len(world.commands)}")
+
+    operator._leases_kept = kept  # type: ignore[method-assign,assignment]
     operator.execute(world.context)
     operator.execute(world.context)
     assert seen == ["before 0", "after 1"]
@@ -575,11 +588,12 @@ def test_a_class_of_a_dag_file_is_refused_with_the_cure() -> None:
 def test_two_applications_never_take_each_other_for_a_later_try(world: World) -> None:
     # Given batchers whose names differ in a sign that no name of a file may hold
     plan = world.plan()
-    operator = world.operator({"plan": plan.path})
+    plans = OpenPlans(world.run, [plan.path])
     names = set()
     for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
         world.context["ti"].task_id, world.context["ti"].map_index = task_id, index
-        path, _ = operator._write_work(world.context, world.run, [plan])
+        name = task_name(world.context["ti"])
+        path, _ = plans.write_work(name, {}, run_info(world.context))
         assert path.endswith("-000001.json")
         names.add(path)
 

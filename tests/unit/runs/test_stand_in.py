@@ -13,6 +13,7 @@ import pytest
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.submit.plans import OpenPlans
 from tests.unit.operators.steps import Run
 
 
@@ -54,9 +55,8 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
         task_id="handle_batches", pipeline=run.pipeline, batches=[]
     )
     run.batch(reference)  # what the application records
-    heads = list(Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"]))
-    plans = [SimpleNamespace(head=head) for head in heads]
-    operator._submitted = (run.staged, plans)  # type: ignore[assignment]
+    heads = Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"])
+    plans = OpenPlans(run.staged, [head.path for head in heads])
     context = context_of(run, datetime.now(UTC), {})
     if watched:
         settler = run.settler()
@@ -66,7 +66,8 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
         [before] = queue.leases()
 
     # When it starts
-    operator._before_submit(context, run.staged)
+    kept = operator._leases_kept(context, run.staged, plans)
+    kept.__enter__()
     end = time.monotonic() + 10.0
     deadline = before.lease.deadline
     while not watched and deadline == before.lease.deadline and time.monotonic() < end:
@@ -76,7 +77,7 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
     assert (deadline > before.lease.deadline) is not watched
 
     # And when it has ended, it settles what has an outcome; a sensor that looks does that itself
-    operator._after_submit(context, run.staged)
+    kept.__exit__(None, None, None)
     assert (run.depth()[2] == 0) is not watched
     assert run.ack()["balanced"]
     assert run.depth() == (0, 0, 0, 3)

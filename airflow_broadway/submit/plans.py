@@ -1,0 +1,135 @@
+"""What is to be submitted: the plans of a run, and those of their batches without an outcome."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.ownership import Ownership, begin_try
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from airflow_broadway.core.formats.outcome import Outcome
+    from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["OpenPlans"]
+
+
+class OpenPlans:
+    """Plans of one run, and those of their batches that have no outcome: the *open* ones.
+
+    :param plans: Paths of plans, in order.
+    :raises StagingError: If a plan was written under another staging root, or is damaged.
+    """
+
+    def __init__(self, run: StagedRun, plans: Iterable[str]) -> None:
+        self._run = run
+        self.heads: list[BatchPlan] = []
+        self._open: dict[str, list[PlannedBatch]] = {}
+        for path in plans:
+            head, batches = BatchPlan.read(run.files, path)
+            run.store.check_root(head.root_id, head.host)
+            self.heads.append(head)
+            self._open[head.path] = list(batches)
+        self.look()
+
+    def look(self) -> None:
+        """Look which batches have got an outcome since the last look."""
+        for path, batches in self._open.items():
+            done = set(self._run.files.list(paths.outcomes(path)))
+            self._open[path] = [each for each in batches if f"{each.batch_id}.json" not in done]
+
+    @property
+    def total(self) -> int:
+        """How many batches the plans have."""
+        return sum(head.batches for head in self.heads)
+
+    @property
+    def left(self) -> int:
+        """How many of them were open at the last look."""
+        return sum(map(len, self._open.values()))
+
+    @property
+    def generations(self) -> set[str]:
+        """The generations whose messages the plans hold."""
+        return {name for head in self.heads for name in head.generations}
+
+    @property
+    def open_generations(self) -> set[str]:
+        """The generations whose messages are in open batches."""
+        return {name for batch in self._open_batches() for name in batch.sources}
+
+    @property
+    def open_heads(self) -> list[BatchPlan]:
+        """The plans that have an open batch."""
+        return [head for head in self.heads if self._open[head.path]]
+
+    def void(self) -> dict[str, str]:
+        """Open batches whose messages this run no longer holds: id → why."""
+        ownership = Ownership(self._run.files, clock=self._run.clock, fresh_for=float("inf"))
+        void: dict[str, str] = {}
+        for batch in self._open_batches():
+            try:
+                ownership.check(batch.sources)
+            except LeaseLapsed as error:
+                void[batch.batch_id] = str(error)
+        return void
+
+    def key(self) -> str:
+        """A short hash of the list of work: other plans have another."""
+        text = json.dumps([head.path for head in self.open_heads])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def write_work(
+        self, name: str, pipeline: Mapping[str, Any], run_info: RunInfo
+    ) -> tuple[str, Work]:
+        """Write the work file of the next try, which takes ownership from the tries before it.
+
+        :param name: The task's name in the staging folder.
+        :param pipeline: The pipeline's reference.
+        :returns: The file's path, and its content.
+        """
+
+        def work(number: int) -> Work:
+            return Work(
+                name=name,
+                try_number=number,
+                pipeline=dict(pipeline),
+                run=run_info.to_json(),
+                plans=[head.path for head in self.open_heads],
+                package_version=__version__,
+            )
+
+        number, path = begin_try(self._run.files, name, lambda number: work(number).dumps())
+        return path, work(number)
+
+    def reference(self) -> dict[str, Any]:
+        """What the outcomes say, for XCom: counts of batches and messages, and the plans."""
+        counts = {"batches": 0, "failed": 0, "messages": 0, "failed_messages": 0}
+        for outcome in self._outcomes():
+            counts["batches"] += 1
+            counts["failed"] += bool(outcome.error)
+            counts["messages"] += outcome.successful + outcome.failed + outcome.missing
+            counts["failed_messages"] += outcome.failed
+        return {**counts, "plans": [head.path for head in self.heads]}
+
+    def _open_batches(self) -> Iterator[PlannedBatch]:
+        for batches in self._open.values():
+            yield from batches
+
+    def _outcomes(self) -> Iterator[Outcome]:
+        from airflow_broadway.staging.plan_choice import Recorded  # loads pyarrow
+
+        for head in self.heads:
+            for _, outcome in Recorded(self._run).outcomes(head):
+                if outcome is not None:
+                    yield outcome
