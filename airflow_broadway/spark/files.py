@@ -1,14 +1,11 @@
-"""A run's folder as the Spark driver reaches it: :class:`core.formats.files.Files`, three times.
+"""A run's folder as the Spark driver reaches it; see :class:`core.formats.files.Files`.
 
-====================  ==============================================================================
-plain files           ``file://``: the driver sees the folder itself
-Hadoop                ``s3a://``, ``hdfs://``, ``gs://`` …: whatever Spark reads data with, through
-                      the JVM; nothing to install or to configure a second time
-fsspec                the same under Spark Connect, whose client has no JVM at hand
-====================  ==============================================================================
+Under ``file://`` the driver sees the folder itself.  Any other scheme (``s3a://``, ``hdfs://``,
+``gs://`` …) goes through Hadoop's file systems in the JVM, as Spark's own data does: nothing to
+install, and nothing to configure a second time.
 
-``create`` decides races (the first outcome wins, a try's work file), so it is all or nothing: by
-hard link on plain files, by rename where a rename refuses an existing target (HDFS), by a
+``create`` decides races (the first outcome wins, a later try takes over), so it is all or nothing:
+by hard link on plain files, by rename where a rename refuses an existing target (HDFS), by a
 conditional write where the store has one (S3).
 """
 
@@ -20,9 +17,9 @@ from contextlib import suppress
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import Files, LocalFiles, check_path
+from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, check_path
 
-__all__ = ["FsspecFiles", "HadoopFiles", "local_path", "open_files"]
+__all__ = ["HadoopFiles", "local_path", "open_files"]
 
 #: Characters handed to the JVM in one call.
 CHUNK = 1 << 18
@@ -37,21 +34,19 @@ _RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
 
 
 def open_files(uri: str, spark: Any = None) -> Files:
-    """The files of a run, by the scheme of its folder and by the kind of session.
+    """The files of a run, by the scheme of its folder.
 
     :param uri: The run's folder, ``file:///…`` or ``s3a://…``; percent signs stand for themselves,
         as in Hadoop's paths.
     :param spark: The session; may be left out for ``file://``.
-    :raises StagingError: If the scheme needs a session, or fsspec, that is not there.
+    :raises StagingError: If the scheme needs a JVM that is not there.
     """
     path = local_path(uri)
     if path is not None:
         return LocalFiles(path)
-    if spark is None:
-        raise StagingError(f"{uri} can only be read within a Spark session")
-    if hasattr(spark, "_jvm") and not _is_connect(spark):
-        return HadoopFiles(spark, uri)
-    return FsspecFiles(uri)
+    if getattr(spark, "_jvm", None) is None:  # no session, or one of Spark Connect
+        raise StagingError(f"{uri} can only be read within a Spark session that has a JVM")
+    return HadoopFiles(spark, uri)
 
 
 def local_path(uri: str) -> str | None:
@@ -63,12 +58,8 @@ def local_path(uri: str) -> str | None:
     return None if "://" in uri else uri
 
 
-def _is_connect(spark: Any) -> bool:
-    return ".connect." in type(spark).__module__
-
-
 class HadoopFiles:
-    """Files below ``uri`` through Hadoop's file systems in Spark's JVM.
+    """Files below ``uri`` through Hadoop's file systems in Spark's JVM; see :class:`Files`.
 
     :param renames: Whether ``create`` goes through a rename; by the scheme unless given.
     """
@@ -92,7 +83,6 @@ class HadoopFiles:
             )
 
     def read(self, path: str) -> str:
-        """The file's text."""
         stream = self._open(path)
         try:
             text: str = self._jvm.org.apache.commons.io.IOUtils.toString(stream, "UTF-8")
@@ -101,30 +91,28 @@ class HadoopFiles:
         return text
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
         return bool(self._fs.exists(self._path(path)))
 
     def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
         try:
             found = self._fs.listStatus(self._path(folder))
         except Exception as error:
             if _is_not_found(error):
                 return []
             raise
-        return sorted(str(status.getPath().getName()) for status in found)
+        names = (str(status.getPath().getName()) for status in found)
+        return sorted(name for name in names if name[0] != ".")
 
     def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists; whether it was written."""
         target = self._path(path)
         if self._renames:
             if self._fs.exists(target):
                 return False
-            aside = self._path(self._aside(path))
-            self._write(self._fs.create(aside, False), [text])
-            if self._fs.rename(aside, target):
+            temporary = self._path(self._temporary(path))
+            self._write(self._fs.create(temporary, False), [text])
+            if self._fs.rename(temporary, target):
                 return True
-            self._fs.delete(aside, False)
+            self._fs.delete(temporary, False)
             return False
         # Visible only once closed, as object stores do it, and refused if one came up meanwhile.
         builder = self._fs.createFile(target).overwrite(False).recursive()
@@ -140,20 +128,18 @@ class HadoopFiles:
         return True
 
     def replace(self, path: str, text: str) -> None:
-        """Write a whole file, replacing any."""
         target = self._path(path)
         if not self._renames:
             self._write(self._fs.create(target, True), [text])
             return
-        aside = self._path(self._aside(path))
-        self._write(self._fs.create(aside, False), [text])
-        if not self._fs.rename(aside, target):
+        temporary = self._path(self._temporary(path))
+        self._write(self._fs.create(temporary, False), [text])
+        if not self._fs.rename(temporary, target):
             self._fs.delete(target, False)
-            if not self._fs.rename(aside, target):
+            if not self._fs.rename(temporary, target):
                 raise StagingError(f"{self._root}/{path} cannot be replaced")
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many."""
         count = 0
 
         def counted() -> Iterator[str]:
@@ -166,7 +152,6 @@ class HadoopFiles:
         return count
 
     def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed."""
         java = self._jvm.java.io
         reader = java.BufferedReader(java.InputStreamReader(self._open(path), "UTF-8"))
         try:
@@ -180,9 +165,9 @@ class HadoopFiles:
         return self._jvm.org.apache.hadoop.fs.Path(place)
 
     @staticmethod
-    def _aside(path: str) -> str:
-        folder, _, name = path.rpartition("/")
-        return f"{folder + '/' if folder else ''}.{name}.{uuid.uuid4().hex}"
+    def _temporary(path: str) -> str:
+        folder, slash, _ = path.rpartition("/")
+        return f"{folder}{slash}{TEMPORARY}{uuid.uuid4().hex}"
 
     def _open(self, path: str) -> Any:
         try:
@@ -215,7 +200,7 @@ class HadoopFiles:
     def _abandon(self, stream: Any) -> None:
         """Give up a file that is half written: an object store would publish it once closed."""
         if self._renames:
-            stream.close()  # its name is an aside one, which nobody reads
+            stream.close()  # its name is a temporary one, which nobody reads
             return
         # A store that cannot abort drops what is never closed.
         with suppress(Exception):
@@ -234,72 +219,3 @@ def _is_java(error: Exception, *names: str) -> bool:
 
 def _is_not_found(error: Exception) -> bool:
     return _is_java(error, "FileNotFoundException")
-
-
-class FsspecFiles:
-    """Files below ``uri`` through fsspec."""
-
-    def __init__(self, uri: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise StagingError(
-                f"{uri} is read through fsspec under Spark Connect: install fsspec, and its part"
-                " for this scheme, beside pyspark"
-            ) from error
-        # Hadoop's name for the store; fsspec says s3.
-        uri = f"s3://{uri[len('s3a://') :]}" if uri.startswith("s3a://") else uri
-        self._fs, self._root = fsspec.core.url_to_fs(uri, use_listings_cache=False)
-        self._root = self._root.rstrip("/")
-
-    def read(self, path: str) -> str:
-        """The file's text."""
-        return str(self._fs.cat_file(self._path(path)).decode("utf-8"))
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
-        return bool(self._fs.exists(self._path(path)))
-
-    def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
-        try:
-            found = self._fs.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
-            return []
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in found)
-
-    def create(self, path: str, text: str) -> bool:
-        """Write a whole file unless it exists; whether it was written."""
-        target = self._path(path)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        try:
-            self._fs.pipe_file(target, text.encode("utf-8"), mode="create")
-        except FileExistsError:
-            return False
-        return True
-
-    def replace(self, path: str, text: str) -> None:
-        """Write a whole file, replacing any."""
-        target = self._path(path)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._fs.pipe_file(target, text.encode("utf-8"))
-
-    def write_lines(self, path: str, lines: Iterable[str]) -> int:
-        """Write a new file of lines, streamed; how many."""
-        target = self._path(path)
-        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-        count = 0
-        with self._fs.open(target, "wb") as file:
-            for line in lines:
-                file.write(f"{line}\n".encode())
-                count += 1
-        return count
-
-    def lines(self, path: str) -> Iterator[str]:
-        """The lines of a file, streamed."""
-        with self._fs.open(self._path(path), "rb") as file:
-            for line in file:
-                yield line.decode("utf-8").rstrip("\n")
-
-    def _path(self, path: str) -> str:
-        return f"{self._root}/{check_path(path, self._root)}"

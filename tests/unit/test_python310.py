@@ -1,4 +1,4 @@
-"""What is shipped to Spark drivers loads on Python 3.10, whatever Python the tests have."""
+"""What is shipped to Spark drivers runs on Python 3.10, whatever Python the tests have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.submit.package import Shipment, check_import, ship
+from tests.unit import test_shipped
 
 PIPELINE = """
 from airflow_broadway import Batcher, Broadway, failed
@@ -128,3 +129,20 @@ def test_a_pipeline_of_every_producer_loads_on_a_real_3_10(
     shipment = ship(f"{module}:Shop", tmp_path / "out")
     ref = {"class": f"{module}:Shop", "options": {}}
     assert check_import(ref, shipment, python=python310) == []
+
+
+def test_pipelines_and_batches_run_on_a_real_3_10(
+    shipment: Shipment, python310: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [python310, "-c", "import test_shipped; test_shipped.run_all()"],
+        env={"PYTHONPATH": f"{shipment.zip}{os.pathsep}{Path(__file__).parent}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    tests = [name for name in vars(test_shipped) if name.startswith("test_")]
+    assert done.stdout.split() == tests

@@ -63,7 +63,7 @@ class Files(Protocol):
         ...
 
     def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is no such folder."""
+        """The names in a folder, sorted, without hidden ones; empty if there is no such folder."""
         ...
 
     def create(self, path: str, text: str) -> bool:
@@ -116,7 +116,7 @@ class LocalFiles:
 
     def list(self, folder: str) -> list[str]:
         try:
-            return sorted(os.listdir(self._path(folder)))
+            return sorted(name for name in os.listdir(self._path(folder)) if name[0] != ".")
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -41,7 +41,7 @@ from airflow_broadway.operators._common import open_run, run_info, task_name
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit import submission
-from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing
+from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
 from airflow_broadway.submit.plans import OpenPlans
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
@@ -196,8 +196,8 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     aws = Connection(conn_id="aws", login="AKIA", password="hush", extra={"region_name": "eu"})
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_storage", lambda *_: aws)
-    monkeypatch.setattr(StagedRun, "spark_uri", lambda *_: "s3a://lake/x")
+    found = s3_settings("s3a://lake/x", aws, {})
+    monkeypatch.setattr(submission, "s3_settings", lambda *_: found)
 
     # When the application is started
     world.execute({"plan": world.plan().path}, durable=False)

@@ -1,0 +1,142 @@
+"""Plain files of a run, and the writer of durable files below them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, create_file
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return LocalFiles(tmp_path)
+
+
+def test_a_file_is_created_once(files: Files) -> None:
+    assert files.create("a/b.json", "one")
+    assert not files.create("a/b.json", "two")
+    assert files.read("a/b.json") == "one"
+    assert files.list("a") == ["b.json"]
+
+
+def test_a_file_is_replaced(files: Files) -> None:
+    files.replace("a.json", "one")
+    files.replace("a.json", "zwei ✓")
+    assert files.read("a.json") == "zwei ✓"
+
+
+def test_what_is_not_there(files: Files) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.read("nothing.json")
+    assert not files.exists("nothing.json")
+    assert files.list("nothing") == []
+
+
+def test_lines_come_back_as_they_went(files: Files) -> None:
+    lines = ["", "a", "ü\u2028x", '{"a": 1}']
+    assert files.write_lines("x/y.jsonl", lines) == 4
+    assert list(files.lines("x/y.jsonl")) == lines
+
+
+def test_lines_are_not_written_over(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    files.write_lines("a", ["1"])
+    with pytest.raises(FileExistsError):
+        files.write_lines("a", ["2"])
+
+
+def test_of_many_writers_one_wins(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    won: list[str] = []
+
+    def write(name: str) -> None:
+        if files.create("one.json", name * 10_000):
+            won.append(name)
+
+    threads = [threading.Thread(target=write, args=(chr(97 + n),)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert files.read("one.json") == won[0] * 10_000
+    assert os.listdir(tmp_path) == ["one.json"]
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a\\b", "a\0b"])
+def test_no_path_leads_out_of_the_folder(files: Files, tmp_path: Path, path: str) -> None:
+    (tmp_path.parent / "x").write_text("another's")
+    asked: list[Callable[[], object]] = [
+        lambda: files.read(path),
+        lambda: files.exists(path),
+        lambda: files.list(path),
+        lambda: files.create(path, "text"),
+        lambda: files.replace(path, "text"),
+        lambda: files.write_lines(path, ["text"]),
+        lambda: list(files.lines(path)),
+    ]
+    for ask in asked:
+        with pytest.raises(StagingError, match="is no path below"):
+            ask()
+    assert (tmp_path.parent / "x").read_text() == "another's"
+
+
+def test_the_driver_makes_files_that_only_their_user_reads(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    files.create("a/b/c.json", "")
+    files.write_lines("a/b/d.jsonl", ["1"])
+    assert [(tmp_path / name).stat().st_mode & 0o7777 for name in ("a", "a/b")] == [0o700] * 2
+    assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "a/b").iterdir()} == {0o600}
+
+
+def test_a_write_that_fails_leaves_what_was_there(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.create("old.json", "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("os.fsync", full)
+    writes: list[Callable[[], object]] = [
+        lambda: files.create("new.json", "text"),
+        lambda: files.replace("old.json", "text"),
+        lambda: files.write_lines("new.jsonl", ["text"]),
+    ]
+    for write in writes:
+        with pytest.raises(OSError, match="no room"):
+            write()
+    assert os.listdir(tmp_path) == ["old.json"]
+    assert files.read("old.json") == "old"
+
+
+def test_names_that_begin_with_a_dot_are_not_listed(files: Files, tmp_path: Path) -> None:
+    files.create("a.json", "")
+    (tmp_path / ".DS_Store").write_text("")
+    (tmp_path / f"{TEMPORARY}0").write_text("")
+    assert files.list("") == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
+)
+def test_a_file_system_that_syncs_no_folders_serves_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raises: bool
+) -> None:
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, "no folders")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError, match="no folders") if raises else nullcontext():
+        assert create_file(str(tmp_path / "a"), [b"1", b"2"])
+    assert (tmp_path / "a").read_bytes() == b"12"
