@@ -52,12 +52,19 @@ class OptionsError(BroadwayError, ValueError):
         return _options_error, (self.path, self.rule, self.value, str(self))
 
     @classmethod
-    def unknown(cls, path: str, value: object, valid: Iterable[str]) -> OptionsError:
-        """Report a name that no option has, with the valid ones and the nearest of them."""
+    def unknown(
+        cls, path: str, value: object, valid: Iterable[str], example: str = ""
+    ) -> OptionsError:
+        """Report a name that no option has, with the valid ones and the nearest of them.
+
+        :param example: How to give it, where it belongs elsewhere: ``qos=Qos(prefetch_count=…)``.
+        """
         names = sorted(valid)
         name = _name_of(path)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        if example:
+            hint = f"; give it as {example}"
         error = cls(path, f"one of {names}", value)
         told = f"{redacted(path)!r} (value {shown(value, name)})"
         error.args = (f"unknown option {told}, valid options are: {names}{hint}",)

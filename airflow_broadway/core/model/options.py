@@ -87,7 +87,7 @@ def options(cls: type[T]) -> type[T]:
     """Make a class of options: frozen, keyword-only, checked, and strict about names."""
     made: Any = dataclass(frozen=True, kw_only=True)(cls)
     build = made.__init__
-    valid = {field.name for field in dataclasses.fields(made)}
+    valid = {field.name: field for field in dataclasses.fields(made)}
     required = [field.name for field in dataclasses.fields(made) if field.default is MISSING]
 
     def __init__(self: Any, *args: Any, **given: Any) -> None:  # noqa: N807
@@ -95,7 +95,7 @@ def options(cls: type[T]) -> type[T]:
             raise OptionsError(cls.__name__, "options by keyword", args[0])
         for name, value in given.items():
             if name not in valid:
-                raise OptionsError.unknown(f"{cls.__name__}.{name}", value, valid)
+                raise _unknown(f"{cls.__name__}.{name}", value, valid)
         for name in required:
             if name not in given:
                 raise OptionsError.missing(f"{cls.__name__}.{name}", f"{cls.__name__}({name}=…)")
@@ -120,7 +120,7 @@ def override(base: Any, given: Mapping[str, Any], path: str, *, rendered: bool =
     for name, value in given.items():
         where = f"{path}.{name}"
         if name not in fields:
-            raise OptionsError.unknown(where, value, fields)
+            raise _unknown(where, value, fields)
         rule: Rule = fields[name].metadata["rule"]
         nested = fields[name].metadata["nested"]
         if nested is not None and isinstance(value, Mapping):
@@ -148,7 +148,7 @@ def build(cls: type[Any], given: Mapping[str, Any], path: str, *, rendered: bool
     for name, value in given.items():
         where = f"{path}.{name}"
         if name not in fields:
-            raise OptionsError.unknown(where, value, fields)
+            raise _unknown(where, value, fields)
         nested = fields[name].metadata["nested"]
         values[name] = (
             build(nested, value, where, rendered=rendered)
@@ -159,6 +159,19 @@ def build(cls: type[Any], given: Mapping[str, Any], path: str, *, rendered: bool
         return cls(**values)
     except OptionsError as error:
         raise _under(path, error) from None
+
+
+def _unknown(
+    where: str, value: object, fields: Mapping[str, dataclasses.Field[Any]]
+) -> OptionsError:
+    """The error of a name that no option has, with where it belongs if a nested one has it."""
+    name = where.rpartition(".")[2]
+    for outer, field in fields.items():
+        nested = field.metadata["nested"]
+        if nested is not None and name in {inner.name for inner in dataclasses.fields(nested)}:
+            example = f"{outer}={nested.__name__}({name}=…)"
+            return OptionsError.unknown(where, value, fields, example)
+    return OptionsError.unknown(where, value, fields)
 
 
 def _checked(where: str, rule: Rule, value: Any, rendered: bool) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import (
+    ProducerUnavailable,
+)
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
-from airflow_broadway.testing.clock import ManualClock
+from airflow_broadway.producers.rabbitmq.options import backoff_bounds
+from airflow_broadway.testing import ManualClock
 
 LOST = ProducerUnavailable("the connection is lost")
 
@@ -81,3 +86,12 @@ def test_without_a_back_off_nothing_is_tried_twice_in_a_row(clock: ManualClock) 
     attempts.again(LOST)
     with pytest.raises(ProducerUnavailable):
         attempts.again(LOST)
+
+
+def test_a_random_backoff_stays_within_its_bounds_and_spreads() -> None:
+    for kind in ("rand", "rand_exp"):
+        backoff = Backoff(kind, *backoff_bounds(1.0, 30.0), seed=1)
+        draws = [backoff.next() or 0.0 for _ in range(500)]
+
+        assert all(1.0 <= draw <= 30.0 for draw in draws)
+        assert statistics.pstdev(draws) > 1.0

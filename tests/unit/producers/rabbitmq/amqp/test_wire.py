@@ -4,12 +4,19 @@ import struct
 from typing import Any
 
 import pika
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pika import frame, spec
 
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
-from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, FrameReader, Parser
+from airflow_broadway.producers.rabbitmq.amqp.wire import (
+    Delivered,
+    FrameReader,
+    Parser,
+    connection_class,
+)
 
 
 def frames(
@@ -107,3 +114,12 @@ def test_a_return_is_read_with_properties_that_pika_cannot_read(
 
     assert reader.returned == [(312, "NO_ROUTE", properties)]
     assert len(reader.others) == 1
+
+
+@pytest.mark.parametrize("left", ["_on_data_available", "_process_frame"])
+def test_a_pika_without_the_methods_that_are_overridden_is_refused(
+    monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    monkeypatch.setattr("pika.SelectConnection", type("Other", (), {left: None}))
+    with pytest.raises(ProducerError, match=r"pika .* is not supported: install a release from 1"):
+        connection_class()

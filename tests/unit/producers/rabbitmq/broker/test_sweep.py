@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.errors import (
+    StagingError,
+)
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
@@ -198,3 +200,7 @@ def test_a_lease_queue_is_claimed_by_one_generation_alone(journal: Journal) -> N
     assert journal.claim(LEASE, "g1")
     assert not journal.claim(LEASE, "g2")
     assert journal.claim(QueueNames("q").lease("g2"), "g2")
+
+
+def test_a_lease_queue_is_looked_at_a_minute_after_its_last_bundle_can_have_lapsed() -> None:
+    assert due_at(1_000.0, 600.0) == (1_000.0 + 600.0 + 60.0, 1_000.0 + 600.0 + 60.0 + 3_600.0)
