@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
-from typing import Any
+from datetime import datetime
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
@@ -25,6 +24,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kit.checks import check_lease
+from airflow_broadway.producers.kit.polling_source import PollingSource
 from airflow_broadway.producers.sqlite.options import SqliteOptions, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.producers.sqlite.records import KIND
@@ -32,9 +32,6 @@ from airflow_broadway.producers.sqlite.records import KIND
 __all__ = ["SqliteProducer"]
 
 log = logging.getLogger(__name__)
-
-#: Seconds between two looks at an empty queue: the first, and the longest.
-_POLL_INTERVALS = (0.02, 0.5)
 
 
 @options
@@ -58,7 +55,7 @@ class SqliteProducer(SqliteOptions):
     def source(self, env: ProducerEnv) -> Source:
         queue = self.open_queue(env)
         _warn_if_unknown(queue)
-        return _Source(queue, env, self.lease)
+        return _Source(self, queue, env)
 
     def custodian(self, env: ProducerEnv) -> Custodian:
         return _Custodian(self.open_queue(env))
@@ -94,64 +91,22 @@ def _warn_if_unknown(queue: SqliteQueue) -> None:
         )
 
 
-class _Source:
+class _Source(PollingSource):
     """Receives for one generation."""
 
-    def __init__(self, queue: SqliteQueue, env: ProducerEnv, seconds: float) -> None:
+    def __init__(self, producer: SqliteOptions, queue: SqliteQueue, env: ProducerEnv) -> None:
+        super().__init__(producer, env, {"path": queue.path, "queue": queue.name})
         self._queue = queue
-        self._clock = env.clock
-        self._position = 0
-        self._stopped = False
-        self._lease = Lease(
-            kind=KIND,
-            generation=env.generation,
-            seconds=seconds,
-            deadline=self._deadline(seconds),
-            owner=dict(env.owner),
-            state=_state(queue),
+
+    def take(self, demand: int, position: int, deadline: datetime) -> Sequence[Message]:
+        lease = self.lease
+        return self._queue.receive(
+            lease.generation, demand, seconds=lease.seconds, owner=lease.owner, position=position
         )
 
-    @property
-    def lease(self) -> Lease:
-        return self._lease
-
-    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        if self._stopped:
-            return []
-        limit = self._clock.monotonic() + timeout
-        pause, longest = _POLL_INTERVALS
-        while True:
-            lease = self._lease
-            deadline = self._deadline(lease.seconds)
-            messages = self._queue.receive(
-                lease.generation,
-                demand,
-                seconds=lease.seconds,
-                owner=lease.owner,
-                position=self._position,
-            )
-            if messages or not self._position:  # what holds nothing cannot lapse
-                self._lease = replace(lease, deadline=deadline)
-            self._position += len(messages)
-            left = limit - self._clock.monotonic()
-            if messages or demand < 1 or left < 1e-6:  # a clock may have no finer step
-                return messages
-            self._clock.sleep(min(pause, left))
-            pause = min(2 * pause, longest)
-
-    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages
-
-    def stop(self) -> Sequence[Message]:
-        self._stopped = True  # a receipt is a row's lease: nothing is ever under way
-        return []
-
     def close(self) -> None:
-        self.stop()
+        super().close()
         self._queue.close()
-
-    def _deadline(self, seconds: float) -> datetime:
-        return self._clock.now() + timedelta(seconds=seconds)
 
 
 class _Custodian:
@@ -180,7 +135,3 @@ class _Custodian:
         """The lease's generation, if it is this queue's to settle."""
         check_lease(lease, KIND, self._queue.name)
         return lease.generation
-
-
-def _state(queue: SqliteQueue) -> dict[str, Any]:
-    return {"path": queue.path, "queue": queue.name}

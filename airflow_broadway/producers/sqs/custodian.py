@@ -18,7 +18,7 @@ from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY
 from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
-from airflow_broadway.producers.sqs.settlement import Plan, QueueSettlement, plan
+from airflow_broadway.producers.sqs.settlement import QueueSettlement, Work, work_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -126,20 +126,20 @@ class SqsCustodian:
         return report
 
     def _settle(self, lease: Lease, receipts: Receipts, settlement: Settlement) -> SettleReport:
-        planned = plan(receipts, lease, settlement)
-        lapsed = SettleReport(lapsed=planned.lapsed, errors=planned.errors)
+        work = work_of(receipts, lease, settlement)
+        lapsed = SettleReport(lapsed=work.lapsed, errors=work.errors)
         if not receipts.handles:
             # It never received, or somebody else's process did and wrote nothing down.
             return lapsed
         if self._clock.now().timestamp() >= self._until(lease, receipts):
             return lapsed + report_of(
                 receipts.done.values(),
-                lapsed=len(planned.verdicts) - len(receipts.done),
+                lapsed=len(work.verdicts) - len(receipts.done),
                 errors=self._why_lapsed(receipts),
             )
         settling = self._settling(lease, receipts)
         receipts.begin()
-        done = settling.carry_out(planned, note=True)
+        done = settling.carry_out(work, note=True)
         report = settling.report(done.values()) + lapsed
         return report + SettleReport(errors=self._nearly_lapsed(receipts))
 
@@ -177,7 +177,7 @@ class SqsCustodian:
         lapsed = len(given) - len(before) - len(verdicts)
         settling = self._settling(lease, receipts)
         try:
-            settling.carry_out(Plan(verdicts, given), note=False)
+            settling.carry_out(Work(verdicts, given), note=False)
         finally:
             receipts.note_now(settling.done)
         done = settling.done | before

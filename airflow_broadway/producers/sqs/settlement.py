@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
-from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.guard import MessageGuard
+from airflow_broadway.producers.kit.plan import plan_of
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import LAPSED, BatchRequests, Call, Refusal
@@ -30,7 +31,7 @@ from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
 if TYPE_CHECKING:
     from airflow_broadway.producers.sqs.options import SqsOptions
 
-__all__ = ["Plan", "QueueSettlement", "plan"]
+__all__ = ["QueueSettlement", "Work", "work_of"]
 
 log = logging.getLogger(__name__)
 
@@ -41,66 +42,47 @@ _NO_BODY: Final = (
     " 'dead_letter' before it receives"
 )
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
-_MISSING: Final = (
-    "the receipts of {} messages are missing in the staging folder: they are not settled, and come"
-    " back when their visibility timeout is over"
-)
 #: What SQS removes for good.
 _REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
 #: What behind such a message becomes a release.
 _ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
-class Plan(NamedTuple):
-    """What becomes of the messages of one generation.
+class Work(NamedTuple):
+    """What is to be done with the messages of one generation.
 
     :param verdicts: Message id → verdict, in order of arrival.
     :param entries: Of these, those that were named one by one.
     :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
     """
 
-    verdicts: dict[str, Verdict]
-    entries: dict[str, Entry]
+    verdicts: Mapping[str, Verdict]
+    entries: Mapping[str, Entry]
     lapsed: int = 0
     errors: tuple[str, ...] = ()
 
 
-def plan(receipts: Receipts, lease: Lease, settlement: Settlement) -> Plan:
-    """The verdict on each message of a generation.
-
-    Its receipts are compared with what the source says that it wrote, and with the manifest.
+def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
+    """What is to be done, by what the receipts, the source's lease and the manifest say.
 
     :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
     """
-    entries = {entry.message_id: entry for entry in settlement.entries()}
-    held = receipts.held()
     lost = {each for each in receipts.lost if each in receipts.handles}
     at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
     named = None if settlement.expected is None else settlement.expected + at_once
     written = max(named or 0, int(lease.state.get("messages") or 0))
     missing = max(0, written - len(receipts.handles))
-    # Each gets the verdict of the rest unless it is named: one object for most of them.
-    verdicts = dict.fromkeys(held, settlement.rest)
-    gone = lost
     agree = named == len(receipts.handles) and not missing
-    if settlement.rest.action is not Action.RELEASE and not agree:
-        # What was received and never staged must not be settled as if it had been handled.
-        if settlement.everything is None:
-            held_now = many(len(receipts.handles) - at_once, "message")
-            raise ProducerError(
-                f"generation {lease.generation!r} holds {held_now} and its manifest names"
-                f" {settlement.expected}: none was settled, and all come back when the lease lapses"
-            )
-        known = {entry.message_id for entry in settlement.everything()}
-        verdicts = {each: settlement.rest if each in known else RELEASE for each in held}
-        gone = lost | {each for each in known if each not in receipts.handles}
-    for key, entry in entries.items():
-        if key in verdicts:
-            verdicts[key] = entry.verdict
-        elif key not in receipts.now:
-            gone = gone | {key}
-    errors = (_MISSING.format(missing),) if missing and receipts.handles else ()
-    return Plan(verdicts, entries, max(len(gone), missing + len(lost)), errors)
+    plan = plan_of(receipts.held(), settlement, at_once=receipts.now, agree=agree)
+    errors: tuple[str, ...] = ()
+    if missing and receipts.handles:
+        error = (
+            f"the receipts of {many(missing, 'message')} are missing in the staging folder: they"
+            " are not settled, and come back when their visibility timeout is over"
+        )
+        errors = (error,)
+    lapsed = max(len(plan.gone | lost), missing + len(lost))
+    return Work(plan.verdicts, plan.entries, lapsed, errors)
 
 
 class QueueSettlement:
@@ -134,22 +116,22 @@ class QueueSettlement:
         self._errors: list[str] = []
         #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: Mapping[str, Entry] = {}
         self._letters: tuple[Queue, int] | None = None
         self._lapsed = 0
         self._failed = 0
         self._cut = 0
         self._left = 0
 
-    def carry_out(self, plan: Plan, *, note: bool) -> dict[str, Action]:
+    def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
         """Do it; returns what was done, which :attr:`done` names however it ends.
 
         :param note: Whether to note on the way how far it has come.
         :raises ProducerUnavailable: If SQS cannot be reached: calling again goes on.
         """
-        receipts, self._entries = self._receipts, plan.entries
+        receipts, self._entries = self._receipts, work.entries
         done = self.done
-        verdicts = self._held_back(plan.verdicts) if receipts.groups else plan.verdicts
+        verdicts = self._held_back(work.verdicts) if receipts.groups else work.verdicts
         keys = list(verdicts)
         for start in range(0, len(keys), WAVE):
             if note and start and receipts.ended():
@@ -311,7 +293,7 @@ class QueueSettlement:
 
     # -- FIFO ----------------------------------------------------------------------------------
 
-    def _held_back(self, verdicts: dict[str, Verdict]) -> dict[str, Verdict]:
+    def _held_back(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
         """The verdicts with all given back that follow one which comes again, in their group: they
         are handled again after it, in order.  So are those that failed: they may have, because it
         had, and their attempt is not used up.

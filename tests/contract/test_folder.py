@@ -1,0 +1,114 @@
+"""The producer that ``docs/producers.md`` shows keeps the whole contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from airflow_broadway import Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.testing.contract import CustodyContract, Harness, entry_of, settlement_of
+from tests.contract.folder_producer import Folder, FolderProducer
+from tests.contract.sqlite_harness import SkippingClock
+from tests.unit.operators.steps import Run, Sums
+
+ONCE = FolderProducer(path="/replaced", retry=RetryPolicy(max_attempts=1))
+
+
+class Numbers(Broadway):
+    """Those divisible by 7 fail, and are dead."""
+
+    producer: Any = ONCE
+    processors = Processors(concurrency=1)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed("seven") if int(message.data) % 7 == 0 else message
+
+
+class FolderSums(Sums):
+    """The same in tasks, with batches."""
+
+    producer: Any = ONCE
+
+
+class FolderHarness(Harness):
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._clock = SkippingClock()
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def producer(self) -> Producer:
+        return FolderProducer(path=self._path, lease=self.lease)
+
+    def send(self, bodies: Sequence[bytes]) -> None:
+        Folder(self._path).send(bodies, self._clock.now())
+
+    def program(self) -> tuple[str, list[str]]:
+        return "tests.contract.test_folder:FolderHarness", [self._path]
+
+
+class TestFolder(CustodyContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FolderHarness:
+        return FolderHarness(str(tmp_path / "queue"))
+
+
+def test_a_pipeline_of_it_runs_in_one_process(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "queue"))
+    folder.send([b"%d" % number for number in range(1, 41)], datetime.now(UTC))
+
+    report = Numbers(producer={"path": str(folder.path)}).run_local(max_messages=30)
+
+    assert (report.settled.acked, report.settled.dead_lettered) == (26, 4)
+    assert folder.depth(datetime.now(UTC))[:4] == (10, 0, 0, 4)
+
+
+def test_a_pipeline_of_it_runs_in_the_tasks_of_a_dag(tmp_path: Path) -> None:
+    # Given the steps of a run, each of which opens the queue anew
+    run = Run(tmp_path, pipeline=FolderSums)
+    folder = Folder(str(tmp_path / "queue.db"))
+    folder.send([b"%d" % number for number in range(1, 41)], datetime.now(UTC))
+
+    reference = run.process(max_messages=30)
+    assert folder.depth(datetime.now(UTC))[:4] == (10, 0, 30, 0)
+    run.batch(reference)
+    report = run.ack()
+
+    assert report["balanced"]
+    assert report["totals"]["acked"] == 20
+    assert report["totals"]["dead_lettered"] == 10  # four by seven, six by five
+    assert folder.depth(datetime.now(UTC))[:4] == (10, 0, 0, 10)
+
+
+def test_a_run_that_was_killed_while_it_settled_at_once_loses_nothing(tmp_path: Path) -> None:
+    # Given one that dies after it has noted what it will do
+    harness = FolderHarness(str(tmp_path))
+    harness.send([b"a", b"b"])
+    source = harness.producer().source(harness.env("g1"))
+    messages = source.receive(2, timeout=0.0)
+    lease, custodian = source.lease, harness.producer().custodian(harness.env("g1"))
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    killed = mock.patch.object(Folder, "carry_out", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        custodian.settle_now(lease, [entry_of(messages[0], retry)])
+
+    # When another settles the others, and knows nothing of it
+    settlement = replace(settlement_of(messages[1:]), settled_now=SettleReport())
+    report = harness.producer().custodian(harness.env("g2")).settle(lease, settlement)
+
+    # Then it was carried out, and is counted
+    assert report == SettleReport(acked=1, requeued=1)
+    [again] = harness.producer().source(harness.env("g3")).receive(2, timeout=0.0)
+    assert (again.data, again.attempt, again.redelivered) == (messages[0].data, 2, True)
