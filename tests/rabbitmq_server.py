@@ -192,6 +192,18 @@ class RabbitServer:
             timeout=60,
         )
 
+    def stop_queue(self, name: str) -> None:
+        """End a quorum queue's process: who asks it for something loses the connection."""
+        self._of_queue("stop_server", name)
+
+    def start_queue(self, name: str) -> None:
+        """Start a quorum queue's process again."""
+        self._of_queue("restart_server", name)
+
+    def _of_queue(self, function: str, name: str) -> None:
+        process = f'{{list_to_atom("%2F_{name}"), node()}}'
+        self.control("eval", f"ok = ra:{function}(quorum_queues, {process}).")
+
     @contextmanager
     def setting(self, **values: tuple[int, int]) -> Iterator[None]:
         """Settings of RabbitMQ, for channels that are opened meanwhile.

@@ -85,8 +85,10 @@ def the_broker_is_killed_while_messages_are_leased(place: Place, name: str) -> F
     custodian.close()
     report = place.settle_all(lease, messages)
     assert report == SettleReport(acked=3_000), report
-    assert place.rest() == []
-    found = place.found(name, 3_000)
+    # A lease queue that is deleted before it has a leader may leave a broker that takes no other.
+    place.send(range(3_000, 3_010))
+    assert place.rest() == list(range(3_000, 3_010))
+    found = place.found(name, 3_010)
     found.killed["broker"] = 1
     return found
 
