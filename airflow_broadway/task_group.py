@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup
 
+from airflow_broadway.adapters.parsing import check_engine, declared
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
-from airflow_broadway.operators._common import check_engine, declared
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor

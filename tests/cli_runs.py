@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.adapters.staging import open_store
 from airflow_broadway.cli import main
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
@@ -21,11 +22,11 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.operators._common import open_store, producer_env
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
@@ -127,14 +128,10 @@ class Shop:
     def process(self, run_id: str = RUN_ID) -> tuple[StagedRun, BatchPlan]:
         """Receive and stage what the queue has, and plan its batches."""
         run, pipeline = self.run(run_id), self.load()
-        owner = {
-            "dag_id": DAG_ID,
-            "run_id": run_id,
-            "task_id": "process",
-            "map_index": -1,
-            "try_number": 1,
-        }
-        env = producer_env(pipeline, generation=uuid.uuid4().hex, owner=owner, store=run.store)
+        owner = Task(dag_id=DAG_ID, run_id=run_id, task_id="process").owner()
+        env = producer_env(
+            pipeline, Ports(), generation=uuid.uuid4().hex, owner=owner, store=run.store
+        )
         reference = Process(run, pipeline, env=env, budget=Budget(max_seconds=30.0)).run()
         plan = plan_batches(run, pipeline, "default", [reference["generation"]], try_label="1")
         return run, plan
@@ -163,7 +160,7 @@ class Shop:
         run.files.create(paths.work(work.name, 1), work.dumps())
 
     def settle(self, run: StagedRun) -> dict[str, Any]:
-        settler = RunSettler(run, self.load())
+        settler = RunWatcher(run, self.load())
         settler.settle(final=True)
         report = settler.report(failed_tasks=[])
         settler.close()

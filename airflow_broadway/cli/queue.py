@@ -39,7 +39,7 @@ def _path(given: argparse.Namespace) -> str:
     """The queue file: as given, or that of an Airflow connection."""
     if given.path is not None:
         return str(given.path)
-    from airflow_broadway.operators._common import AirflowConnections
+    from airflow_broadway.adapters.connections import AirflowConnections
 
     return path_of(AirflowConnections().get(given.conn_id))
 

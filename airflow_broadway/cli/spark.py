@@ -24,7 +24,7 @@ MAX_ERROR = 600
 
 
 def run_on_spark(
-    shadow: StagedRun,
+    target: StagedRun,
     ref: dict[str, Any],
     info: RunInfo,
     plans: Sequence[BatchPlan],
@@ -32,6 +32,7 @@ def run_on_spark(
 ) -> str:
     """Run plans in one Spark application; returns what it ended with, if that was an error.
 
+    :param target: The replay's folder.
     :param settings: Arguments for :class:`SparkSubmitOperator`.
     :raises BroadwayError: If Spark cannot be started: one sentence on what is missing.
     """
@@ -52,9 +53,9 @@ def run_on_spark(
         plans=[plan.path for plan in plans],
         package_version=__version__,
     )
-    shadow.files.create(path, work.dumps())
+    target.files.create(path, work.dumps())
     try:
-        operator.run_without_task(shadow.spark_uri(), lambda: (path, work))
+        operator.run_without_task(target.spark_uri(), lambda: (path, work))
     except AirflowException as error:
         return str(error)[:MAX_ERROR]
     except BaseException:  # Ctrl-C, for one: the application is not to outlive this command

@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.adapters.connections import connection_of
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
 from airflow_broadway.producers.rabbitmq.options import DEFAULT_CONNECTION
@@ -53,16 +53,7 @@ class RabbitMQHook(BaseHook):
         """
         found = self.get_connection(self.rabbitmq_conn_id)
         return address_of(
-            Connection(
-                conn_id=self.rabbitmq_conn_id,
-                conn_type=found.conn_type or "",
-                host=found.host or "",
-                port=found.port,
-                login=found.login or "",
-                password=found.password or "",
-                schema=found.schema or "",
-                extra=found.extra_dejson,
-            ),
+            connection_of(self.rabbitmq_conn_id, found),
             name=f"airflow hook {self.rabbitmq_conn_id}",
         )
 

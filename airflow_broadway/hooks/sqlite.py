@@ -6,7 +6,7 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import BaseHook
 
-from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.adapters.connections import connection_of
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite.options import DEFAULT_CONNECTION, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
@@ -48,14 +48,7 @@ class BroadwaySqliteHook(BaseHook):
         :raises ConnectionMissing: If the connection names none.
         """
         found = self.get_connection(self.broadway_sqlite_conn_id)
-        return path_of(
-            Connection(
-                conn_id=self.broadway_sqlite_conn_id,
-                conn_type=found.conn_type or "",
-                host=found.host or "",
-                extra=found.extra_dejson,
-            )
-        )
+        return path_of(connection_of(self.broadway_sqlite_conn_id, found))
 
     def get_conn(self) -> str:
         """The queue file's path: what a connection of this type comes down to."""

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
-from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.operators import _docs
-from airflow_broadway.operators._common import (
-    check_engine,
-    declared,
+from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
+from airflow_broadway.adapters.task import (
     load_pipeline,
     open_run,
-    pipeline_ref,
+    ports_of,
     references,
-    task_name,
+    task_of,
 )
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.text import many, without_outcome
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+    from airflow_broadway.runs.tasks import BatchTask
 
 __all__ = ["BroadwayBatcherOperator"]
 
@@ -55,7 +56,7 @@ class BroadwayBatcherOperator(BaseOperator):
     ) -> None:
         # A process task that failed for good left nothing here; the others' messages go on.
         kwargs.setdefault("trigger_rule", "all_done")
-        kwargs.setdefault("doc_md", _docs.BATCH)
+        kwargs.setdefault("doc_md", task_docs.BATCH)
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
         check_engine(self.pipeline)
@@ -66,74 +67,47 @@ class BroadwayBatcherOperator(BaseOperator):
         self.processed = processed
         self.staging = staging
 
-    def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.staging.planner import plan_batches
+    _task: BatchTask | None = None
 
+    def execute(self, context: Context) -> dict[str, Any]:
+        from airflow_broadway.runs.tasks import BatchTask
+
+        ti = context["ti"]
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
-        generations = [
-            each["generation"]
-            for each in references(self.processed)
-            if each["batchers"].get(self.batcher)
-        ]
-        ti = context["ti"]
-        if not generations:
-            self._nothing(context)
-            raise AirflowSkipException(f"No message for the batcher {self.batcher!r}.")
-        plan = plan_batches(
-            run, pipeline, self.batcher, generations, try_label=f"{ti.try_number}-{ti.id}"[:40]
+        self._task = task = BatchTask(
+            run, pipeline, task_of(context), ports_of(context), batcher=self.batcher
         )
-        if not plan.messages:
-            self._nothing(context)
-            raise AirflowSkipException(
-                f"No message for the batcher {self.batcher!r} that this run still holds: they are"
-                " settled, or were given back.  To handle batches again that were handled:"
-                f" airflow-broadway replay --dag-id {run.dag_id} --run-id {run.run_id}"
-            )
+        plan = task.plan(references(self.processed), label=f"{ti.try_number}-{ti.id}"[:40])
+        reference = task.reference(plan)
+        if plan is None or not plan.messages:
+            # Pushed all the same: Airflow logs an error for an output that is missing.
+            ti.xcom_push(key="return_value", value=reference)
+            text = f"No message for the batcher {self.batcher!r}"
+            if plan is not None:
+                text += (
+                    " that this run still holds: they are settled, or were given back.  To handle"
+                    " batches again that were handled:"
+                    f" airflow-broadway replay --dag-id {run.dag_id} --run-id {run.run_id}"
+                )
+            raise AirflowSkipException(text if plan is not None else f"{text}.")
         self.log.info(
             "%s in %s, by trigger: %s.",
             many(plan.messages, "message"),
             many(plan.batches, "batch"),
             plan.triggers,
         )
-        reference: dict[str, Any] = {
-            "plan": plan.path,
-            "batcher": self.batcher,
-            "messages": plan.messages,
-            "batches": plan.batches,
-            "triggers": plan.triggers,
-        }
-        if pipeline.batchers[self.batcher].engine == "python":
-            reference["outcomes"] = self._handle(run, pipeline, plan, context)
-        return reference
-
-    def _nothing(self, context: Context) -> None:
-        """Push a reference without a plan: Airflow logs an error for an output that is missing."""
-        reference = {"plan": None, "batcher": self.batcher, "messages": 0, "batches": 0}
-        context["ti"].xcom_push(key="return_value", value=reference)
-
-    def _handle(self, run: Any, pipeline: Any, plan: Any, context: Context) -> dict[str, int]:
-        from airflow_broadway.runs.python_batches import PythonBatches
-        from airflow_broadway.runs.stand_in import StandIn
-
-        ti = context["ti"]
-        batches = PythonBatches(run, pipeline, plan, name=task_name(ti), try_number=ti.try_number)
-        self._batches = batches
-        guard = StandIn(run, pipeline, plan.generations)
-        guard.start()
-        try:
-            counts = batches.run()
-        finally:
-            guard.finish()
+        counts = task.handle(plan)
+        if counts is None:
+            return reference
         if counts["without_outcome"]:
             raise AirflowException(
                 f"{without_outcome(counts['without_outcome'], plan.batches)}: the run no"
                 " longer holds their messages, or was stopped; clear `process` to receive them"
                 " again"
             )
-        return counts
+        return {**reference, "outcomes": counts}
 
     def on_kill(self) -> None:
-        batches = getattr(self, "_batches", None)
-        if batches is not None:
-            batches.stop()
+        if self._task is not None:
+            self._task.stop()

@@ -17,23 +17,23 @@ from airflow.providers.common.compat.sdk import (
     AirflowSkipException,
 )
 
+from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
+from airflow_broadway.adapters.staging import staging_root
+from airflow_broadway.adapters.task import (
+    load_pipeline,
+    open_run,
+    ports_of,
+    references,
+    run_info,
+    task_of,
+)
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.operators import _docs
-from airflow_broadway.operators._common import (
-    AirflowConnections,
-    check_engine,
-    load_pipeline,
-    open_run,
-    pipeline_ref,
-    references,
-    run_info,
-    staging_root,
-    task_name,
-)
 from airflow_broadway.runs.outcomes import is_settled, tell_settled
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.spark.job import arguments_of
@@ -98,7 +98,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # task looks for itself.
         kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
-        kwargs.setdefault("doc_md", _docs.SPARK)
+        kwargs.setdefault("doc_md", task_docs.SPARK)
         super().__init__(**kwargs)
         self.pipeline = pipeline_ref(pipeline)
         check_engine(self.pipeline)
@@ -156,7 +156,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
         self.external_id_key = f"spark_job_id_{plans.key()}"
         self._plans = plans
-        name, info = task_name(context["ti"]), run_info(context)
+        name, info = task_of(context).file_name, run_info(context)
         with (
             self._prepared(run.spark_uri(), lambda: plans.write_work(name, self.pipeline, info)),
             self._leases_kept(context, run, plans),
@@ -191,7 +191,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
         A paused Dag's sensor is not rescheduled, and Spark may work for hours.
         """
-        stand_in = StandIn(run, load_pipeline(self.pipeline, context), plans.generations)
+        pipeline, ports = load_pipeline(self.pipeline, context), ports_of(context)
+        stand_in = StandIn(run, pipeline, plans.generations, ports=ports)
         stand_in.start()
         try:
             yield

@@ -10,7 +10,11 @@ from datetime import datetime
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
-from airflow_broadway.core.custody.run_summary import REASONS
+from airflow_broadway.core.custody.run_summary import (
+    REASONS,
+    failures_trouble,
+    settling_trouble,
+)
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.text import many
@@ -19,7 +23,14 @@ from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 
-__all__ = ["REPORT", "batchers_of", "keep_report", "kept_report", "reasons_of"]
+__all__ = [
+    "REPORT",
+    "batchers_of",
+    "keep_report",
+    "kept_report",
+    "reasons_of",
+    "trouble_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +92,26 @@ def kept_report(run: StagedRun) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return report
+
+
+def trouble_of(
+    report: Mapping[str, Any], fail_when: Any = "all", errors: Sequence[str] = ()
+) -> list[str]:
+    """Why people should look at a run, besides that its sum does not balance; one sentence each.
+
+    :param report: As :func:`keep_report` returns it.
+    :param fail_when: When failed messages are trouble; see :func:`failures_trouble`.
+    :param errors: Why messages could not be settled.
+    """
+    totals, failed = report["totals"], report.get("failed_tasks")
+    found = [
+        f"tasks failed: {failed}; mend the cause, what was given back comes with the next run"
+        if failed
+        else "",
+        settling_trouble(totals["lapsed"], totals["settle_failed"], errors),
+        failures_trouble(totals["failed"], handled_of(totals), fail_when),
+    ]
+    return [each for each in found if each]
 
 
 def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from airflow.providers.common.compat.sdk import AirflowTaskTimeout
-
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -35,9 +33,9 @@ from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
-from airflow_broadway.operators._common import MAX_SHUTDOWN
+from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.settle import settle
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.writer import ProcessWriter, Written
 
@@ -62,19 +60,22 @@ class Process:
         env: ProducerEnv,
         budget: Budget,
         rate_state: RateState | None = None,
+        ports: Ports | None = None,
     ) -> None:
+        ports = ports or Ports()
         self._run = run
         self._pipeline = pipeline
         self._env = env
         self._budget = budget
         self._clock = env.clock
         self._rate_state = rate_state
-        #: Whether the task's ``execution_timeout`` ended it; what it did by then is published.
+        #: Whether an interrupt of the host ended it; what it did by then is published.
         self.timed_out = False
+        self._interrupts = ports.interrupts
         self._stop = Stop(
             env.clock,
-            min(pipeline.shutdown, MAX_SHUTDOWN),
-            interrupts=(AirflowTaskTimeout,),
+            min(pipeline.shutdown, ports.max_shutdown),
+            interrupts=ports.interrupts,
         )
         self._failed = 0
         self._reasons = Reasons()
@@ -199,7 +200,7 @@ class Process:
         """Each chunk with its result; a time-out while callbacks are at work ends them."""
         try:
             yield from pool.map(intake, wait=lambda: _LOOK)
-        except AirflowTaskTimeout:
+        except self._interrupts:
             if intake.receiving:  # nobody knows what the source gave, or was about to give
                 raise
             self._stop.request("interrupted", at_once=True)
@@ -338,35 +339,37 @@ class Process:
         if manifest.received and self._pipeline.batchers:
             return
         record = self._run.generation(manifest.generation)
-        settlement, _, progress = build_settlement(
-            self._run, manifest.generation, self._pipeline, None, final=True
-        )
-        report = settle_generation(
-            self._run, record, self._open_custodian(), settlement, progress=progress
-        )
+        settled = settle(self._run, record, self._pipeline, self._open_custodian, batchers=())
+        report = settled.report
         log.info("Settled: %s.", report)
         self.trouble = settling_trouble(report.lapsed, report.failed, report.errors)
         self._close_custodian()
 
     def _give_back(self, lease: Lease) -> None:
-        settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
+        """Release all that this execution holds: nothing of it counts."""
         try:
-            custodian = self._open_custodian()
-            try:
-                record = self._run.generation(lease.generation)
-                self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
-                report = settle_generation(self._run, record, custodian, settlement)
-            except (StagingError, OSError) as error:
-                # A full disk takes no journal: the sweep after this one will note what it hears.
-                log.warning("Could not note that messages are given back: %s", error)
-                report = custodian.settle(lease, settlement)
+            report = self._release(lease)
             log.warning("Gave back %s of this execution.", many(report.released, "message"))
-            for told in report.errors:
-                log.error("%s", told)
+            for error in report.errors:
+                log.error("%s", error)
         except (BroadwayError, OSError) as error:
             # The lease lapses by itself; the first error is the one to show.
             log.error("Could not give messages back; their lease lapses by itself: %s", error)
         self._close_custodian()
+
+    def _release(self, lease: Lease) -> SettleReport:
+        try:
+            record = self._run.generation(lease.generation)
+            self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
+            settled = settle(
+                self._run, record, self._pipeline, self._open_custodian, void=True, batchers=()
+            )
+            return settled.report
+        except (StagingError, OSError) as error:
+            # A full disk takes no journal: the sweep after this one will note what it hears.
+            log.warning("Could not note that messages are given back: %s", error)
+            settlement = Settlement(rest=RELEASE, settled_now=SettleReport())
+            return self._open_custodian().settle(lease, settlement)
 
     def _open_custodian(self) -> Custodian:
         if self._custodian is None:

@@ -32,7 +32,7 @@ from airflow_broadway.core.stages.failures import Reasons
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.core.text import many
-from airflow_broadway.operators._common import MAX_SHUTDOWN, AirflowConnections, producer_env
+from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.batch_reader import BatchReader, StagedReceipt
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
@@ -60,7 +60,7 @@ class PythonBatches:
         *,
         name: str = "",
         try_number: int = 1,
-        connections: AirflowConnections | None = None,
+        ports: Ports | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.run_folder = run
@@ -69,9 +69,9 @@ class PythonBatches:
         self._name = name
         self._try_number = try_number
         self._reasons = Reasons()
-        self._connections = connections or AirflowConnections()
+        self._ports = ports = ports or Ports()
         self._clock = clock or SystemClock()
-        self._stop = Stop(self._clock, min(pipeline.shutdown, MAX_SHUTDOWN))
+        self._stop = Stop(self._clock, min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
         """Start no further batch; wait for those at work for the pipeline's ``shutdown``.
@@ -194,10 +194,10 @@ class PythonBatches:
         custodian = self.pipeline.producer.custodian(
             producer_env(
                 self.pipeline,
+                self._ports,
                 generation=generation,
                 owner=record.lease["owner"],
                 store=self.run_folder.store,
-                connections=self._connections,
                 clock=self._clock,
             )
         )

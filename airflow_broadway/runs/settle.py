@@ -1,332 +1,123 @@
-"""Settle the generations of one run, once all outcomes are known."""
+"""The one door by which a generation is settled: each message at its broker, by what became of it.
+
+The sensor, a process task, a sweep and whoever stands in for the sensor all come through it.  What
+is decided about a message, :mod:`airflow_broadway.staging.settlement` says.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timedelta
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
-from airflow_broadway.core.custody.protocol import Custodian, Lease
-from airflow_broadway.core.errors import BroadwayError, StagingError
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.custody.protocol import Custodian, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.operators._metrics import Metric, Metrics
-from airflow_broadway.runs.account import (
-    REPORT,
-    batchers_of,
-    keep_report,
-    kept_report,
-    reasons_of,
-)
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import SETTLED, SETTLING, GenerationRecord, StagedRun
+from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settlement_journal import Progress
+
+__all__ = ["Settled", "settle", "settle_if_complete"]
 
 log = logging.getLogger(__name__)
 
-_HOLD = "hold.json"
 
-#: A heartbeat older than this many seconds means that no sensor looks: its Dag is paused, or it was
-#: marked.  Longer than any poke interval and its rescheduling.
-STALE_HEARTBEAT = 60.0
+class Settled(NamedTuple):
+    """What became of a generation.
 
-
-class RunSettler:
-    """Renews, settles and accounts for the generations of a run; used from one thread.
-
-    :param task_ids: The tasks whose generations count; ``None``: all of the run.
-    :param generations: Of these, the ones that count; ``None``: all.
+    :param report: What settling it did.
+    :param settled_now: What callbacks had settled at once before.
     """
 
-    def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        *,
-        task_ids: Sequence[str] | None = None,
-        generations: Collection[str] | None = None,
-        connections: AirflowConnections | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._run = run
-        self._pipeline = pipeline
-        self._task_ids = task_ids
-        self._group = ",".join(sorted(task_ids or ()))
-        self._only = generations
-        self._connections = connections or AirflowConnections()
-        self._clock = clock or SystemClock()
-        self._custodian: Custodian | None = None
-        self._recorded = Recorded(run)
-        self._metrics = Metrics(pipeline.name, run.dag_id)
+    report: SettleReport
+    settled_now: SettleReport
 
-    def close(self) -> None:
-        """Release connections.  Safe to repeat."""
-        if self._custodian is not None:
-            self._custodian.close()
-            self._custodian = None
 
-    # -- the sensor's sign of life -------------------------------------------------------------
+def settle(
+    run: StagedRun,
+    record: GenerationRecord,
+    pipeline: Pipeline,
+    custodian: Callable[[], Custodian],
+    *,
+    void: bool = False,
+    release_damaged: bool = False,
+    batchers: Collection[str] | None = None,
+    recorded: Recorded | None = None,
+) -> Settled:
+    """Settle one generation at its broker by what is recorded of it; the rest is released.
 
-    def beat(self) -> None:
-        """Note that a sensor looks after this run; without the note others stand in for it."""
-        text = json.dumps({"at": self._clock.now().isoformat()})
-        try:
-            self._run.files.replace(paths.HEARTBEAT, text)
-        except StagingError as error:
-            log.warning("Could not leave a sign of life: %s", error)
+    May be called again at any time, and beside others: the first report stands for all.
 
-    def watched(self) -> bool:
-        """Whether a sensor looked lately."""
-        try:
-            at = json.loads(self._run.files.read(paths.HEARTBEAT))["at"]
-        except FileNotFoundError:
-            return False
-        age = self._clock.now() - datetime.fromisoformat(at)
-        return age.total_seconds() < STALE_HEARTBEAT
-
-    def hold(self, seconds: float, failed: Sequence[str]) -> bool:
-        """Whether open generations are still to be kept for people to mend what failed."""
-        open_records = [each for each in self._generations() if each.state != SETTLED]
-        if not seconds or not open_records:
-            return False
-        now = self._clock.now()
-        holds = self._holds()
-        since = datetime.fromisoformat(holds.get(self._group, now.isoformat()))
-        left = seconds - (now - since).total_seconds()
-        if self._group not in holds:  # said once, not at every look
-            self._run.files.replace(_HOLD, json.dumps({**holds, self._group: now.isoformat()}))
-            until = now + timedelta(seconds=left)
-            log.warning(
-                "Tasks %s failed. Their messages stay held until %s: mend the cause and clear these"
-                " tasks before then, and the run goes on with them. What is not cleared by then is"
-                " given back. Held: %s.",
-                list(failed),
-                until.strftime("%Y-%m-%d %H:%M:%S UTC"),
-                ", ".join(
-                    f"{task} ({generation})" for generation, task in map(_about, open_records)
-                ),
-            )
-        return left > 0
-
-    def end_hold(self) -> None:
-        """Forget since when the run is held: nothing keeps it waiting now."""
-        try:
-            holds = self._holds()
-            if holds.pop(self._group, None) is not None:
-                self._run.files.replace(_HOLD, json.dumps(holds))
-        except StagingError as error:
-            log.warning("Could not forget a hold: %s", error)
-
-    def _holds(self) -> dict[str, str]:
-        """Since when each task group of the run is held."""
-        try:
-            held: dict[str, str] = json.loads(self._run.files.read(_HOLD))
-        except FileNotFoundError:
-            return {}
-        return held
-
-    # -- settling ------------------------------------------------------------------------------
-
-    def renew(self) -> None:
-        """Renew the lease of each generation that waits for its outcomes.
-
-        What cannot be renewed now is told, and tried again at the next look.
-        """
-        if not self._pipeline.producer.renews:
-            return
-        try:
-            records = self._generations()
-        except StagingError as error:
-            log.warning("Could not look for leases to renew: %s", error)
-            return
-        for record in records:
-            # Until its manifest is published, a process task renews its lease itself.
-            if record.published:
-                try:
-                    self._renew(record.generation)
-                except BroadwayError as error:
-                    # A lease outlasts several looks; failing would use up the sensor's retries.
-                    log.warning(
-                        "Could not renew the lease of generation %s yet: %s",
-                        record.generation,
-                        error,
-                    )
-
-    def _renew(self, generation: str) -> None:
-        held = self._open().renew(self._run.lease(generation))
-        if held is None:
-            log.error(
-                "The lease of generation %s has lapsed: its broker gives these messages to the next"
-                " run, marked as redelivered.",
-                generation,
-            )
-            return
-        self._run.put_lease(held)
-        left = (held.deadline - self._clock.now()).total_seconds()
-        self._metrics.gauge(Metric.LEASE_REMAINING, left)
-
-    def settle(self, *, final: bool) -> None:
-        """Settle each generation whose messages all have an outcome.
-
-        :param final: Settle the others too: what has no outcome is released.
-        :raises BroadwayError: The first of those that kept a generation unsettled; the others are
-            settled all the same.
-        """
-        first: BroadwayError | None = None
-        self._recorded = Recorded(self._run)
-        records = [each for each in self._generations() if each.state != SETTLED]
-        with self._renewing(records) as renewing:
-            for record in records:
-                try:
-                    self._settle(record, renewing, final=final)
-                except BroadwayError as error:
-                    log.error("Could not settle generation %s of %s: %s", *_about(record), error)
-                    first = first or error
-        if first is not None:
-            raise first
-
-    def _settle(self, record: GenerationRecord, renewing: _Renewing, *, final: bool) -> None:
-        plans = self._recorded.deciding(self._pipeline.batchers, record.generation)
-        settlement, complete, progress = build_settlement(
-            self._run,
-            record.generation,
-            self._pipeline,
-            plans,
-            final=final,
-            recorded=self._recorded,
+    :param custodian: Opens the custodian; called once it is known what to settle.
+    :param void: What is recorded counts no more: all is released but what callbacks settled at
+        once.
+    :param release_damaged: Release everything if a file is not as it was written: nobody can say
+        any more which messages failed.
+    :param batchers: Those that may hold messages of it; all of the pipeline's unless given.
+    :param recorded: What has been read of the run already.
+    :raises StagingDamaged: If a file is not as it was written.
+    :raises BroadwayError: If staging or the broker fails; the generation counts as unsettled.
+    """
+    recorded = recorded or Recorded(run)
+    names = pipeline.batchers if batchers is None else batchers
+    try:
+        settlement, _, progress = _decide(record, pipeline, names, recorded, final=not void)
+    except StagingDamaged as error:
+        if not release_damaged:
+            raise
+        log.error("Generation %s is given back whole: %s", record.generation, error)
+        settlement, progress = Settlement(rest=RELEASE), Progress()
+    if void:
+        settlement = Settlement(
+            rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
         )
-        # What somebody began to settle is finished whatever the outcomes: no more will come.
-        if complete or final or record.state == SETTLING:
-            renewing.leave(record.generation)
-            report = settle_generation(
-                self._run, record, self._open(), settlement, progress=progress
-            )
-            log.info("Settled generation %s of %s: %s.", *_about(record), report)
-            self._metrics.settled(report + progress.settled_now)
-
-    @contextmanager
-    def _renewing(self, records: Sequence[GenerationRecord]) -> Iterator[_Renewing]:
-        """Renew, meanwhile, the leases of generations that wait for their turn: to read ten
-        thousand outcomes takes a while, and so may a broker.
-        """
-        renewing = _Renewing(self.custodian)
-        leases: list[Lease] = []
-        for record in records if self._pipeline.producer.renews else ():
-            if record.published:
-                try:
-                    leases.append(self._run.lease(record))
-                except StagingError as error:
-                    log.warning("The lease of %s of %s is not renewed: %s", *_about(record), error)
-        if not leases:
-            yield renewing
-            return
-        with LeaseRenewer(
-            renewing.opened,
-            min(lease.seconds for lease in leases),
-            lambda: [lease for lease in leases if lease.generation not in renewing.left],
-            renewed=self._run.put_lease,
-        ):
-            yield renewing
-
-    def custodian(self) -> Custodian:
-        """A custodian of this run's messages; a generation is named by its lease."""
-        custodian: Custodian = self._pipeline.producer.custodian(
-            producer_env(
-                self._pipeline,
-                generation="",
-                owner={"dag_id": self._run.dag_id, "run_id": self._run.run_id},
-                store=self._run.store,
-                connections=self._connections,
-                clock=self._clock,
-            )
-        )
-        return custodian
-
-    def _open(self) -> Custodian:
-        if self._custodian is None:
-            self._custodian = self.custodian()
-        return self._custodian
-
-    def _generations(self) -> list[GenerationRecord]:
-        found = self._run.generations(self._task_ids)
-        return [each for each in found if self._only is None or each.generation in self._only]
-
-    # -- accounting ----------------------------------------------------------------------------
-
-    def report(self, *, failed_tasks: Sequence[str]) -> dict[str, Any]:
-        """Account for every message of every execution, and keep it as ``report.json``."""
-        # What is recorded after it was settled by counts no more.
-        recorded, run = self._recorded, self._run
-        records = self._generations()
-        before = None if records else kept_report(run)
-        if before is not None:  # an empty run's, whose files are gone
-            return {**before, "failed_tasks": list(failed_tasks)}
-        if not run.files.exists(REPORT):
-            self._tell_batches(recorded)
-        return keep_report(
-            run,
-            records,
-            batchers=batchers_of(recorded, self._pipeline.batchers),
-            reasons=reasons_of(recorded, records, self._pipeline.batchers),
-            failed_tasks=failed_tasks,
-            at=self._clock.now(),
-        )
-
-    def _tell_batches(self, recorded: Recorded) -> None:
-        """Send the metrics of the run's batches."""
-        for batcher in self._pipeline.batchers:
-            for plan in recorded.counted(batcher):
-                for planned, outcome in recorded.outcomes(plan):
-                    if outcome is not None:
-                        self._metrics.count(Metric.FAILED, outcome.failed, batcher=batcher)
-                        tags = {"batcher": batcher, "trigger": planned.trigger}
-                        self._metrics.count(Metric.BATCHES, 1, **tags)
-                        self._metrics.gauge(Metric.BATCH_SIZE, planned.size, batcher=batcher)
-                        self._metrics.seconds(
-                            Metric.BATCH_DURATION, outcome.seconds, batcher=batcher
-                        )
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
-class _Renewing:
-    """A custodian for a thread that renews leases, but none that is being settled."""
+def settle_if_complete(
+    run: StagedRun,
+    record: GenerationRecord,
+    pipeline: Pipeline,
+    custodian: Callable[[], Custodian],
+    *,
+    recorded: Recorded | None = None,
+) -> Settled | None:
+    """The same once each message has an outcome; ``None``: some has none yet, and all stays open.
 
-    def __init__(self, custodian: Callable[[], Custodian]) -> None:
-        self._open = custodian
-        self._lock = threading.Lock()
-        #: Generations that are settled, or being settled.
-        self.left: set[str] = set()
-
-    def opened(self) -> _RenewingCustodian:
-        """The custodian; called in the thread that uses it."""
-        return _RenewingCustodian(self._open(), self._lock, self.left)
-
-    def leave(self, generation: str) -> None:
-        """Renew this one no more; returns when nobody is about to."""
-        with self._lock:
-            self.left.add(generation)
-
-
-class _RenewingCustodian:
-    def __init__(self, custodian: Custodian, lock: threading.Lock, left: set[str]) -> None:
-        self._custodian = custodian
-        self._lock = lock
-        self._left = left
-
-    def renew(self, lease: Lease) -> Lease | None:
-        with self._lock:
-            return lease if lease.generation in self._left else self._custodian.renew(lease)
-
-    def close(self) -> None:
-        self._custodian.close()
+    What somebody began to settle is finished whatever the outcomes: no more will come.
+    """
+    recorded = recorded or Recorded(run)
+    settlement, complete, progress = _decide(
+        record, pipeline, pipeline.batchers, recorded, final=False
+    )
+    if not complete and record.state != SETTLING:
+        return None
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
-def _about(record: GenerationRecord) -> tuple[str, str]:
-    index = "" if record.map_index < 0 else f"[{record.map_index}]"
-    return record.generation, f"{record.task_id}{index}"
+def _decide(
+    record: GenerationRecord,
+    pipeline: Pipeline,
+    batchers: Collection[str],
+    recorded: Recorded,
+    *,
+    final: bool,
+) -> tuple[Settlement, bool, Progress]:
+    plans = recorded.deciding(batchers, record.generation)
+    return build_settlement(
+        recorded.run, record.generation, pipeline, plans, final=final, recorded=recorded
+    )
+
+
+def _carry_out(
+    run: StagedRun,
+    record: GenerationRecord,
+    custodian: Callable[[], Custodian],
+    settlement: Settlement,
+    progress: Progress,
+) -> Settled:
+    report = settle_generation(run, record, custodian(), settlement, progress=progress)
+    return Settled(report, progress.settled_now)

@@ -15,6 +15,7 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
+    from airflow_broadway.runs.ports import Ports
     from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["StandIn"]
@@ -28,32 +29,39 @@ class StandIn:
     :param generations: Those whose batches the task runs; a run may hold others', on other queues.
     """
 
-    def __init__(self, run: StagedRun, pipeline: Pipeline, generations: Collection[str]) -> None:
-        from airflow_broadway.runs.settle import RunSettler
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        generations: Collection[str],
+        *,
+        ports: Ports | None = None,
+    ) -> None:
+        from airflow_broadway.runs.watch import RunWatcher
 
-        self._settler = RunSettler(run, pipeline, generations=generations)
+        self._settler = RunWatcher(run, pipeline, generations=generations, ports=ports)
         records = [run.generation(each) for each in generations]
         open_ones = [each for each in records if each.published]
         if not pipeline.producer.renews:
             open_ones = []
         leases = [run.lease(each.generation) for each in open_ones]
-        self._keeper = LeaseRenewer(
+        self._renewer = LeaseRenewer(
             self._settler.custodian,
             min((lease.seconds for lease in leases), default=3600.0),
-            lambda: [] if self._settler.watched() else leases,
+            lambda: [] if self._settler.heartbeat.is_fresh() else leases,
             renewed=run.put_lease,
             at_once=True,
         )
 
     def start(self) -> None:
         """Begin to renew."""
-        self._keeper.start()
+        self._renewer.start()
 
     def finish(self) -> None:
         """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
-        self._keeper.stop()
+        self._renewer.stop()
         try:
-            if not self._settler.watched():
+            if not self._settler.heartbeat.is_fresh():
                 log.info("No ack sensor has looked after this run lately: settling here.")
                 self._settler.settle(final=False)
         except (BroadwayError, OSError) as error:

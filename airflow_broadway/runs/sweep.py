@@ -1,68 +1,69 @@
-"""Give back what dead executions hold, before a new one receives."""
+"""Clear up: settle what dead executions hold, and remove files that were kept for long enough."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
-from airflow_broadway.core.custody.protocol import Custodian, Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE
-from airflow_broadway.core.errors import BroadwayError, StagingDamaged
+from airflow_broadway.core.custody.protocol import Custodian
+from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.operators._common import AirflowConnections, producer_env
-from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.runs.inspect import RequestRefused
+from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.settle import settle
+from airflow_broadway.staging.retention import remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
+    SETTLED,
     SETTLING,
     GenerationRecord,
     StagedRun,
     iter_unsettled,
 )
-from airflow_broadway.staging.settlement import build_settlement, settle_generation
-from airflow_broadway.staging.settlement_journal import Progress
 
-if TYPE_CHECKING:
-    from airflow.sdk import Context
+__all__ = ["remove_old_runs", "remove_settled_run", "sweep"]
 
 log = logging.getLogger(__name__)
 
 
-def give_back(
-    run: StagedRun, pipeline: Pipeline, context: Context, connections: AirflowConnections
-) -> None:
-    """Release what earlier executions of this task hold, and settle what runs hold that Airflow no
-    longer knows, or shows finished.
+def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
+    """Settle what earlier executions of this task hold, and what runs hold that are over.
 
-    The latter because on ``dagrun_timeout``, a marked sensor or a deleted run no code of ours runs:
-    what has an outcome there is settled by it, and the rest is released.
+    After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
+    ours runs any more: what has an outcome there is settled by it, and the rest is released.  What
+    cannot be settled now is logged; its lease lapses by itself.
+
+    :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
     """
-    ti = context["ti"]
     custodian: Custodian | None = None
-    finished: dict[str, bool] = {ti.run_id: False}
-    for other, record in iter_unsettled(run.store, pipeline.name, ti.dag_id):
-        own = other.run_id == ti.run_id
-        if own and (record.task_id, record.map_index) != (ti.task_id, ti.map_index):
-            continue
-        if other.run_id not in finished:
-            finished[other.run_id] = not ti.get_dr_count(
-                dag_id=ti.dag_id, run_ids=[other.run_id], states=["queued", "running"]
-            )
-        if not own and not finished[other.run_id]:
-            continue
+
+    def opened(record: GenerationRecord) -> Custodian:
+        nonlocal custodian
         if custodian is None:
             custodian = pipeline.producer.custodian(
                 producer_env(
                     pipeline,
+                    ports,
                     generation=record.generation,
                     owner=record.lease["owner"],
                     store=run.store,
-                    connections=connections,
                 )
             )
+        return custodian
+
+    over: dict[str, bool] = {}
+    for other, record in iter_unsettled(run.store, pipeline.name, task.dag_id):
+        own = other.run_id == task.run_id
+        if own and (record.task_id, record.map_index) != (task.task_id, task.map_index):
+            continue
+        if not own:
+            if other.run_id not in over:
+                over[other.run_id] = ports.is_over(other.run_id)
+            if not over[other.run_id]:
+                continue
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
-        _settle(other, record, custodian, pipeline, void=void)
+        _settle(other, record, pipeline, opened(record), void=void)
     if custodian is not None:
         custodian.close()
 
@@ -70,17 +71,13 @@ def give_back(
 def _settle(
     run: StagedRun,
     record: GenerationRecord,
-    custodian: Custodian,
     pipeline: Pipeline,
+    custodian: Custodian,
     *,
     void: bool,
 ) -> None:
-    """Settle a generation by its outcomes; a void one is released but for what callbacks settled
-    at once.
-    """
     try:
-        settlement, progress = _settlement(run, record, pipeline, void=void)
-        report = settle_generation(run, record, custodian, settlement, progress=progress)
+        settled = settle(run, record, pipeline, lambda: custodian, void=void, release_damaged=True)
     except Exception as error:
         # Not in the way of this run: the lease lapses by itself.
         unexpected = None if isinstance(error, BroadwayError) else error
@@ -88,6 +85,7 @@ def _settle(
             "Could not give back generation %s: %s", record.generation, error, exc_info=unexpected
         )
         return
+    report = settled.report
     log.info(
         "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"
         " outcome, %d had lapsed.",
@@ -101,21 +99,27 @@ def _settle(
     )
 
 
-def _settlement(
-    run: StagedRun, record: GenerationRecord, pipeline: Pipeline, *, void: bool
-) -> tuple[Settlement, Progress]:
-    recorded = Recorded(run)
+def remove_old_runs(run: StagedRun) -> None:
+    """Remove the files of runs of this Dag that have been kept for long enough."""
     try:
-        plans = recorded.deciding(pipeline.batchers, record.generation)
-        settlement, _, progress = build_settlement(
-            run, record.generation, pipeline, plans, final=not void, recorded=recorded
+        sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
+    except BroadwayError as error:
+        # Whoever may write there need not be allowed to delete; that is in no run's way.
+        log.warning("Could not remove the files of old runs: %s", error)
+
+
+def remove_settled_run(run: StagedRun) -> None:
+    """Remove the files of a run that somebody has looked at.
+
+    :raises RequestRefused: If a generation of it is not settled.
+    :raises StagingError: If they cannot be removed.
+    """
+    held = [each for each in run.generations() if each.state != SETTLED]
+    if held:
+        raise RequestRefused(
+            f"run {run.run_id!r} of the Dag {run.dag_id!r} has"
+            f" {many(len(held), 'generation')} that nobody has settled"
+            f" ({', '.join(each.generation for each in held)}): clear its `ack` task, or let the"
+            " next run give these messages back, and remove it then"
         )
-    except StagingDamaged as error:
-        # Nobody can say any more which of its messages failed: all of them come again.
-        log.error("Generation %s is given back whole: %s", record.generation, error)
-        return Settlement(rest=RELEASE), Progress()
-    if void:
-        settlement = Settlement(
-            rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
-        )
-    return settlement, progress
+    remove_run(run)

@@ -18,23 +18,12 @@ from airflow.providers.common.compat.sdk import (
 from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
-from airflow_broadway.core.custody.report import handled_of
-from airflow_broadway.core.custody.run_summary import (
-    check_fail_when,
-    failures_trouble,
-    lines_of,
-    settling_trouble,
-)
+from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.parsing import declared, pipeline_ref
+from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of
+from airflow_broadway.core.custody.run_summary import check_fail_when, lines_of
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import SECONDS, SECONDS_OR_ZERO
-from airflow_broadway.operators import _docs
-from airflow_broadway.operators._common import (
-    AirflowConnections,
-    declared,
-    load_pipeline,
-    open_run,
-    pipeline_ref,
-)
 from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
 
 if TYPE_CHECKING:
@@ -107,7 +96,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         kwargs.setdefault("trigger_rule", "always")
         # Before its siblings: it renews their leases.
         kwargs.setdefault("priority_weight", 100)
-        kwargs.setdefault("doc_md", _docs.ACK)
+        kwargs.setdefault("doc_md", task_docs.ACK)
         super().__init__(poke_interval=interval, **kwargs)
         self.pipeline = ref
         if isinstance(watch, str) or not watch:
@@ -203,36 +192,26 @@ class BroadwayAckSensor(BaseSensorOperator):
 
         :raises AirflowException: When all is done, and a watched task failed or the sum is off.
         """
-        from airflow_broadway.runs.settle import RunSettler
+        from airflow_broadway.runs.watch import RunWatcher
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
-        settler = RunSettler(
-            run, pipeline, task_ids=self.watched(context), connections=AirflowConnections()
-        )
+        settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=ports_of(context))
         states = self._states(context)
         finished = _over(states)
         failed = sorted(task for task, state in states.items() if state in FAILED)
         last = self._elapsed(context) + self.poke_interval > self.timeout
         try:
-            settler.beat()
-            if finished and failed and settler.hold(self.hold_failed, failed) and not last:
-                settler.renew()
-                return None
-            if not finished and not last:
-                if self.hold_failed:
-                    settler.end_hold()  # what failed was cleared, and may fail again
-                settler.renew()
-                return None
-            settler.settle(final=True)
-            if not finished:
-                return None
-            report = settler.report(failed_tasks=failed)
+            report = settler.look(
+                over=finished, failed=failed, last=last, hold_failed=self.hold_failed
+            )
         finally:
             settler.close()
-        return self._conclude(report, failed)
+        return None if report is None else self._conclude(report)
 
-    def _conclude(self, report: dict[str, Any], failed: list[str]) -> dict[str, Any]:
+    def _conclude(self, report: dict[str, Any]) -> dict[str, Any]:
+        from airflow_broadway.runs.account import trouble_of
+
         totals = report["totals"]
         for line in lines_of(report):
             self.log.info("%s", line)
@@ -248,17 +227,10 @@ class BroadwayAckSensor(BaseSensorOperator):
                 f"The sum does not balance: received {totals['received']}, accounted for"
                 f" {totals['accounted']}: {totals}.  See {report['path']}"
             )
-        troubles = [
-            f"tasks failed: {failed}; mend the cause, what was given back comes with the next run"
-            if failed
-            else "",
-            settling_trouble(totals["lapsed"], totals["settle_failed"], report["errors"]),
-            failures_trouble(totals["failed"], handled_of(totals), self.fail_when),
-        ]
-        told = [each for each in troubles if each]
-        if told:
+        troubles = trouble_of(report, self.fail_when, report["errors"])
+        if troubles:
             raise AirflowFailException(
-                f"All messages are settled or given back, but {'.  '.join(told)}.  "
+                f"All messages are settled or given back, but {'.  '.join(troubles)}.  "
                 + "  ".join(lines_of(report)[:1])
             )
         return {"report": report["path"], **totals}

@@ -136,13 +136,13 @@ def _spark(folder: str, ref: dict[str, Any], plans: list[str]) -> Any:
 
 
 def _settle(folder: str, ref: dict[str, Any]) -> Any:
-    from airflow_broadway.runs.settle import RunSettler
+    from airflow_broadway.runs.watch import RunWatcher
 
     pipeline = _pipeline(ref)
     run = _staged(folder, pipeline)
 
     def work() -> dict[str, Any]:
-        settler = RunSettler(run, pipeline)
+        settler = RunWatcher(run, pipeline)
         settler.settle(final=True)
         report = settler.report(failed_tasks=[])
         settler.close()

@@ -19,11 +19,11 @@ from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.stages import rate_limiter
-from airflow_broadway.operators import _common
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs import ports
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.testing import ManualClock
 from tests.conformance.feed import ACTIONS, FEEDS, CaseProducer, Feed, received
@@ -164,7 +164,7 @@ class StagedCase:
 
     def process(self) -> list[Any]:
         """The process tasks; returns their references."""
-        with mock.patch.object(_common, "SystemClock", return_value=self._clock):
+        with mock.patch.object(ports, "SystemClock", return_value=self._clock):
             made = [
                 self.tasks.execute(
                     BroadwayProcessorOperator(
@@ -311,7 +311,7 @@ class OneTask(StagedCase):
     def run(self) -> Observed:
         """The task of each producer; then a look at the queue."""
         with (
-            mock.patch.object(_common, "SystemClock", return_value=self._clock),
+            mock.patch.object(ports, "SystemClock", return_value=self._clock),
             mock.patch.object(rate_limiter, "SystemClock", return_value=self._clock),
         ):
             reports = [

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from airflow._shared.observability.metrics.statsd_logger import SafeStatsdLogger
 
+from airflow_broadway.adapters import metrics as adapter
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.operators import _metrics
-from airflow_broadway.operators._metrics import Metric, Metrics
+from airflow_broadway.runs.metrics import Metric, Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = DOCS / "monitoring"
@@ -71,10 +71,10 @@ def test_labels_in_queries_are_tags_that_are_sent(monkeypatch: pytest.MonkeyPatc
             lines.append(stat)
 
     stats = SafeStatsdLogger(Client(), influxdb_tags_enabled=True, statsd_influxdb_enabled=True)
-    monkeypatch.setattr(_metrics, "Stats", stats)
+    monkeypatch.setattr(adapter, "Stats", stats)
 
     # When a run sends what it sends
-    metrics = Metrics("Orders", "orders")
+    metrics = Metrics(adapter.AirflowMetrics(), pipeline="Orders", dag_id="orders")
     metrics.settled(SettleReport(acked=1, lapsed=2))
     metrics.depth(QueueDepth(1, 0, 0, 0, oldest_age=2.0))
     metrics.count(Metric.BATCHES, 1, batcher="late", trigger="size")

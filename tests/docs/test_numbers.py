@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.adapters import task
 from airflow_broadway.cli import queue as queues
 from airflow_broadway.cli import runs as cli_staged
 from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
-from airflow_broadway.operators import _common
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import management, topology
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
@@ -34,9 +34,9 @@ MIB = 1024 * 1024
         ("cli.md", "{:,} to a transaction", queues.PORTION),
         ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
         ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
-        ("concepts.md", "it is {:g} s at most", _common.MAX_SHUTDOWN),
+        ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
-        ("operators.md", "but within {:g} seconds", _common.MAX_SHUTDOWN),
+        ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),
         ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
         ("operators.md", "Keep that at {:g} or more", ack.RESCHEDULE),
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),

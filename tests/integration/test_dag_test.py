@@ -542,17 +542,17 @@ def test_hold_failed_keeps_the_lease_and_then_gives_back(
         "airflow_broadway.runs.python_batches.PythonBatches._record", _raise_no_room
     )
     held: list[int] = []
-    from airflow_broadway.runs.settle import RunSettler
+    from airflow_broadway.runs.heartbeat import Hold
 
-    hold = RunSettler.hold
+    is_on = Hold.is_on
 
     def watched(self: Any, *given: Any) -> bool:
-        waiting = hold(self, *given)
+        waiting: bool = is_on(self, *given)
         if waiting:
             held.append(world.queue.depth().leased)
         return waiting
 
-    monkeypatch.setattr(RunSettler, "hold", watched)
+    monkeypatch.setattr(Hold, "is_on", watched)
     ran = world.run(dag_of(Puppets, ack={"hold_failed": 2.0}))
 
     assert held, "nothing was held"
@@ -566,11 +566,11 @@ def test_a_backfill_is_refused_before_connecting(
 ) -> None:
     world.numbers(range(3))
     opened: list[str] = []
-    from airflow_broadway.operators import process
+    from airflow_broadway.operators import process, pull
     from airflow_broadway.producers.sqlite import SqliteProducer
 
     monkeypatch.setattr(SqliteProducer, "open_queue", lambda *_: opened.append("opened"))
-    refuse = process.refuse_backfill
+    refuse = pull.refuse_backfill
 
     def as_backfill(context: Any, kind: str) -> None:
         run = context["dag_run"].model_copy(update={"run_type": "backfill"})

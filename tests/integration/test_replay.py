@@ -15,7 +15,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowSkipException
 
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
-from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.retention import sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.store import Store
@@ -100,7 +100,7 @@ def test_a_replay_is_counted_by_nobody_and_goes_as_runs_go(shop: Shop, capsys: C
 
     # Then no sweep finds it, and an account of it has nothing
     assert list(iter_unsettled(run.store, "Orders", DAG_ID)) == []
-    settler = RunSettler(shop.run(name), shop.load())
+    settler = RunWatcher(shop.run(name), shop.load())
     settler.settle(final=True)
     assert settler.report(failed_tasks=[])["totals"]["received"] == 0
 
@@ -162,7 +162,7 @@ def test_a_replay_in_an_object_store_copies_what_it_cannot_link(
 ) -> None:
     # Given a settled run in a store without folders and links
     shop.root = f"memory://broadway-{shop.module}"
-    for module in ("airflow_broadway.cli.runs", "tests.cli_runs"):
+    for module in ("airflow_broadway.adapters.staging", "tests.cli_runs"):
         monkeypatch.setattr(f"{module}.open_store", lambda uri: Store.open(shop.root))
     run = shop.settled_run()
     calls = shop.calls()

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
+from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA
 from tests.unit.spark.plans import Planned, Staged, rows

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
-from airflow_broadway.operators._common import open_run
+from airflow_broadway.adapters.task import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from tests.unit.spark.plans import Planned, Staged, rows
 

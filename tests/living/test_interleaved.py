@@ -22,15 +22,15 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
-from airflow_broadway.operators._common import producer_env
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.settle import RunSettler
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
-from airflow_broadway.testing.clock import ManualClock
+from airflow_broadway.testing import ManualClock
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.ledger import Account, account, compare
 from tests.living.pipelines import PIPELINES
@@ -106,6 +106,7 @@ class Run:
         owner = {"dag_id": "dag", "run_id": name, "task_id": "process", "map_index": -1}
         self._env = producer_env(
             self._pipeline,
+            Ports(),
             generation=name,
             owner={**owner, "try_number": 1},
             store=world.store,
@@ -138,7 +139,7 @@ class Run:
 
     def settle(self) -> dict[str, Any]:
         """Settle it with what outcomes there are; returns the sensor's report."""
-        settler = RunSettler(self._staged, self._pipeline, clock=self._clock)
+        settler = RunWatcher(self._staged, self._pipeline, clock=self._clock)
         try:
             settler.settle(final=True)
             report = settler.report(failed_tasks=[])

@@ -18,18 +18,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
+from airflow_broadway.adapters.task import MAX_SHUTDOWN
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
-from airflow_broadway.operators._common import producer_env
+from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.settle import RunSettler
-from airflow_broadway.runs.sweep import give_back
+from airflow_broadway.runs.sweep import sweep
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -63,7 +63,13 @@ class _Run:
             producer["transformer"] = broken_transformer
         context = {"sink": place["sink"], "run": self.name, **command.get("context", {})}
         self._pipeline = PIPELINES[place["kind"]](producer=producer, context=context)
-        self._connections: Any = _Connections(place["connections"])
+        running = command.get("running", ())
+        self._ports = Ports(
+            connections=_Connections(place["connections"]),
+            is_over=lambda run_id: run_id not in running,
+            max_shutdown=MAX_SHUTDOWN,
+        )
+        self._task = Task(dag_id=DAG, run_id=self.name, task_id="process")
         self._staged = StagedRun(
             Store.open(place["staging"]),
             pipeline=self._pipeline.name,
@@ -99,7 +105,11 @@ class _Run:
         """The tasks of a group one after another, as Airflow would."""
         self._sweep()
         process = Process(
-            self._staged, self._pipeline, env=self._env(), budget=Budget(**self._budget)
+            self._staged,
+            self._pipeline,
+            env=self._env(),
+            budget=Budget(**self._budget),
+            ports=self._ports,
         )
         self._stop = process.stop
         with _on(signal.SIGTERM, self.stop):
@@ -114,13 +124,13 @@ class _Run:
                         [reference["generation"]],
                         try_label="1",
                     )
-                    PythonBatches(self._staged, self._pipeline, plan).run()
+                    PythonBatches(self._staged, self._pipeline, plan, ports=self._ports).run()
             finally:
                 self.ack()
 
     def ack(self) -> None:
         """The last look of the sensor, or of another that settles the run."""
-        settler = RunSettler(self._staged, self._pipeline, connections=self._connections)
+        settler = RunWatcher(self._staged, self._pipeline, ports=self._ports)
         try:
             settler.settle(final=True)
             report = settler.report(failed_tasks=[])
@@ -146,33 +156,17 @@ class _Run:
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _env(self) -> Any:
-        owner = {
-            "dag_id": DAG,
-            "run_id": self.name,
-            "task_id": "process",
-            "map_index": -1,
-            "try_number": 1,
-        }
         return producer_env(
             self._pipeline,
+            self._ports,
             generation=uuid.uuid4().hex,
-            owner=owner,
+            owner=self._task.owner(),
             store=self._staged.store,
-            connections=self._connections,
         )
 
     def _sweep(self) -> None:
         """What a process task does first: give back what dead runs hold."""
-        running = self._command.get("running", ())
-        ti = SimpleNamespace(
-            dag_id=DAG,
-            run_id=self.name,
-            task_id="process",
-            map_index=-1,
-            get_dr_count=lambda dag_id, run_ids, states: int(run_ids[0] in running),
-        )
-        context: Any = {"ti": ti}
-        give_back(self._staged, self._pipeline, context, self._connections)
+        sweep(self._staged, self._pipeline, self._task, self._ports)
 
 
 @contextmanager

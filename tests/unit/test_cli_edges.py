@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.cli import runs as staged
+from airflow_broadway.cli import runs as command
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.cli.output import logging_at, only_results_on_stdout, say
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs.inspect import list_runs
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran
 
 Capsys = pytest.CaptureFixture[str]
@@ -70,11 +71,9 @@ def test_fifty_runs_are_listed_unless_told_otherwise(
     shop: Shop, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, count: int, shown: int
 ) -> None:
     shop.process()
-    [run] = staged.iter_runs(shop.run().store)
-    summary = staged._summary(run)
-    ids = (f"run-{number:02}" for number in range(count))
-    monkeypatch.setattr(staged, "iter_runs", lambda *_, **__: range(count))
-    monkeypatch.setattr(staged, "_summary", lambda _: {**summary, "run_id": next(ids)})
+    [summary] = list_runs(shop.run().store)
+    many = [dataclasses.replace(summary, run_id=f"run-{number:02}") for number in range(count)]
+    monkeypatch.setattr(command, "list_runs", lambda *_, **__: many)
 
     lines = ran(capsys, "runs").out.splitlines()
 

@@ -24,6 +24,8 @@ BARRED = {
     "spark": [*CLIENTS, "airflow", "pyarrow"],
     "staging": [*CLIENTS, "airflow", "pyspark"],
     "testing": [*CLIENTS, "airflow", "pyspark", "pyarrow"],
+    "runs": [*CLIENTS, "airflow", "pyspark"],
+    "adapters": [*CLIENTS, "pyspark", "pyarrow"],
     "operators": [*CLIENTS, "pyspark", "pyarrow"],
     "sensors": [*CLIENTS, "pyspark", "pyarrow"],
     "triggers": [*CLIENTS, "pyspark", "pyarrow"],
@@ -35,6 +37,7 @@ ROWS = {
     "producers": ["staging", "spark", "testing", "operators", "sensors", "triggers"],
     "staging": ["producers", "spark", "testing", "operators", "sensors", "triggers"],
     "spark": ["producers", "staging", "testing", "operators", "sensors", "triggers"],
+    "runs": ["spark", "submit", "adapters", "operators", "sensors", "triggers", "hooks", "cli"],
     "testing": ["staging", "spark", "operators", "sensors", "triggers"],
 }
 

@@ -13,25 +13,31 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
+from airflow.providers.common.compat.sdk import AirflowTaskTimeout
+
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.adapters.task import MAX_SHUTDOWN
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.producer import Connections, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.operators._common import AirflowConnections, producer_env
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.settle import RunSettler
-from airflow_broadway.runs.sweep import give_back
+from airflow_broadway.runs.sweep import sweep
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
+
+#: What an Airflow task has of its host, as far as these steps need it.
+AS_AIRFLOW = Ports(interrupts=(AirflowTaskTimeout,), max_shutdown=MAX_SHUTDOWN)
 
 
 class Call(NamedTuple):
@@ -99,6 +105,7 @@ class Run:
     """One run of a Dag on a queue below ``folder``, and on a staging root there or elsewhere.
 
     :param clock: What its batches go by.
+    :param finished: Ids of runs that are over.
     """
 
     def __init__(
@@ -111,12 +118,13 @@ class Run:
         context: Mapping[str, Any] | None = None,
         store: Store | None = None,
         clock: Clock | None = None,
+        ports: Ports | None = None,
         **options: Any,
     ) -> None:
         self.folder = folder
         self.clock = clock
         self.run_id = run_id
-        self.finished = finished
+        self.ports = replace(ports or AS_AIRFLOW, is_over=lambda run_id: run_id in finished)
         self.calls_path = str(folder / "calls.db")
         self.pipeline = pipeline(
             producer={"path": str(folder / "queue.db")},
@@ -139,38 +147,34 @@ class Run:
 
     def process(self, index: int = 0, *, try_number: int = 1, **budget: Any) -> dict[str, Any]:
         """A process task: the sweep, then all that it does; returns its reference."""
-        owner = {
-            "dag_id": "sums",
-            "run_id": self.run_id,
-            "task_id": "process",
-            "map_index": index,
-            "try_number": try_number,
-        }
         self.sweep(index)
-        env = self.env(uuid.uuid4().hex, owner)
-        made = Process(self.staged, self.pipeline, env=env, budget=Budget(**budget))
+        env = self.env(uuid.uuid4().hex, self.task(index, try_number).owner())
+        made = Process(
+            self.staged, self.pipeline, env=env, budget=Budget(**budget), ports=self.ports
+        )
         return made.run()
 
     def env(self, generation: str, owner: Mapping[str, Any]) -> ProducerEnv:
         return producer_env(
             self.pipeline,
+            self.ports,
             generation=generation,
             owner=owner,
             store=self.staged.store,
-            connections=cast("AirflowConnections", _NoConnections()),
         )
 
     def sweep(self, index: int = 0) -> None:
         """What a process task does first."""
-        ti = SimpleNamespace(
+        sweep(self.staged, self.pipeline, self.task(index), self.ports)
+
+    def task(self, index: int = 0, try_number: int = 1) -> Task:
+        return Task(
             dag_id="sums",
             run_id=self.run_id,
             task_id="process",
             map_index=index,
-            get_dr_count=lambda dag_id, run_ids, states: int(run_ids[0] not in self.finished),
+            try_number=try_number,
         )
-        context: Any = {"ti": ti}
-        give_back(self.staged, self.pipeline, context, cast("Any", _NoConnections()))
 
     def batch(self, *references: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
         """A batcher task; ``None`` if it would skip itself."""
@@ -187,6 +191,7 @@ class Run:
             name="batch.default",
             try_number=try_number,
             clock=self.clock,
+            ports=self.ports,
         )
         return made.run()
 
@@ -194,15 +199,14 @@ class Run:
         """The last look of the ack sensor; returns the report."""
         settler = self.settler()
         try:
-            settler.beat()
+            settler.heartbeat.beat()
             settler.settle(final=final)
             return settler.report(failed_tasks=[])
         finally:
             settler.close()
 
-    def settler(self) -> RunSettler:
-        connections: Any = _NoConnections()
-        return RunSettler(self.staged, self.pipeline, connections=connections)
+    def settler(self) -> RunWatcher:
+        return RunWatcher(self.staged, self.pipeline, ports=self.ports)
 
     # -- evidence ------------------------------------------------------------------------------
 
@@ -235,14 +239,6 @@ class Run:
                 found.append(call)
             before.add(call.batch_id)
         return found
-
-
-class _NoConnections:
-    def get(self, conn_id: str) -> Any:
-        raise AssertionError(f"nobody needs the connection {conn_id}")
-
-
-_: Connections = _NoConnections()
 
 
 class Point(NamedTuple):

@@ -201,7 +201,7 @@ def test_a_run_with_what_nobody_wants_to_miss_is_red(
     given: dict[str, Any], totals: dict[str, int], why: str
 ) -> None:
     with pytest.raises(AirflowFailException, match=why):
-        sensor(**given)._conclude(report_of(**totals), [])
+        sensor(**given)._conclude(report_of(**totals))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_run_with_what_nobody_wants_to_miss_is_red(
     ],
 )
 def test_a_run_that_went_as_it_may_is_green(given: dict[str, Any], totals: dict[str, int]) -> None:
-    assert sensor(**given)._conclude(report_of(**totals), [])["received"] == sum(
+    assert sensor(**given)._conclude(report_of(**totals))["received"] == sum(
         count for name, count in totals.items() if name != "failed"
     )
 
@@ -227,12 +227,12 @@ def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
 
     # Then it fails for good, even if any number of messages may fail
     with pytest.raises(AirflowFailException, match="does not balance: received 5, accounted for 4"):
-        sensor(fail_when="never")._conclude(report, [])
+        sensor(fail_when="never")._conclude(report)
 
 
 def test_a_run_with_a_failed_task_is_red() -> None:
     with pytest.raises(AirflowFailException, match=r"tasks failed: \['broadway\.batch\.late'\]"):
-        sensor()._conclude(report_of(acked=4), ["broadway.batch.late"])
+        sensor()._conclude({**report_of(acked=4), "failed_tasks": ["broadway.batch.late"]})
 
 
 def test_a_bound_that_is_none_is_refused_while_the_dag_is_parsed() -> None:

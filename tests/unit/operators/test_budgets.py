@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.operators.process import (
-    BUDGET_DEFAULTS,
-    BroadwayProcessorOperator,
-    budget_of,
-)
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.pull import BUDGET_DEFAULTS, budget_of
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.task_group import make_params
@@ -86,7 +83,13 @@ def test_a_task_that_is_stopped_has_two_seconds_at_most(
     owner = {"task_id": "process", "map_index": 0, "try_number": 1}
     plan: Any = SimpleNamespace(batcher="default", generations=[], path="batches/default/p")
 
-    process = Process(run.staged, run.pipeline, env=run.env("a" * 32, owner), budget=Budget())
-    batches = PythonBatches(run.staged, run.pipeline, plan)
+    process = Process(
+        run.staged,
+        run.pipeline,
+        env=run.env("a" * 32, owner),
+        budget=Budget(),
+        ports=run.ports,
+    )
+    batches = PythonBatches(run.staged, run.pipeline, plan, ports=run.ports)
 
     assert (process._stop.shutdown, batches._stop.shutdown) == (seconds, seconds)

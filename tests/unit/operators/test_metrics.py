@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.operators._metrics import Metric, Metrics
+from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.ports import Ports
 from tests.unit.operators.steps import Run
 
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
@@ -24,7 +26,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float, dict[st
         def send(name: str, value: float, tags: Any, kind: str = kind) -> None:
             found.append((kind, name, value, tags))
 
-        monkeypatch.setattr(f"airflow_broadway.operators._metrics.Stats.{method}", send)
+        monkeypatch.setattr(f"airflow_broadway.adapters.metrics.Stats.{method}", send)
     return found
 
 
@@ -48,7 +50,7 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
     tmp_path: Path, sent: list[tuple[str, str, float, dict[str, str]]]
 ) -> None:
     # Given a run of which one message is acked at once, one fails before any batch, one in its own
-    run = Run(tmp_path, context={"now": 1})
+    run = Run(tmp_path, context={"now": 1}, ports=Ports(metrics=AirflowMetrics()))
     with run.queue() as queue:
         queue.send([b"1", b"5", b"7"])
     reference = run.process()
@@ -59,7 +61,7 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
 
     # When it is settled
     run.ack()
-    Metrics("Sums", "sums").depth(QueueDepth(3, 0, 0, 0, 60.0))
+    Metrics(AirflowMetrics(), pipeline="Sums", dag_id="sums").depth(QueueDepth(3, 0, 0, 0, 60.0))
 
     # Then what happened is counted, under names and tags without end that the guide has
     counted = {name: value for kind, name, value, _ in sent if kind == "counter"}

@@ -46,7 +46,7 @@ class Task:
 def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: SettleReport, why: str
 ) -> None:
-    monkeypatch.setattr("airflow_broadway.runs.process.settle_generation", lambda *_, **__: settled)
+    monkeypatch.setattr("airflow_broadway.runs.settle.settle_generation", lambda *_, **__: settled)
     task = Task(tmp_path, PlainSums)
 
     if not why:

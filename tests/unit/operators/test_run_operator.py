@@ -10,10 +10,10 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
+from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
-from airflow_broadway.operators._common import open_run
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.staging.run_folder import SETTLED
@@ -65,7 +65,7 @@ def execute(
     root: Path, run_id: str, pipeline: type[Echo] = Echo, **given: Any
 ) -> tuple[dict[str, Any], Any]:
     """One run; what it returned, and its folder."""
-    context = task_context(run_id, running=False)
+    context = task_context(run_id, task_id="run", running=False)
     operator = BroadwayRunOperator(
         task_id="run",
         pipeline=pipeline(producer={"path": str(root / "queue.db")}),
@@ -229,7 +229,7 @@ def test_a_run_sends_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def incr(name: str, count: int, tags: Any) -> None:
         sent[name] = (count, tags)
 
-    monkeypatch.setattr("airflow_broadway.operators._metrics.Stats.incr", incr)
+    monkeypatch.setattr("airflow_broadway.adapters.metrics.Stats.incr", incr)
     # Given a message that fails before any batch, and one that fails in its batch
     send(tmp_path, 5)
     execute(tmp_path, "r1", Half)

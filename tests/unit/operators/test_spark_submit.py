@@ -24,6 +24,7 @@ from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import DagSerialization
 
 import airflow_broadway
+from airflow_broadway.adapters.task import open_run, run_info, task_of
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
@@ -37,7 +38,6 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.operators._common import open_run, run_info, task_name
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit import submission
@@ -592,7 +592,7 @@ def test_two_applications_never_take_each_other_for_a_later_try(world: World) ->
     names = set()
     for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
         world.context["ti"].task_id, world.context["ti"].map_index = task_id, index
-        name = task_name(world.context["ti"])
+        name = task_of(world.context).file_name
         path, _ = plans.write_work(name, {}, run_info(world.context))
         assert path.endswith("-000001.json")
         names.add(path)

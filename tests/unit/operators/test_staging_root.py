@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.operators._common import staging_root
+from airflow_broadway.adapters.staging import staging_root
 
 
 def test_an_argument_wins_over_the_setting_and_that_over_airflows_home(

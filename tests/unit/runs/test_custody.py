@@ -20,11 +20,14 @@ from airflow_broadway.core.errors import (
     ProducerUnavailable,
     StagingError,
 )
-from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.heartbeat import Hold
+from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.python_batches import PythonBatches
-from airflow_broadway.runs.settle import RunSettler
 from airflow_broadway.runs.stand_in import StandIn
+from airflow_broadway.runs.sweep import remove_old_runs
+from airflow_broadway.runs.tasks import send_depth
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -170,7 +173,7 @@ def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
         settler.renew()
     with monkeypatch.context() as patch:
         patch.setattr("airflow_broadway.staging.store.Folder.replace", full)
-        settler.beat()
+        settler.heartbeat.beat()
         settler.renew()
 
     # Then that is told, and no more: a lease outlasts several renewals
@@ -239,18 +242,19 @@ def test_it_says_once_what_is_held_and_until_when(
     run = filled(Run(tmp_path))
     generation = run.process()["generation"]
     clock = ManualClock()
-    settler = RunSettler(run.staged, run.pipeline, connections=cast("Any", None), clock=clock)
+    [record] = run.staged.generations()
+    hold = Hold(run.staged, "", clock)
     until = clock.now() + timedelta(hours=1)
 
     # When a sensor looks for the whole hour
     held = []
     for _ in range(361):
-        held.append(settler.hold(3600.0, ["handle_batches"]))
+        held.append(hold.is_on(3600.0, ["handle_batches"], [record]))
         clock.advance(10.0)
 
     # Then it holds until the hour is over, and has said so in one line
     assert held == [True] * 360 + [False]
-    [line] = [record.getMessage() for record in caplog.records if "stay held" in record.message]
+    [line] = [each.getMessage() for each in caplog.records if "stay held" in each.message]
     assert f"until {until:%Y-%m-%d %H:%M:%S} UTC" in line
     assert f"process[0] ({generation})" in line
 
@@ -260,27 +264,27 @@ def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> No
     run = filled(Run(tmp_path))
     run.process()
     clock = ManualClock()
-    settler = RunSettler(run.staged, run.pipeline, connections=cast("Any", None), clock=clock)
-    assert settler.hold(3600.0, ["handle_batches"])
+    settler = RunWatcher(run.staged, run.pipeline, clock=clock)
+
+    def look(*failed: str) -> Any:
+        return settler.look(over=bool(failed), failed=failed, hold_failed=3600.0)
+
+    assert look("handle_batches") is None
     clock.advance(3000.0)
-    settler.end_hold()
+    assert look() is None
 
     # When it fails again much later
     clock.advance(86_400.0)
 
     # Then it is held for the whole time again
-    assert settler.hold(3600.0, ["handle_batches"])
+    assert look("handle_batches") is None
     clock.advance(3601.0)
-    assert not settler.hold(3600.0, ["handle_batches"])
+    assert look("handle_batches")["totals"]["released"]
 
 
 # --------------------------------------------------------------------------------------------------
 # Around a process task
 # --------------------------------------------------------------------------------------------------
-
-
-def process_task() -> BroadwayProcessorOperator:
-    return BroadwayProcessorOperator(task_id="process", pipeline=Plain)
 
 
 class Plain(Sums):
@@ -293,8 +297,8 @@ def test_old_files_that_cannot_be_removed_are_in_no_runs_way(
     def refused(*_: object, **__: object) -> Any:
         raise StagingError("may not delete")
 
-    monkeypatch.setattr("airflow_broadway.staging.retention.sweep_retention", refused)
-    process_task()._clear_up(Run(tmp_path).staged)
+    monkeypatch.setattr("airflow_broadway.runs.sweep.sweep_retention", refused)
+    remove_old_runs(Run(tmp_path).staged)
 
 
 def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
@@ -304,7 +308,7 @@ def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
         raise OSError("no route")
 
     monkeypatch.setattr(SqliteProducer, "depth", broken)
-    process_task()._tell_depth(Plain(), cast("Any", None), cast("Any", None))
+    send_depth(Plain(), Ports(), cast("Any", None))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -576,18 +580,14 @@ def test_two_task_groups_of_a_run_are_held_each_for_its_own_time(tmp_path: Path)
     run.process()
     clock = ManualClock()
 
-    def settler(*tasks: str) -> RunSettler:
-        nothing = cast("Any", None)
-        return RunSettler(
-            run.staged, run.pipeline, task_ids=tasks, connections=nothing, clock=clock
-        )
+    records = run.staged.generations()
 
     # Given one that is held, beside one that is at work
-    held, other = settler("process", "batch"), settler("other.process")
-    assert held.hold(60.0, ["batch"])
+    held, other = Hold(run.staged, "process,batch", clock), Hold(run.staged, "other", clock)
+    assert held.is_on(60.0, ["batch"], records)
     clock.advance(59.0)
-    other.end_hold()
+    other.end()
 
     # Then the one's time goes on
     clock.advance(2.0)
-    assert not held.hold(60.0, ["batch"])
+    assert not held.is_on(60.0, ["batch"], records)

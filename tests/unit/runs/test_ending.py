@@ -17,6 +17,7 @@ from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -71,7 +72,9 @@ def _process(pipeline: Broadway, env: ProducerEnv, tmp_path: Path, budget: dict[
     staged = StagedRun(
         Store.open(f"file://{tmp_path}/staging"), pipeline="Ending", dag_id="d", run_id="r"
     )
-    process = Process(staged, pipeline, env=env, budget=Budget(**budget))
+    process = Process(
+        staged, pipeline, env=env, budget=Budget(**budget), ports=Ports(max_shutdown=2.0)
+    )
     before = signal.signal(signal.SIGTERM, lambda *_: process.stop("signal"))
     try:
         reference = process.run()

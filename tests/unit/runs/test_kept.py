@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.operators._common import staging_root
 from airflow_broadway.staging.settlement_journal import record_settled
 from tests.unit.operators.steps import Run
 

@@ -40,7 +40,13 @@ def run(tmp_path: Path) -> Run:
 
 def execution(run: Run, **budget: Any) -> Process:
     owner = {"task_id": "process", "map_index": 0, "try_number": 1}
-    return Process(run.staged, run.pipeline, env=run.env("a" * 32, owner), budget=Budget(**budget))
+    return Process(
+        run.staged,
+        run.pipeline,
+        env=run.env("a" * 32, owner),
+        budget=Budget(**budget),
+        ports=run.ports,
+    )
 
 
 def check_given_back(run: Run) -> None:
@@ -145,7 +151,7 @@ def test_a_pipeline_without_batchers_says_what_could_not_be_settled(
     run = Run(tmp_path, pipeline=PlainSums)
     run.send([1, 2])
     lapsed = SettleReport(acked=1, lapsed=1)
-    monkeypatch.setattr("airflow_broadway.runs.process.settle_generation", lambda *_, **__: lapsed)
+    monkeypatch.setattr("airflow_broadway.runs.settle.settle_generation", lambda *_, **__: lapsed)
     made = execution(run)
     made.run()
     assert "1 message had lapsed before they were settled" in made.trouble

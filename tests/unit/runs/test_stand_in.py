@@ -60,7 +60,7 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
     context = context_of(run, datetime.now(UTC), {})
     if watched:
         settler = run.settler()
-        settler.beat()
+        settler.heartbeat.beat()
         settler.close()
     with run.queue() as queue:
         [before] = queue.leases()

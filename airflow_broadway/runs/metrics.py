@@ -1,18 +1,18 @@
-"""The metrics of a run, through Airflow's ``Stats``: a closed list.
+"""The metrics of a run: a closed list, sent wherever the host sends metrics.
 
 Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number has no bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-
-from airflow.providers.common.compat.sdk import Stats
+from typing import Protocol
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 
-__all__ = ["Metric", "Metrics"]
+__all__ = ["Metric", "MetricSink", "Metrics", "NoMetrics"]
 
 
 class Metric(StrEnum):
@@ -42,24 +42,54 @@ class Metric(StrEnum):
     LEASE_REMAINING = "broadway.lease.remaining"
 
 
+class MetricSink(Protocol):
+    """Where the host sends metrics; called from one thread."""
+
+    def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
+        """Add to a counter."""
+        ...
+
+    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        """Set a gauge."""
+        ...
+
+    def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
+        """Record a duration."""
+        ...
+
+
+class NoMetrics:
+    """Sends nothing: the default outside Airflow."""
+
+    def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
+        pass
+
+    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        pass
+
+    def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
+        pass
+
+
 class Metrics:
     """Sends the metrics of one pipeline in one Dag."""
 
-    def __init__(self, pipeline: str, dag_id: str) -> None:
+    def __init__(self, sink: MetricSink, *, pipeline: str, dag_id: str) -> None:
+        self._sink = sink
         self._tags = {"pipeline": pipeline, "dag_id": dag_id}
 
     def count(self, metric: Metric, count: int, **tags: str) -> None:
         """Add to a counter; nothing is sent for 0."""
         if count:
-            Stats.incr(metric.value, count, tags={**self._tags, **tags})
+            self._sink.count(metric.value, count, {**self._tags, **tags})
 
     def gauge(self, metric: Metric, value: float, **tags: str) -> None:
         """Set a gauge."""
-        Stats.gauge(metric.value, value, tags={**self._tags, **tags})
+        self._sink.gauge(metric.value, value, {**self._tags, **tags})
 
     def seconds(self, metric: Metric, seconds: float, **tags: str) -> None:
         """Record a duration."""
-        Stats.timing(metric.value, seconds * 1000.0, tags={**self._tags, **tags})
+        self._sink.seconds(metric.value, seconds, {**self._tags, **tags})
 
     def settled(self, report: SettleReport) -> None:
         """Count what a settlement did."""
@@ -70,6 +100,6 @@ class Metrics:
         self.count(Metric.LAPSED, report.lapsed)
 
     def depth(self, depth: QueueDepth) -> None:
-        """Tell how full the queue is."""
+        """Report how full the queue is."""
         self.gauge(Metric.QUEUE_DEPTH, depth.ready)
         self.gauge(Metric.QUEUE_OLDEST_AGE, depth.oldest_age or 0.0)

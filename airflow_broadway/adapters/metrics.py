@@ -1,0 +1,25 @@
+"""Metrics through Airflow's ``Stats``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from airflow.providers.common.compat.sdk import Stats
+
+__all__ = ["AirflowMetrics"]
+
+
+class AirflowMetrics:
+    """Sends metrics wherever Airflow's own go: StatsD, OpenTelemetry, or nowhere."""
+
+    def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
+        """Add to a counter."""
+        Stats.incr(name, count, tags=dict(tags))
+
+    def gauge(self, name: str, value: float, tags: Mapping[str, str]) -> None:
+        """Set a gauge."""
+        Stats.gauge(name, value, tags=dict(tags))
+
+    def seconds(self, name: str, seconds: float, tags: Mapping[str, str]) -> None:
+        """Record a duration; Airflow's timers count milliseconds."""
+        Stats.timing(name, seconds * 1000.0, tags=dict(tags))

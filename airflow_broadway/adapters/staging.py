@@ -1,0 +1,64 @@
+"""The staging root, by Airflow's settings and through its object storage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from airflow.providers.common.compat.sdk import ObjectStoragePath, conf
+
+from airflow_broadway.core.errors import StagingError
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.store import Store
+
+__all__ = ["open_existing_store", "open_store", "staging_root"]
+
+
+def staging_root(staging: str | None) -> str:
+    """The staging root's URI: ``staging`` if given, else ``[broadway] staging``, else a folder of
+    AIRFLOW_HOME.
+    """
+    if staging:
+        return staging
+    home = os.environ.get("AIRFLOW_HOME", os.path.expanduser("~/airflow"))
+    return str(conf.get("broadway", "staging", fallback=f"file://{home}/broadway"))
+
+
+def open_store(staging: str | None) -> Store:
+    """The staging root, through Airflow's object storage: ``s3://conn_id@bucket/…`` names the
+    connection.
+
+    :raises StagingError: If it is no URI, or of a kind that fsspec has no client for.
+    """
+    from airflow_broadway.staging.store import Store
+
+    uri = staging_root(staging)
+    if "://" not in uri:
+        raise StagingError(
+            f"the staging root {uri!r} is no URI; set [broadway] staging to one such as"
+            " 'file:///data/broadway' or 's3://aws_default@bucket/broadway'"
+        )
+    try:
+        path = ObjectStoragePath(uri)
+        return Store(path.fs, path.path, uri)
+    except (ValueError, ImportError) as error:
+        raise StagingError(
+            f"the staging root {uri!r} cannot be opened: {error}; set [broadway] staging to a URI"
+            " that fsspec has a client for, such as 'file:///data/broadway'"
+        ) from error
+
+
+def open_existing_store(staging: str | None) -> Store:
+    """The staging root to look at; nothing makes it.
+
+    :raises StagingError: If it cannot be opened, or is a folder that does not exist.
+    """
+    store = open_store(staging)
+    if store.local and not Path(store.root).is_dir():
+        raise StagingError(
+            f"the staging folder {store.uri} does not exist: give --staging, or set"
+            " `[broadway] staging`"
+        )
+    return store

@@ -1,0 +1,115 @@
+"""An Airflow task: who it is, in which run, and what Airflow lends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow.providers.common.compat.sdk import AirflowTaskTimeout
+
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.metrics import AirflowMetrics
+from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import load_ref
+from airflow_broadway.runs.ports import Ports, Task
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = [
+    "MAX_SHUTDOWN",
+    "load_pipeline",
+    "open_run",
+    "ports_of",
+    "references",
+    "run_info",
+    "task_of",
+]
+
+#: Seconds that a task which is told to stop takes at most to finish what it is at.  Airflow kills
+#: it after five, and what is done must be stored by then.
+MAX_SHUTDOWN: Final = 2.0
+
+
+def task_of(context: Context) -> Task:
+    """The task that runs."""
+    ti = context["ti"]
+    index = getattr(ti, "map_index", None)
+    return Task(
+        dag_id=ti.dag_id,
+        run_id=ti.run_id,
+        task_id=ti.task_id,
+        map_index=-1 if index is None else index,
+        try_number=ti.try_number,
+    )
+
+
+def ports_of(context: Context) -> Ports:
+    """What Airflow lends the task."""
+    ti = context["ti"]
+
+    def is_over(run_id: str) -> bool:
+        alive = ["queued", "running"]
+        return not ti.get_dr_count(dag_id=ti.dag_id, run_ids=[run_id], states=alive)
+
+    return Ports(
+        connections=AirflowConnections(),
+        metrics=AirflowMetrics(),
+        is_over=is_over,
+        interrupts=(AirflowTaskTimeout,),
+        max_shutdown=MAX_SHUTDOWN,
+    )
+
+
+def run_info(context: Context) -> RunInfo:
+    """What callbacks may know about the run."""
+    dag_run = context["dag_run"]
+    return RunInfo(
+        dag_id=context["ti"].dag_id,
+        run_id=context["ti"].run_id,
+        logical_date=dag_run.logical_date,
+        data_interval_start=dag_run.data_interval_start,
+        data_interval_end=dag_run.data_interval_end,
+        params=dict(context["params"]),
+        try_number=context["ti"].try_number,
+    )
+
+
+def load_pipeline(ref: Mapping[str, Any], context: Context) -> Pipeline:
+    """The pipeline of a rendered reference, in this run.
+
+    :raises PipelineError: If it cannot be imported.
+    :raises OptionsError: If an option, once rendered, breaks its rule.
+    """
+    return load_ref(ref, run_info(context))
+
+
+def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
+    """The folder of this run.
+
+    :param staging: URI of the staging root; ``[broadway] staging`` if it is ``None``.
+    :raises StagingError: If the root cannot be opened.
+    """
+    from airflow_broadway.staging.run_folder import StagedRun
+
+    ti = context["ti"]
+    return StagedRun(open_store(staging), pipeline=pipeline, dag_id=ti.dag_id, run_id=ti.run_id)
+
+
+def references(rendered: Any) -> Iterator[Mapping[str, Any]]:
+    """The references in whatever a template renders: one, a list, a mapped task's outputs.
+
+    Those of tasks that pushed none are left out.
+    """
+    if isinstance(rendered, Mapping):
+        if rendered:
+            yield rendered
+    elif rendered is not None and not isinstance(rendered, str):
+        # A slice gets a mapped task's outputs at once.  A loop over them asks for each, and for
+        # one after the last, which Airflow logs as an error.
+        for each in rendered[:] if isinstance(rendered, Sequence) else rendered:
+            yield from references(each)

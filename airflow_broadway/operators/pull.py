@@ -1,0 +1,163 @@
+"""What the operators that receive have in common: a pipeline, one of its producers, a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import AirflowFailException, BaseOperator
+
+from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+    from airflow.sdk.definitions.mappedoperator import OperatorPartial
+
+    from airflow_broadway.core.stages.receiving import Budget
+
+__all__ = ["BUDGETS", "BUDGET_DEFAULTS", "PullOperator", "budget_of", "refuse_backfill"]
+
+#: The budgets of a process task: its operator's arguments, and params that override them.
+BUDGETS: Mapping[str, Rule] = {
+    "max_messages": POSITIVE.or_none(),
+    "max_bytes": POSITIVE.or_none(),
+    "max_seconds": SECONDS.or_none(),
+    "wait_seconds": SECONDS_OR_ZERO,
+    "idle_seconds": SECONDS_OR_ZERO,
+}
+
+#: What they are unless given: a run ends after five minutes of pulling at the latest.
+BUDGET_DEFAULTS: Mapping[str, Any] = {
+    "max_messages": None,
+    "max_bytes": None,
+    "max_seconds": 300.0,
+    "wait_seconds": 0.0,
+    "idle_seconds": 1.0,
+}
+
+
+def check_budgets(
+    owner: str, given: Mapping[str, Any], *, rendered: bool = False
+) -> dict[str, Any]:
+    """The budgets, each checked; text is a template while the Dag is parsed, and read afterwards.
+
+    :raises OptionsError: Naming the argument, the rule and the value.
+    """
+    read: dict[str, Any] = {}
+    for name, rule in BUDGETS.items():
+        value = given[name]
+        if isinstance(value, str):
+            if "{{" in value and not rendered:
+                read[name] = value
+                continue
+            if rendered and rule.read is not None:
+                try:
+                    value = rule.read(value)
+                except ValueError:
+                    raise OptionsError(f"{owner}.{name}", rule.text, value) from None
+        if not rule.admits(value):
+            raise OptionsError(f"{owner}.{name}", rule.text, value)
+        read[name] = value
+    if read["max_messages"] is None and read["max_seconds"] is None:
+        raise OptionsError(
+            f"{owner}.max_seconds", "a bound here or for max_messages (a run has an end)", None
+        )
+    return read
+
+
+def budget_of(operator: Any, context: Context) -> Budget:
+    """The budget of this execution: the run's params where set, else the operator's arguments.
+
+    A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
+
+    :raises OptionsError: If one, once rendered, breaks its rule.
+    """
+    from airflow_broadway.core.stages.receiving import Budget
+
+    params = context["params"]
+    given = {
+        name: getattr(operator, name) if params.get(name) is None else params[name]
+        for name in BUDGETS
+    }
+    read = check_budgets(operator.task_id, given, rendered=True)
+    if operator.execution_timeout is not None:
+        bound = 0.8 * operator.execution_timeout.total_seconds()
+        read["max_seconds"] = min(bound, read["max_seconds"] or bound)
+    return Budget(**read)
+
+
+class PullOperator(BaseOperator):
+    """What the operators that receive have in common: a pipeline, a producer of it, a budget."""
+
+    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#e8f0fe"
+
+    #: What Airflow's UI shows about the task.
+    _about = task_docs.PROCESS
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        producer_index: int = 0,
+        max_messages: int | str | None = BUDGET_DEFAULTS["max_messages"],
+        max_bytes: int | str | None = BUDGET_DEFAULTS["max_bytes"],
+        max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],
+        wait_seconds: float | str = BUDGET_DEFAULTS["wait_seconds"],
+        idle_seconds: float | str = BUDGET_DEFAULTS["idle_seconds"],
+        staging: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("doc_md", self._about)
+        super().__init__(**kwargs)
+        self.pipeline = pipeline_ref(pipeline)
+        self._check_engine(self.pipeline)
+        self.producer_index = producer_index
+        self.max_messages = max_messages
+        self.max_bytes = max_bytes
+        self.max_seconds = max_seconds
+        self.wait_seconds = wait_seconds
+        self.idle_seconds = idle_seconds
+        self.staging = staging
+        check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
+
+    @classmethod
+    def partial(cls, **kwargs: Any) -> OperatorPartial:
+        """Map it, e.g. ``.partial(task_id="pull", pipeline=…).expand(producer_index=[0, 1])``.
+
+        Here too the pipeline becomes its reference at once: a class kept as an argument would put
+        its source into the serialized Dag.
+        """
+        if "pipeline" in kwargs:
+            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"])
+            cls._check_engine(kwargs["pipeline"])
+        check_budgets(
+            str(kwargs.get("task_id", cls.__name__)),
+            {name: kwargs.get(name, default) for name, default in BUDGET_DEFAULTS.items()},
+        )
+        kwargs.setdefault("doc_md", cls._about)
+        return super().partial(**kwargs)
+
+    @classmethod
+    def _check_engine(cls, ref: Mapping[str, Any]) -> None:
+        """Refuse what the task could not run, where that can be told while the Dag is parsed."""
+        check_engine(ref)
+
+
+def refuse_backfill(context: Context, kind: str) -> None:
+    """Keep a backfill off a live queue.
+
+    :raises AirflowFailException: Another try would find the same.
+    """
+    dag_run = context["dag_run"]
+    if str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill":
+        raise AirflowFailException(
+            f"run {dag_run.run_id!r} is a backfill, and the producer {kind!r} reads a live queue,"
+            " which knows nothing of the past interval: nothing was received.  Trigger the Dag"
+            " instead: a run takes what is in the queue, whenever it was sent.  To handle the"
+            " messages of a past run again: airflow-broadway replay --dag-id … --run-id …"
+        )

@@ -1,0 +1,186 @@
+"""What the tasks of a run do, each from its first step to its last.
+
+An operator only says which run, pipeline and task it is, and makes of what comes back what its host
+wants of a task.  The sensor's part is :mod:`airflow_broadway.runs.watch`, and a run without staging
+:mod:`airflow_broadway.runs.unstaged`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.process import Process
+from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.stand_in import StandIn
+from airflow_broadway.runs.sweep import remove_old_runs, sweep
+from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.rate_state import StagedRateState
+from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["BatchTask", "ProcessTask", "Processed", "send_depth"]
+
+log = logging.getLogger(__name__)
+
+
+class Processed(NamedTuple):
+    """What a process task did.
+
+    :param reference: What later tasks get of it; no payload.
+    :param timed_out: Whether an interrupt of the host ended it while callbacks were at work; what
+        was done by then is published.
+    :param trouble: Why people should look at what was settled here; empty if nothing is wrong.
+    """
+
+    reference: dict[str, Any]
+    timed_out: bool
+    trouble: str
+
+
+class ProcessTask:
+    """Clears up after others, receives within a budget, handles each message, stages the results.
+
+    :param index: Which of the pipeline's producers it is, from 0.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        task: Task,
+        ports: Ports,
+        *,
+        index: int = 0,
+        budget: Budget,
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._task = task
+        self._ports = ports
+        env = producer_env(
+            pipeline,
+            ports,
+            generation=uuid.uuid4().hex,
+            owner=task.owner(),
+            index=index,
+            store=run.store,
+        )
+        self._process = Process(
+            run,
+            pipeline,
+            env=env,
+            budget=budget,
+            rate_state=StagedRateState(run),
+            ports=ports,
+        )
+
+    def run(self) -> Processed:
+        """Do it.
+
+        :raises BroadwayError: If the broker or staging fails; everything received was given back.
+        """
+        sweep(self._run, self._pipeline, self._task, self._ports)
+        remove_old_runs(self._run)
+        reference = self._process.run()
+        metrics = Metrics(
+            self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id
+        )
+        metrics.count(Metric.RECEIVED, reference["received"])
+        metrics.count(Metric.FAILED, reference["failed"])
+        metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
+        if not self._process.timed_out:
+            send_depth(self._pipeline, self._ports, metrics)
+        return Processed(reference, self._process.timed_out, self._process.trouble)
+
+    def stop(self) -> None:
+        """Take no more, and end soon.  Called from a signal handler."""
+        self._process.stop("signal")
+
+
+def send_depth(pipeline: Pipeline, ports: Ports, metrics: Metrics) -> None:
+    """Send how full the queue is, where its broker tells."""
+    try:
+        depth = pipeline.producer.depth(producer_env(pipeline, ports))
+    except Exception as error:
+        # Only a gauge: what was received has been published.
+        log.warning("Could not ask how full the queue is: %s", error)
+        return
+    if depth is not None:
+        metrics.depth(depth)
+
+
+class BatchTask:
+    """Groups what process tasks staged for one batcher into batches, and runs those of Python."""
+
+    def __init__(
+        self, run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports, *, batcher: str
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._task = task
+        self._ports = ports
+        self._batcher = batcher
+        self._batches: PythonBatches | None = None
+
+    def plan(self, processed: Iterable[Mapping[str, Any]], *, label: str) -> BatchPlan | None:
+        """The plan of batches, new or as an earlier try made it; ``None`` if nothing was staged.
+
+        A plan has no message if the run no longer holds those that were staged.
+
+        :param processed: The references of the process tasks.
+        :param label: Names the try; unique for ever.
+        :raises StagingError: If staged messages cannot be read, or the plan not be written.
+        """
+        generations = [
+            each["generation"] for each in processed if each["batchers"].get(self._batcher)
+        ]
+        if not generations:
+            return None
+        return plan_batches(self._run, self._pipeline, self._batcher, generations, try_label=label)
+
+    def handle(self, plan: BatchPlan) -> dict[str, int] | None:
+        """Run ``handle_batch`` on each batch without an outcome; ``None`` if Spark is to do so.
+
+        :returns: Counts of batches, of messages by result, and of batches without an outcome: the
+            run no longer holds their messages, or was stopped.
+        """
+        if self._pipeline.batchers[self._batcher].engine != "python":
+            return None
+        self._batches = PythonBatches(
+            self._run,
+            self._pipeline,
+            plan,
+            name=self._task.file_name,
+            try_number=self._task.try_number,
+            ports=self._ports,
+        )
+        stand_in = StandIn(self._run, self._pipeline, plan.generations, ports=self._ports)
+        stand_in.start()
+        try:
+            return self._batches.run()
+        finally:
+            stand_in.finish()
+
+    def reference(self, plan: BatchPlan | None) -> dict[str, Any]:
+        """What later tasks get of a plan; no payload."""
+        if plan is None or not plan.messages:
+            return {"plan": None, "batcher": self._batcher, "messages": 0, "batches": 0}
+        return {
+            "plan": plan.path,
+            "batcher": self._batcher,
+            "messages": plan.messages,
+            "batches": plan.batches,
+            "triggers": plan.triggers,
+        }
+
+    def stop(self) -> None:
+        """Begin no further batch, and end soon.  Called from a signal handler."""
+        if self._batches is not None:
+            self._batches.stop()

@@ -1,0 +1,180 @@
+"""A whole run in one task, on real custody: messages are not staged, only what became of them.
+
+For pipelines whose batchers are all Python: messages are handled, batched and settled at their
+broker as their outcomes come.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.local.report import RunReport
+from airflow_broadway.core.local.run import LocalRun
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.rate_limiter import RateLimiter
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.runs.account import keep_report
+from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.sweep import remove_old_runs, sweep
+from airflow_broadway.staging.rate_state import StagedRateState
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.settlement_journal import Progress, record_settled
+from airflow_broadway.staging.store import host_name
+
+__all__ = ["UnstagedResult", "UnstagedTask"]
+
+log = logging.getLogger(__name__)
+
+
+class UnstagedResult(NamedTuple):
+    """What a run in one task did.
+
+    :param reference: What later tasks get of it; no payload.
+    :param trouble: Why people should look at it; empty if it went well.
+    """
+
+    reference: dict[str, Any]
+    trouble: str
+
+
+class UnstagedTask:
+    """Receives within a budget, handles, batches and settles, all in this task.
+
+    :param index: Which of the pipeline's producers it is, from 0.
+    :param fail_when: See :func:`airflow_broadway.core.custody.account.failures_trouble`.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        task: Task,
+        ports: Ports,
+        *,
+        index: int = 0,
+        budget: Budget,
+        fail_when: Any = "all",
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._task = task
+        self._ports = ports
+        self._index = index
+        self._budget = budget
+        self._fail_when = fail_when
+        self._stop = Stop(SystemClock(), min(pipeline.shutdown, ports.max_shutdown))
+
+    def stop(self) -> None:
+        """Take no more, and end soon.  Called from a signal handler."""
+        self._stop.request("signal")
+
+    def run(self) -> UnstagedResult:
+        """Do it.
+
+        :raises BroadwayError: If the broker or staging fails; what has no outcome was given back.
+        """
+        pipeline, ports, run = self._pipeline, self._ports, self._run
+        sweep(run, pipeline, self._task, ports)
+        env = producer_env(
+            pipeline,
+            ports,
+            generation=uuid.uuid4().hex,
+            owner=self._task.owner(),
+            index=self._index,
+            store=run.store,
+        )
+        # Of all runs together: each may be over within seconds.
+        limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
+        local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)
+        started = SystemClock().now()
+        try:
+            report = local.pull(self._budget, on_lease=self._open)
+        except BaseException:
+            if local.report is not None:  # it had settled before it broke
+                try:
+                    self._record(local.report, started, failed=True)
+                except BroadwayError as error:  # the first error is the one to show
+                    log.warning("What the run did could not be recorded: %s", error)
+            raise
+        trouble = report.trouble(self._fail_when)
+        self._record(report, started, failed=bool(trouble))
+        remove_old_runs(run)
+        return UnstagedResult({**report.totals(), "errors": list(report.settled.errors)}, trouble)
+
+    def _open(self, lease: Lease) -> None:
+        self._run.open_generation(
+            lease=lease,
+            task_id=self._task.task_id,
+            map_index=self._task.map_index,
+            try_number=self._task.try_number,
+        )
+
+    def _record(self, report: RunReport, started: datetime, *, failed: bool) -> None:
+        """Keep, log and count what the run did, however it ended."""
+        run = self._run
+        record = run.generation(report.generation)
+        record_settled(run, record, report.settled, progress=Progress(received=report.received))
+        self._count(report)
+        about = {"totals": report.totals(), "balanced": report.balanced, "reasons": report.reasons}
+        for line in lines_of(about):
+            log.info("%s", line)
+        log.info("All of it: %s", report.to_json())
+        if not report.received:
+            # With @continuous there are thousands of runs in a day, most of them empty.
+            try:
+                run.forget(report.generation)
+            except StagingError as error:
+                log.warning("Could not remove the files of an empty run: %s", error)
+            return
+        now = run.clock.now()
+        run.publish(
+            Manifest(
+                generation=report.generation,
+                root_id=run.store.root_id(),
+                host=host_name(),
+                lease=record.lease,
+                received=report.received,
+                received_bytes=report.received_bytes,
+                failed=report.failed,
+                settled_now=SettleReport().to_json(),
+                batchers={},
+                files={},
+                entries=[],
+                configured=False,
+                dropped={},
+                stopped=report.ended,
+                started_at=started.isoformat(),
+                ended_at=now.isoformat(),
+                seconds=dict(report.seconds),
+            )
+        )
+        keep_report(
+            run,
+            run.generations(),
+            batchers={},
+            reasons=report.reasons,
+            failed_tasks=[self._task.task_id] if failed else [],
+            at=now,
+        )
+
+    def _count(self, report: RunReport) -> None:
+        metrics = Metrics(
+            self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id
+        )
+        metrics.count(Metric.RECEIVED, report.received)
+        metrics.count(Metric.FAILED, report.failed)
+        metrics.settled(report.settled)
+        for batcher, triggers in report.batches.items():
+            for trigger, count in triggers.items():
+                metrics.count(Metric.BATCHES, count, batcher=batcher, trigger=trigger)

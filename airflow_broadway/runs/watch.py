@@ -1,0 +1,301 @@
+"""Watch a run: renew its leases, settle it once all outcomes are known, and account for it.
+
+What the ack sensor does at each look, and what others do who stand in for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
+from airflow_broadway.core.custody.protocol import Custodian, Lease
+from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.account import (
+    REPORT,
+    batchers_of,
+    keep_report,
+    kept_report,
+    reasons_of,
+)
+from airflow_broadway.runs.heartbeat import Heartbeat, Hold, name_of
+from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.ports import Ports, producer_env
+from airflow_broadway.runs.settle import settle, settle_if_complete
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
+
+__all__ = ["RunWatcher"]
+
+log = logging.getLogger(__name__)
+
+
+class RunWatcher:
+    """Renews, settles and accounts for the generations of a run; used from one thread.
+
+    :param task_ids: The tasks whose generations count; ``None``: all of the run.
+    :param generations: Of these, the ones that count; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        *,
+        task_ids: Sequence[str] | None = None,
+        generations: Collection[str] | None = None,
+        ports: Ports | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._task_ids = task_ids
+        self._only = generations
+        self._ports = ports or Ports()
+        self._clock = clock or SystemClock()
+        self.heartbeat = Heartbeat(run, self._clock)
+        self._hold = Hold(run, ",".join(sorted(task_ids or ())), self._clock)
+        self._custodian: Custodian | None = None
+        self._recorded = Recorded(run)
+        self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
+
+    def close(self) -> None:
+        """Release connections.  Safe to repeat."""
+        if self._custodian is not None:
+            self._custodian.close()
+            self._custodian = None
+
+    def look(
+        self,
+        *,
+        over: bool,
+        failed: Sequence[str] = (),
+        last: bool = False,
+        hold_failed: float = 0.0,
+    ) -> dict[str, Any] | None:
+        """One look of the sensor: renew what waits for outcomes, or settle all and account for it.
+
+        :param over: Whether all watched tasks are through.
+        :param failed: Those of them that failed.
+        :param last: Nobody looks again: settle, though tasks are at work or their messages held.
+        :param hold_failed: Seconds for which messages of failed tasks are kept.
+        :returns: The run's report; ``None``: look again.
+        :raises BroadwayError: If something could not be settled; look again.
+        """
+        self.heartbeat.beat()
+        waits = not over
+        if over and failed:
+            waits = self._hold.is_on(hold_failed, failed, self._unsettled())
+        elif not over and not last and hold_failed:
+            self._hold.end()
+        if waits and not last:
+            self.renew()
+            return None
+        self.settle(final=True)
+        return self.report(failed_tasks=failed) if over else None
+
+    def renew(self) -> None:
+        """Renew the lease of each generation that waits for its outcomes.
+
+        What cannot be renewed now is logged, and tried again at the next look.
+        """
+        if not self._pipeline.producer.renews:
+            return
+        try:
+            records = self._generations()
+        except StagingError as error:
+            log.warning("Could not look for leases to renew: %s", error)
+            return
+        for record in records:
+            # Until its manifest is published, a process task renews its lease itself.
+            if record.published:
+                try:
+                    self._renew(record.generation)
+                except BroadwayError as error:
+                    # A lease outlasts several looks; failing would use up the sensor's retries.
+                    log.warning(
+                        "Could not renew the lease of generation %s yet: %s",
+                        record.generation,
+                        error,
+                    )
+
+    def _renew(self, generation: str) -> None:
+        held = self._open().renew(self._run.lease(generation))
+        if held is None:
+            log.error(
+                "The lease of generation %s has lapsed: its broker gives these messages to the next"
+                " run, marked as redelivered.",
+                generation,
+            )
+            return
+        self._run.put_lease(held)
+        left = (held.deadline - self._clock.now()).total_seconds()
+        self._metrics.gauge(Metric.LEASE_REMAINING, left)
+
+    def settle(self, *, final: bool) -> None:
+        """Settle each generation whose messages all have an outcome.
+
+        :param final: Settle the others too: what has no outcome is released.
+        :raises BroadwayError: The first of those that kept a generation unsettled; the others are
+            settled all the same.
+        """
+        first: BroadwayError | None = None
+        self._recorded = Recorded(self._run)
+        records = self._unsettled()
+        with self._renewing(records) as renewing:
+            for record in records:
+                try:
+                    self._settle(record, renewing, final=final)
+                except BroadwayError as error:
+                    log.error(
+                        "Could not settle generation %s of %s: %s",
+                        record.generation,
+                        name_of(record),
+                        error,
+                    )
+                    first = first or error
+        if first is not None:
+            raise first
+
+    def _settle(self, record: GenerationRecord, renewing: _Renewing, *, final: bool) -> None:
+        def custodian() -> Custodian:
+            renewing.leave(record.generation)
+            return self._open()
+
+        door = settle if final else settle_if_complete
+        settled = door(self._run, record, self._pipeline, custodian, recorded=self._recorded)
+        if settled is not None:
+            log.info(
+                "Settled generation %s of %s: %s.",
+                record.generation,
+                name_of(record),
+                settled.report,
+            )
+            self._metrics.settled(settled.report + settled.settled_now)
+
+    @contextmanager
+    def _renewing(self, records: Sequence[GenerationRecord]) -> Iterator[_Renewing]:
+        """Renew, meanwhile, the leases of generations that wait for their turn: to read ten
+        thousand outcomes takes a while, and so may a broker.
+        """
+        renewing = _Renewing(self.custodian)
+        leases: list[Lease] = []
+        for record in records if self._pipeline.producer.renews else ():
+            if record.published:
+                try:
+                    leases.append(self._run.lease(record))
+                except StagingError as error:
+                    log.warning(
+                        "The lease of %s of %s is not renewed: %s",
+                        record.generation,
+                        name_of(record),
+                        error,
+                    )
+        if not leases:
+            yield renewing
+            return
+        with LeaseRenewer(
+            renewing.opened,
+            min(lease.seconds for lease in leases),
+            lambda: [lease for lease in leases if lease.generation not in renewing.left],
+            renewed=self._run.put_lease,
+        ):
+            yield renewing
+
+    def custodian(self) -> Custodian:
+        """A custodian of this run's messages; a generation is named by its lease."""
+        custodian: Custodian = self._pipeline.producer.custodian(
+            producer_env(
+                self._pipeline,
+                self._ports,
+                owner={"dag_id": self._run.dag_id, "run_id": self._run.run_id},
+                store=self._run.store,
+                clock=self._clock,
+            )
+        )
+        return custodian
+
+    def _open(self) -> Custodian:
+        if self._custodian is None:
+            self._custodian = self.custodian()
+        return self._custodian
+
+    def _unsettled(self) -> list[GenerationRecord]:
+        return [each for each in self._generations() if each.state != SETTLED]
+
+    def _generations(self) -> list[GenerationRecord]:
+        found = self._run.generations(self._task_ids)
+        return [each for each in found if self._only is None or each.generation in self._only]
+
+    # -- accounting ----------------------------------------------------------------------------
+
+    def report(self, *, failed_tasks: Sequence[str]) -> dict[str, Any]:
+        """Account for every message of every execution, and keep it as ``report.json``."""
+        # What is recorded after it was settled by counts no more.
+        recorded, run = self._recorded, self._run
+        records = self._generations()
+        before = None if records else kept_report(run)
+        if before is not None:  # an empty run's, whose files are gone
+            return {**before, "failed_tasks": list(failed_tasks)}
+        if not run.files.exists(REPORT):
+            self._count_batches(recorded)
+        return keep_report(
+            run,
+            records,
+            batchers=batchers_of(recorded, self._pipeline.batchers),
+            reasons=reasons_of(recorded, records, self._pipeline.batchers),
+            failed_tasks=failed_tasks,
+            at=self._clock.now(),
+        )
+
+    def _count_batches(self, recorded: Recorded) -> None:
+        """Send the metrics of the run's batches."""
+        for batcher in self._pipeline.batchers:
+            for plan in recorded.counted(batcher):
+                for planned, outcome in recorded.outcomes(plan):
+                    if outcome is not None:
+                        self._metrics.count(Metric.FAILED, outcome.failed, batcher=batcher)
+                        tags = {"batcher": batcher, "trigger": planned.trigger}
+                        self._metrics.count(Metric.BATCHES, 1, **tags)
+                        self._metrics.gauge(Metric.BATCH_SIZE, planned.size, batcher=batcher)
+                        self._metrics.seconds(
+                            Metric.BATCH_DURATION, outcome.seconds, batcher=batcher
+                        )
+
+
+class _Renewing:
+    """A custodian for a thread that renews leases, but none that is being settled."""
+
+    def __init__(self, custodian: Callable[[], Custodian]) -> None:
+        self._open = custodian
+        self._lock = threading.Lock()
+        #: Generations that are settled, or being settled.
+        self.left: set[str] = set()
+
+    def opened(self) -> _RenewingCustodian:
+        """The custodian; called in the thread that uses it."""
+        return _RenewingCustodian(self._open(), self._lock, self.left)
+
+    def leave(self, generation: str) -> None:
+        """Renew this one no more; returns when nobody is about to."""
+        with self._lock:
+            self.left.add(generation)
+
+
+class _RenewingCustodian:
+    def __init__(self, custodian: Custodian, lock: threading.Lock, left: set[str]) -> None:
+        self._custodian = custodian
+        self._lock = lock
+        self._left = left
+
+    def renew(self, lease: Lease) -> Lease | None:
+        with self._lock:
+            return lease if lease.generation in self._left else self._custodian.renew(lease)
+
+    def close(self) -> None:
+        self._custodian.close()

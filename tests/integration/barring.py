@@ -1,0 +1,30 @@
+"""Bar modules from this process, as if they were not installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["bar"]
+
+
+class _Barred(MetaPathFinder):
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] in self._names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+def bar(*names: str) -> None:
+    """Bar top-level packages from now on; none of them may have been imported before."""
+    found = {name.partition(".")[0] for name in sys.modules} & set(names)
+    assert not found, f"{found} are imported already"
+    sys.meta_path.insert(0, _Barred(names))

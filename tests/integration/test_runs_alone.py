@@ -1,0 +1,170 @@
+"""A whole pipeline through ``runs/`` alone, in processes that have neither Airflow nor pyspark.
+
+Each task is a process of its own; some are killed at work.  What became of each message is counted
+from outside: in the queue's file, and in the one that ``handle_batch`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.integration.runs_alone import QUEUE
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+#: What a task's process does.
+PROGRAM = """
+from tests.integration.barring import bar
+bar("airflow", "pyspark")
+from tests.integration.runs_alone import main
+main()
+"""
+COUNT = 200
+#: Those that the pipeline fails, in the processor or in the batch.
+FAILS = {number for number in range(COUNT) if number % 7 == 0 or number % 5 == 0}
+
+
+class Handled(NamedTuple):
+    """One message of one call of ``handle_batch``."""
+
+    message_id: str
+    number: int
+    redelivered: bool
+    batch_id: str
+
+
+class Alone:
+    """A queue with messages, a staging root, and a sink, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with closing(sqlite3.connect(folder / "sink.db")) as db, db:
+            db.execute("CREATE TABLE handled (id, number, redelivered, batch)")
+        self.queue = SqliteQueue(folder / "queue.db", QUEUE)
+        self.ids = self.queue.send([b"%d" % number for number in range(COUNT)])
+
+    def start(self, task: str, run: str, try_number: int = 1) -> subprocess.Popen[str]:
+        """Start a task of a run."""
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(self.folder), task, run, str(try_number)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, task: str, run: str, try_number: int = 1) -> Any:
+        """Run a task to its end; returns what it came to."""
+        process = self.start(task, run, try_number)
+        out, err = process.communicate(timeout=120.0)
+        assert process.returncode == 0, err[-3000:]
+        return json.loads(out)
+
+    def kill(self, task: str, run: str, *, at: int) -> None:
+        """Kill a task while its callback is at a number."""
+        (self.folder / f"stop-at-{task}").write_text(str(at))
+        process = self.start(task, run)
+        try:
+            eventually((self.folder / f"at-{task}").exists)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=60.0)
+        assert process.returncode == -signal.SIGKILL
+        (self.folder / f"stop-at-{task}").unlink()
+
+    def handled(self) -> list[Handled]:
+        """What ``handle_batch`` got, in order."""
+        with closing(sqlite3.connect(self.folder / "sink.db")) as db:
+            rows = db.execute("SELECT * FROM handled ORDER BY rowid")
+            return [Handled(*row) for row in rows]
+
+    def check_account(self, report: Any) -> None:
+        """Everything that was sent is handled once, or marked where it came again, or dead."""
+        assert report["balanced"]
+        assert not report["totals"]["lapsed"]
+        dead = {int(each.body) for each in self.queue.dead_letters(limit=None)}
+        handled = self.handled()
+        assert dead == FAILS
+        assert {each.number for each in handled} | dead == set(range(COUNT))
+        assert self.queue.depth()[:4] == (0, 0, 0, len(FAILS))
+        batches: dict[str, set[str]] = {}
+        for each in handled:
+            before = batches.setdefault(each.message_id, set())
+            assert not before or each.redelivered or each.batch_id in before, each
+            before.add(each.batch_id)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    made = Alone(tmp_path)
+    yield made
+    made.queue.close()
+
+
+def test_a_pipeline_runs_without_airflow_and_spark(alone: Alone) -> None:
+    reference = alone.run("process", "one")
+    assert reference["received"] == COUNT
+    counts = alone.run("batch", "one")
+    report = alone.run("ack", "one")
+
+    assert counts["without_outcome"] == 0
+    assert report["totals"]["acked"] == COUNT - len(FAILS)
+    assert Counter(each.message_id for each in alone.handled()).most_common(1)[0][1] == 1
+    alone.check_account(report)
+
+    # and another process shows it
+    seen = alone.run("look", alone.ids[1])
+    assert [(each["run_id"], each["state"]) for each in seen["runs"]] == [("one", "settled")]
+    assert [each["outcome"] for each in seen["places"]] == ["succeeded"]
+
+
+def test_tasks_that_are_killed_at_work_are_tried_again_and_settled_by_another_process(
+    alone: Alone,
+) -> None:
+    # Given a process task and a batch task, each killed while a callback was at work
+    alone.kill("process", "one", at=57)
+    assert alone.queue.depth().leased, "the killed task held nothing"
+    again = alone.run("process", "one", 2)
+    alone.kill("batch", "one", at=101)
+
+    # When they are tried again, and yet another process settles
+    counts = alone.run("batch", "one", 2)
+    report = alone.run("ack", "one")
+
+    # Then what the first try held was received again, and only the open batches ran again
+    assert again["received"] == COUNT
+    assert counts["without_outcome"] == 0
+    repeated = [n for n, times in Counter(e.number for e in alone.handled()).items() if times > 1]
+    assert 101 in repeated
+    assert len(repeated) <= 10, "batches with an outcome ran again"
+    alone.check_account(report)
+
+
+def test_what_a_killed_run_leaves_is_settled_by_the_process_task_of_the_next(alone: Alone) -> None:
+    # Given a run that nobody goes on with: some of its batches have an outcome, and some have none
+    alone.run("process", "one")
+    alone.kill("batch", "one", at=101)
+    before = len(alone.handled())
+
+    # When the next run begins
+    reference = alone.run("process", "two")
+    alone.run("batch", "two")
+    report = alone.run("ack", "two")
+
+    # Then what had an outcome was settled by it, and the rest came again
+    assert 0 < reference["received"] < COUNT
+    assert all(each.redelivered for each in alone.handled()[before:])
+    alone.check_account(report)
