@@ -91,11 +91,11 @@ def test_a_queue_is_drained_and_every_message_accounted_for(path: str, concurren
 def test_a_lease_is_renewed_while_the_run_is_at_work(path: str) -> None:
     class Pipeline(Plain):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            time.sleep(0.1)
+            time.sleep(0.2)
             return message
 
     queue_of(path, 10)
-    report = on(path, Pipeline, lease=0.3).run_local(max_messages=10)
+    report = on(path, Pipeline, lease=1.5).run_local(max_messages=10)
     assert (report.settled.acked, report.settled.lapsed) == (10, 0)
 
 

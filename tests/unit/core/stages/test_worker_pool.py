@@ -100,9 +100,9 @@ def test_what_a_worker_could_not_handle_is_raised_where_results_are_taken() -> N
 def test_unread_results_hold_the_feeder_back() -> None:
     pool = WorkerPool([lambda piece: piece] * 2, unread=2)
     put = 0
-    while pool.put(put, timeout=0.05):
+    while pool.put(put, timeout=1.0):
         put += 1
     assert put == 4
     pool.take()
-    assert pool.put(put, timeout=1.0)
+    assert pool.put(put, timeout=30.0)
     pool.close(1.0)

@@ -24,6 +24,7 @@ from airflow_broadway.producers.sqs.reading import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.producers.sqs.kit import FIFO, halves, settlement, take
+from tests.waiting import eventually
 
 
 def asked(fake: FakeSqs) -> list[int]:
@@ -197,10 +198,8 @@ def test_while_the_queue_is_quiet_one_asks_for_all() -> None:
 
         assert list(run.source.receive(1000, timeout=0)) == []
 
-        for _ in range(100):  # it is in its own thread
-            if run.fake.requests["ReceiveMessage"] > first:
-                break
-            time.sleep(0.01)
+        # It is in its own thread
+        eventually(lambda: run.fake.requests["ReceiveMessage"] > first)
         assert run.fake.requests["ReceiveMessage"] == first + 1
 
 
