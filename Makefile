@@ -29,9 +29,10 @@ test: ## The tests, but for those that take too long or need a browser; ARGS="-k
 test-all: ## All tests, the slow ones too
 	@$(PYTEST) -m "not browser" $(ARGS)
 
-lint: ## ruff, its formatter and mypy --strict
+lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
+	@$(RUN) lint-imports --no-logo
 	@$(RUN) mypy
 
 bench: ## Messages per second of each stage and of the whole; build/bench.json
@@ -47,7 +48,7 @@ lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
 	done
 
 clean: ## Remove what the targets made, but for .venv
-	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too

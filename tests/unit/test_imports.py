@@ -1,4 +1,7 @@
-"""Which room may import which: arrows point down only (see the picture in docs/architecture.md)."""
+"""What loading a room brings with it, and that no modules import each other in a ring.
+
+Which room may import which stands in ``pyproject.toml``; ``make lint`` holds it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import ast
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import airflow_broadway
@@ -29,16 +32,6 @@ BARRED = {
     "operators": [*CLIENTS, "pyspark", "pyarrow"],
     "sensors": [*CLIENTS, "pyspark", "pyarrow"],
     "triggers": [*CLIENTS, "pyspark", "pyarrow"],
-}
-
-#: Rooms of one row never import each other.
-ROWS = {
-    "core": ["producers", "staging", "spark", "testing", "operators", "sensors", "triggers"],
-    "producers": ["staging", "spark", "testing", "operators", "sensors", "triggers"],
-    "staging": ["producers", "spark", "testing", "operators", "sensors", "triggers"],
-    "spark": ["producers", "staging", "testing", "operators", "sensors", "triggers"],
-    "runs": ["spark", "submit", "adapters", "operators", "sensors", "triggers", "hooks", "cli"],
-    "testing": ["staging", "spark", "operators", "sensors", "triggers"],
 }
 
 #: Modules whose readers may execute what they read.
@@ -62,8 +55,7 @@ def modules(room: str) -> list[str]:
 
 @pytest.mark.parametrize("room", BARRED)
 def test_a_room_loads_nothing_that_is_barred_from_it(room: str) -> None:
-    barred = BARRED[room] + [f"airflow_broadway.{other}" for other in ROWS.get(room, [])]
-    script = SCRIPT.format(modules=modules(room), barred=barred)
+    script = SCRIPT.format(modules=modules(room), barred=BARRED[room])
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )
@@ -82,31 +74,9 @@ def test_the_package_itself_loads_neither_airflow_nor_spark() -> None:
 
 def test_no_modules_import_each_other_in_a_ring() -> None:
     # Lazy imports, and those for types alone, count too.
-    files = {_name(path): path for path in PACKAGE.rglob("*.py")}
-    graph = {name: set(_imported(path)) & files.keys() - {name} for name, path in files.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the ring
-
-
-def _name(path: Path) -> str:
-    inside = path.relative_to(PACKAGE.parent).with_suffix("")
-    return ".".join(inside.parts).removesuffix(".__init__")
-
-
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            members = [f"{node.module}.{each.name}" for each in node.names]
-            yield from members
-            # Names of a package, and not modules in it, are its __init__'s.
-            if not all(_is_module(each) for each in members):
-                yield node.module
-
-
-def _is_module(name: str) -> bool:
-    inside = PACKAGE.parent.joinpath(*name.split("."))
-    return inside.with_suffix(".py").is_file() or inside.is_dir()
+    graph = grimp.build_graph("airflow_broadway")
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    TopologicalSorter(imported).prepare()  # raises CycleError, which names the ring
 
 
 def test_nothing_that_reads_what_others_wrote_can_execute_it() -> None:
