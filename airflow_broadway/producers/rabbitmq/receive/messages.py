@@ -1,18 +1,24 @@
-"""Makes messages of what is secured."""
+"""Makes messages of what is secured, with the metadata that the option of that name asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.properties import dump
+from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, dump, plain
+from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.metadata import Describer
+from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
 
 __all__ = ["MessageMaker"]
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class MessageMaker:
@@ -32,7 +38,7 @@ class MessageMaker:
     ) -> None:
         self._generation = generation
         self._actions = dict(actions)
-        self._describe = Describer(metadata)
+        self._describe = MetadataMaker(metadata)
         self._clock = clock
         self._position = 0
         self._texts: dict[tuple[bytes, bytes, bool], str] = {}
@@ -68,3 +74,29 @@ class MessageMaker:
             )
         self._position += len(made)
         return made
+
+
+class MetadataMaker:
+    """Makes the metadata of messages."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._decodes = any(name in FIELDS or name == "persistent" for name in names)
+
+    def __call__(self, held: Held) -> Mapping[str, Any]:
+        """The metadata of one message: JSON values."""
+        if not self._names:
+            return _NOTHING
+        known: dict[str, Any] = {}
+        if self._decodes:
+            try:
+                known = decode(held.properties)
+            except ProducerError as error:
+                return {"unreadable": str(error)}
+        known["redelivered"] = held.redelivered
+        known["persistent"] = known.pop("delivery_mode", 1) == 2
+        known["exchange"], known["routing_key"] = split_route(held.route)
+        headers = known.get("headers")
+        if headers:
+            known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
+        return {name: plain(known.get(name)) for name in self._names}
