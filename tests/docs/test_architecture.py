@@ -1,0 +1,77 @@
+"""``docs/architecture.md`` draws the tree as it is, and names functions that are there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import airflow_broadway
+
+PACKAGE = Path(airflow_broadway.__file__).parent
+TEXT = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
+#: The most modules of a folder that one listing still tells.
+MOST = 22
+
+
+def drawn() -> dict[str, set[str]]:
+    """Folder → its modules, as the document has them: ``folder/   name · name``."""
+    [tree] = re.findall(r"^## The tree\n+```\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    found: dict[str, set[str]] = {}
+    folder = ""
+    for line in tree.splitlines():
+        match = re.fullmatch(r"(?:(\S+/))?\s+(.*)", line)
+        assert match, line
+        folder = match[1] or folder
+        found.setdefault(folder, set()).update(match[2].split(" · "))
+    return found
+
+
+def real() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py":
+            folder = path.parent.relative_to(PACKAGE.parent).as_posix()
+            name = folder.removeprefix("airflow_broadway/") + "/"
+            found.setdefault(name, set()).add(path.stem)
+    return found
+
+
+def test_the_tree_is_drawn_as_it_is() -> None:
+    assert drawn() == real()
+
+
+def test_a_folder_can_be_read_at_a_glance() -> None:
+    assert {folder for folder, modules in real().items() if len(modules) > MOST} == set()
+
+
+NAMES = sorted(
+    set(
+        re.findall(
+            r"`((?:adapters|cli|core|hooks|operators|producers|runs|sensors|spark|staging|submit|testing"
+            r"|triggers)(?:\.\w+)+)(?:\(\))?`",
+            TEXT,
+        )
+    )
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_document_names_is_there(name: str) -> None:
+    parts = ["airflow_broadway", *name.split(".")]
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("airflow_broadway"):
+                raise
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return
+
+
+def test_the_document_names_functions() -> None:
+    assert len(NAMES) > 40
