@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class AckRef(NamedTuple):
     """Who settles a message, and how: messages of equal (acknowledger, ref) are settled together.
 
-    :param acknowledger: The object that settles.
+    :param acknowledger: An :class:`Acknowledger`; ``None`` as a source delivers the message, until
+        the run puts its own there.
     :param ref: What groups messages; hashable.
     :param data: The message's own: its receipt, its configured actions.
     """

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "ANY",
     "AUTO",
     "BOOL",
     "CONN_ID",
@@ -104,7 +103,6 @@ CONN_ID = Rule(
     "the id of an Airflow connection, not an address",
     lambda v: isinstance(v, str) and v != "" and "://" not in v and "@" not in v,
 )
-ANY = Rule("any value", lambda v: True)
 FUNCTION = Rule("a function of one argument", lambda v: callable(v) and takes(v, 1))
 
 

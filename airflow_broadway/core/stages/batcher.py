@@ -24,7 +24,7 @@ from airflow_broadway.core.model.message import BatchMode
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.plain import dump_key
 
-__all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending", "batch_id"]
+__all__ = ["BatchHash", "BatcherStage", "Closed", "Item", "KeyMerger", "Pending"]
 
 _FLUSH: Final = BatchMode.FLUSH
 
@@ -392,8 +392,3 @@ def _key_text(key: Any) -> str:
         return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
         return dump_key(key)
-
-
-def batch_id(pipeline: str, batcher: str, key: Any, message_ids: Iterable[str]) -> str:
-    """The id of a batch: the same whenever the same batch is made again."""
-    return BatchHash(pipeline, batcher, key).update_all(message_ids).hexdigest()

@@ -14,7 +14,6 @@ from airflow_broadway.core.stages.batcher import (
     BatchHash,
     Closed,
     KeyMerger,
-    batch_id,
     partition_of,
 )
 
@@ -134,6 +133,9 @@ def test_merged_calls_hold_whole_batches_up_to_batch_size() -> None:
 
 
 def test_a_batch_id_is_unambiguous() -> None:
+    def batch_id(pipeline: str, batcher: str, key: Any, message_ids: list[str]) -> str:
+        return BatchHash(pipeline, batcher, key).update_all(message_ids).hexdigest()
+
     ids = {
         batch_id("p", "b", "k", ["1", "23"]),
         batch_id("p", "b", "k", ["12", "3"]),
