@@ -13,7 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
-from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.custody.in_process import (
+    check_settled,
+    done_of,
+    entry_of,
+    settle_at_once,
+)
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, Lease, Settlement, Source
@@ -281,7 +286,7 @@ class Process:
             # What is done counts, though the callback hears of an error.
             self._settled_now += done_of(report)
             self._now.update(entry.message_id for entry in done)
-        settled(report)
+        check_settled(report)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
-from airflow_broadway.core.custody.in_process import done_of, entry_of, settle_at_once, settled
+from airflow_broadway.core.custody.in_process import (
+    check_settled,
+    done_of,
+    entry_of,
+    settle_at_once,
+)
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
@@ -271,7 +276,7 @@ class _BatchSink:
             for entry in done:
                 self._keep(generation, entry, settled=True)
             self._now.update(entry.message_id for entry in done)
-            settled(report)
+            check_settled(report)
 
     def give_back(self, messages: Sequence[Message], result: BatchResult) -> None:
         """Release what the callbacks did not return: it may not be taken for a success."""

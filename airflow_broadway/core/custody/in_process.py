@@ -22,7 +22,7 @@ from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerErr
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 
-__all__ = ["Settler", "Tally", "done_of", "entry_of", "settle_at_once", "settled"]
+__all__ = ["Settler", "Tally", "check_settled", "done_of", "entry_of", "settle_at_once"]
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def entry_of(message: Message, verdict: Verdict) -> Entry:
     return tuple.__new__(Entry, made)  # half the cost of calling the class
 
 
-def settled(report: SettleReport) -> SettleReport:
-    """What ``settle_now`` did, if it did all of it.
+def check_settled(report: SettleReport) -> SettleReport:
+    """Return what ``settle_now`` did, if it did all of it; else the callback that asked hears it.
 
-    :raises ProducerError: If the broker refuses, or :class:`LeaseLapsed` if the lease has lapsed:
-        the callback that asked is told.
+    :raises ProducerError: If the broker refused.
+    :raises LeaseLapsed: If the lease has lapsed.
     """
     if report.failed:
         raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
@@ -176,7 +176,7 @@ class Settler:
                 self._held.pop(entry.message_id, None)
             if undone:
                 self._done.update(entry.message_id for entry in done)
-        settled(report)
+        check_settled(report)
 
     def tick(self, *, force: bool = False) -> None:
         """Carry out what has waited long enough."""

@@ -159,7 +159,7 @@ class Engine:
             return
         with self._lock:
             self._closed = True
-        self._processors.left()  # logs what they are at
+        self._processors.left()  # logs what they were at
         self._processors.close()
         for batcher in self._batchers.values():
             batcher.close()

@@ -173,7 +173,7 @@ class BatchProcessorStage:
 def _missing(
     messages: list[Message], successful: list[Message], failed: list[Message]
 ) -> list[Message]:
-    """Those of ``messages`` that are in neither list, by id; none can be told without ids."""
+    """Those of ``messages`` that are in neither list, by id."""
     settled = {message.message_id for message in successful}
     settled.update(message.message_id for message in failed)
     return [message for message in messages if message.message_id not in settled]

@@ -1,9 +1,9 @@
 """What both stages need to call a user's callbacks: the context, protection, ``handle_failed``.
 
-A callback that raises fails its messages and nothing else: the error is logged with a ``code`` (an
-extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` is
-such an error too (kind ``exit``); every other ``BaseException`` (``KeyboardInterrupt``, Airflow's
-task time-out) goes through untouched.
+A callback that raises fails its messages and nothing else.  The error is logged with a ``code`` (an
+extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` counts
+as such an error (kind ``exit``).  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
+Airflow's task time-out, goes through untouched.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ CODES: Final = (
     "producer_crash",
     "unknown_batcher",
 )
+
+_HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")
 
 _setup_lock = threading.Lock()
 
@@ -183,10 +185,10 @@ def run_handle_failed(
     """
     if not failed or not pipeline.defines("handle_failed"):
         return failed
+    about = {"module": type(pipeline), "messages": failed, "context": context}
     span = None
     if telemetry.handlers(*_HANDLE_FAILED):
-        about = {"module": type(pipeline), "messages": failed, "context": context}
-        span = telemetry.Span("handle_failed", about)
+        span = telemetry.Span("handle_failed", {**about})
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)
     except PROTECTED as error:
@@ -195,40 +197,45 @@ def run_handle_failed(
         if span is not None:
             span.exception(status.kind, status.reason, status.stacktrace)
         return [scope.restored(message) for message in failed]
+    handled = _handled(pipeline, failed, returned, scope)
+    if span is not None:
+        span.stop({**about, "messages": handled})
+    return handled
+
+
+def _handled(
+    pipeline: Pipeline, failed: list[Message], returned: Any, scope: Scope
+) -> list[Message]:
+    """What to settle as failed, by what ``handle_failed`` returned; odd things are logged."""
+    name = type(pipeline).__name__
     if not isinstance(returned, list) or not all(type(each) is Message for each in returned):
         log.error(
             "%s.handle_failed must return a list of messages, got: %.200r; the failed messages are"
             " settled as they were",
-            type(pipeline).__name__,
+            name,
             returned,
             extra={"code": "handle_failed_bad_return"},
         )
-        handled = [scope.restored(message) for message in failed]
-    else:
-        found = Returned.of(failed, returned, scope)
-        handled = [*found.own, *(scope.restored(message) for message in found.anew)]
-        if found.anew:
-            log.error(
-                "%s.handle_failed returned %s without what settles it, the first of them %r:"
-                " settled as before",
-                type(pipeline).__name__,
-                many(len(found.anew), "message"),
-                found.anew[0].message_id,
-                extra={"code": "handle_failed_bad_return"},
-            )
-        if len(handled) != len(failed) or found.odd:
-            log.error(
-                "%s.handle_failed received %s and returned %d%s; one that it did not"
-                " return is not settled, and goes back to its broker when the run ends",
-                type(pipeline).__name__,
-                many(len(failed), "message"),
-                len(returned),
-                found.odd,
-                extra={"code": "handle_failed_count_mismatch"},
-            )
-    if span is not None:
-        span.stop({"module": type(pipeline), "messages": handled, "context": context})
+        return [scope.restored(message) for message in failed]
+    found = Returned.of(failed, returned, scope)
+    handled = [*found.own, *(scope.restored(message) for message in found.anew)]
+    if found.anew:
+        log.error(
+            "%s.handle_failed returned %s without what settles it, the first of them %r:"
+            " settled as before",
+            name,
+            many(len(found.anew), "message"),
+            found.anew[0].message_id,
+            extra={"code": "handle_failed_bad_return"},
+        )
+    if len(handled) != len(failed) or found.odd:
+        log.error(
+            "%s.handle_failed received %s and returned %d%s; one that it did not"
+            " return is not settled, and goes back to its broker when the run ends",
+            name,
+            many(len(failed), "message"),
+            len(returned),
+            found.odd,
+            extra={"code": "handle_failed_count_mismatch"},
+        )
     return handled
-
-
-_HANDLE_FAILED: Final = ("handle_failed.start", "handle_failed.stop", "handle_failed.exception")

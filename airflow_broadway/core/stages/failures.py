@@ -57,10 +57,10 @@ def log_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
 
 
 def forget_trace(error: Any) -> None:
-    """Let an exception go of where it was raised, once nobody asks for it any more.
+    """Drop an exception's traceback, once nobody asks for it any more.
 
-    The frames there lead to the list of failed messages, and so back to the exception: such a ring
-    waits for the garbage collector, whose looks cost more than the messages.
+    Its frames hold the list of failed messages, and so the exception again.  Such rings wait for
+    the garbage collector, which costs more than the messages.
     """
     while isinstance(error, BaseException) and error.__traceback__ is not None:
         error.__traceback__ = None
@@ -68,7 +68,7 @@ def forget_trace(error: Any) -> None:
 
 
 class Reasons:
-    """Counts failed messages by their reason; such as differ in numbers alone are one."""
+    """Counts failed messages by their reason; reasons that differ only in digits are one."""
 
     def __init__(self) -> None:
         # By the reason without its digits.
@@ -77,7 +77,7 @@ class Reasons:
         self._lock = threading.Lock()
 
     def add(self, failed: Iterable[Message]) -> None:
-        """Count messages; those of one status at a time cost little."""
+        """Count messages; a row of one status costs little."""
         found: dict[bytes, list[Any]] = {}
         last: Any = None
         counted: list[Any] = []
@@ -98,7 +98,7 @@ class Reasons:
                 self._counts[key] += count
 
     def most(self, number: int) -> list[dict[str, Any]]:
-        """The most frequent, as a report has them; such as differ in numbers alone are one."""
+        """The most frequent reasons, as a report has them."""
         with self._lock:
             rows = self._counts.most_common(number)
         return [{"count": n, "stage": "", "reason": self._shown[key]} for key, n in rows]

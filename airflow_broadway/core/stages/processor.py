@@ -66,11 +66,11 @@ class ProcessorStage:
 
     :param index: Which of ``concurrency`` processors this is, from 0.
     :param ack: Settles a chunk's result: ``ack(successful, failed)``.
-    :param convert: The last step of judging a message a success: makes of the pipeline what turns
-        each into what goes on; what that raises fails the message.
+    :param convert: Called once with the pipeline.  What it returns is called with each success, and
+        returns what goes on; what it raises fails the message.
     :param stop: When no further message is begun; those not begun are in neither list of a result.
-    :param traces: Whether failures are to tell where they were raised beyond the first of a kind,
-        which are logged: frames are dear.  ``handle_failed`` and telemetry can always ask.
+    :param traces: Whether every failure keeps its traceback.  Without, only those do that are
+        logged: frames are dear.  ``handle_failed`` and telemetry get them always.
     """
 
     def __init__(

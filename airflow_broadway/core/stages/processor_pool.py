@@ -1,10 +1,10 @@
 """The processors of a pipeline: ``concurrency`` of them at work, results in order of arrival.
 
-What is fed in are *dispatches*: what one receive returned, of any length.  The pool parts each by
-``partition_by``, cuts the parts into chunks of ``max_demand - min_demand`` (smaller ones where that
-lets every processor have a share, so that no message waits behind a busy processor while another is
-free) and has each chunk handled by a :class:`ProcessorStage`, in this thread, in threads or in
-processes.
+It is fed with *dispatches*: what one receive returned, of any length.  The pool parts each by
+``partition_by``, and cuts the parts into chunks of ``max_demand - min_demand``.  Chunks are smaller
+where that gives every processor a share, so that no message waits behind a busy processor while
+another is free.  Each chunk is handled by a :class:`ProcessorStage`, in this thread, in threads or
+in processes.
 """
 
 from __future__ import annotations

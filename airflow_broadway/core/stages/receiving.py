@@ -202,37 +202,27 @@ class Receiving:
         """Receive what the source had secured already, and have it take nothing more."""
         if not self._stopped:
             self._stopped = True
-            self._taken_in(self._source.stop)
+            self._collect(self._source.stop)
 
     def _dispatches(self) -> Iterator[list[Message]]:
-        clock, budget, limiter = self._clock, self._budget, self._limiter
+        clock, budget = self._clock, self._budget
         quiet_since: float | None = None
         while True:
             now = clock.monotonic()
             demand = self._wanted(now)
             if not demand:
                 return
-            left = [_RECEIVE_TIMEOUT]
-            if budget.max_seconds is not None:
-                left.append(self._started + budget.max_seconds - now)
-            granted = limiter.take(demand)
+            granted = self._limiter.take(demand)
             if not granted:
-                pause = limiter.wait_seconds()
-                if budget.max_seconds is None or now + pause >= self._started + budget.max_seconds:
+                if not self._await_limiter(now):
                     self.ended = "rate_limiting"
                     return
-                clock.sleep(self._least([*left, pause]))
                 yield []
                 continue
             if quiet_since is None:
                 quiet_since = now
             quiet = budget.idle_seconds if self.received else budget.wait_seconds
-            left.append(quiet_since + quiet - now)
-            messages: Sequence[Message] = ()
-            try:
-                messages = self._receive(granted, self._least(left))
-            finally:
-                limiter.refund(granted - len(messages))
+            messages = self._receive(granted, self._timeout(now, quiet_since + quiet - now))
             if messages:
                 quiet_since = None
                 began = clock.monotonic()
@@ -241,11 +231,22 @@ class Receiving:
                     return
                 self._adapt(len(messages), clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
-                # A source that was reason to stop does not know whether anything is left.
+                # A source that was told to stop does not know whether anything is left.
                 self.ended = self._stop() or "empty"
                 return
             else:
                 yield []
+
+    def _await_limiter(self, now: float) -> bool:
+        """Wait until the limiter may grant something, or a dispatch is wanted.
+
+        :returns: Whether it grants something before the time is over; else nothing is waited for.
+        """
+        pause, seconds = self._limiter.wait_seconds(), self._budget.max_seconds
+        if seconds is None or now + pause >= self._started + seconds:
+            return False
+        self._clock.sleep(self._timeout(now, pause))
+        return True
 
     def _hand_out(self, most: int | None = None) -> Iterator[list[Message]]:
         """What waits, in portions, until the time is over."""
@@ -292,35 +293,46 @@ class Receiving:
             return demand
         return 0
 
-    def _least(self, seconds: list[float]) -> float:
-        next_timeout = self._next_timeout()
-        if next_timeout is not None:
-            seconds.append(next_timeout)
-        least = min(seconds)
+    def _timeout(self, now: float, longest: float) -> float:
+        """Seconds to wait now, at most ``longest``; at least what is worth waiting, or 0."""
+        bounds = [_RECEIVE_TIMEOUT, longest]
+        if self._budget.max_seconds is not None:
+            bounds.append(self._started + self._budget.max_seconds - now)
+        wanted = self._next_timeout()
+        if wanted is not None:
+            bounds.append(wanted)
+        least = min(bounds)
         return max(_LEAST_TIMEOUT, least) if least > 0 else 0.0
 
-    def _receive(self, demand: int, timeout: float) -> Sequence[Message]:
+    def _receive(self, granted: int, timeout: float) -> Sequence[Message]:
+        """Receive at most what the limiter granted; it gets back what did not come."""
         source, started = self._source, self._clock.monotonic()
-        messages = self._taken_in(lambda: source.secure(source.receive(demand, timeout=timeout)))
-        passed = self._clock.monotonic() - started
-        if not messages and passed < timeout:  # a source that does not wait
-            self._clock.sleep(timeout - passed)
-            self.seconds += timeout - passed
+        messages: Sequence[Message] = ()
+        try:
+            messages = self._collect(
+                lambda: source.secure(source.receive(granted, timeout=timeout))
+            )
+            passed = self._clock.monotonic() - started
+            if not messages and passed < timeout:  # a source that does not wait
+                self._clock.sleep(timeout - passed)
+                self.seconds += timeout - passed
+        finally:
+            self._limiter.refund(granted - len(messages))
         return messages
 
-    def _taken_in(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
-        """What the source gives by ``work``; all of it then waits, or none of it counts."""
+    def _collect(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
+        """Account for what the source gives by ``work``, and let it wait for a processor."""
         started = self._clock.monotonic()
         self.receiving = True
         messages = work()
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
         self.seconds += self._clock.monotonic() - started
-        self._take_in(messages)
+        self._enqueue(messages)
         self.receiving = False
         return messages
 
-    def _take_in(self, messages: Sequence[Message]) -> None:
+    def _enqueue(self, messages: Sequence[Message]) -> None:
         """Transform what was received; it then waits for a processor."""
         if not messages:
             return

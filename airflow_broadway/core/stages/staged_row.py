@@ -1,9 +1,9 @@
 """From a message to what its batcher gets: the part of the work that can fail message by message.
 
-It is the last step of judging a message a success: the data is converted to the batcher's schema,
-or must be what can be staged; key and metadata too; and ``partition_by`` is asked.  It runs where
-``handle_message`` ran, so that an error there fails that message alone, with ``handle_failed`` and
-the usual verdict.
+It is the last step before a message counts as a success.  The data is converted to the batcher's
+schema, or without one must be what can be staged; so must key and metadata.  ``partition_by`` is
+asked too.  It runs where ``handle_message`` ran, so that an error fails that message alone, with
+``handle_failed`` and the usual verdict.
 
 :class:`RowConverter` makes what a process task stages.  Where nothing is staged,
 :class:`DirectConverter` makes what would be read back of it, so that a batch holds the same in a
@@ -191,7 +191,7 @@ def _check_id(message: Message) -> None:
 
 
 class _Conversion:
-    """What becomes of the messages of one batcher."""
+    """How data, keys and metadata of one batcher's messages are converted."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.partition: Callable[[Message], int] | None = partitioner(batcher)
@@ -254,7 +254,7 @@ class _Conversion:
         return dump_metadata(metadata) if self._python else encode_metadata(metadata)
 
     def read_back(self, data: Any) -> Any:
-        """The data as a batch has it, staged or not."""
+        """The data as a batch has it: as it would be read back, had it been staged."""
         if self._schema:
             return self._read(self.dump_data(data))
         if self._python and _stays(data):
@@ -263,7 +263,7 @@ class _Conversion:
         return self._load(staged) if type(staged) is str else staged
 
     def metadata_read_back(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The metadata as a batch has it, staged or not."""
+        """The metadata as a batch has it."""
         if self._python:
             if all(type(key) is str for key in metadata) and _stays(metadata):
                 return metadata

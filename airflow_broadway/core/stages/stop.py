@@ -1,6 +1,6 @@
 """When a run begins nothing more, and when it waits for nothing more.
 
-A run ends by itself, by its budget of time, or because it is told to.  In each case what has not
+A run ends by itself, by its budget of time, or because it is asked to.  In each case what has not
 been begun goes back to its broker, and what is done counts.
 """
 
@@ -19,14 +19,14 @@ __all__ = ["Stop"]
 _NEVER: Final = float("inf")
 #: Seconds between two looks at what ``asked`` says, while messages are handled.
 _ASK_INTERVAL: Final = 0.05
-#: Seconds for which a late run still waits for the processors that are at a message.
-_LAST_MESSAGE: Final = 1.0
+#: Seconds for which a run whose time is over waits for processors that are at a message.
+_LAST_MESSAGE_TIMEOUT: Final = 1.0
 
 
 class Stop:
-    """Whether a run is told to stop, and until when it may finish what it is at.
+    """Whether a run is to stop, and until when it may finish what it is at.
 
-    :param shutdown: Seconds that it has, once told, to finish what was handed out.
+    :param shutdown: Seconds that it has, once it is to stop, to finish what was handed out.
     :param asked: Asked often: why to stop now, or ``""``.
     :param interrupts: What ends a callback from outside, as a task's time-out does: the message at
         work goes back, and nothing more is begun.
@@ -42,7 +42,7 @@ class Stop:
     ) -> None:
         self.shutdown = shutdown
         self.interrupts = interrupts
-        #: Called when the run is told to stop, perhaps in a signal handler.
+        #: Called once the run is to stop, perhaps in a signal handler.
         self.on_request: list[Callable[[], None]] = []
         #: The instant, by ``now``, from which on :meth:`enough` is worth asking: looking at it
         #: before each message costs less than the call.
@@ -60,7 +60,7 @@ class Stop:
             self.look_at = min(self.look_at, self._until)
 
     def request(self, reason: str, *, at_once: bool = False) -> None:
-        """Tell the run to stop; the first reason stands.  May be called from a signal handler.
+        """Ask the run to stop; the first reason stands.  May be called from a signal handler.
 
         :param at_once: Leave no time to finish.
         """
@@ -69,11 +69,11 @@ class Stop:
         self._reason = reason
         self._late = self.now() + (0.0 if at_once else self.shutdown)
         self._until = self.look_at = min(self._until, self._late)
-        for told in self.on_request:
-            told()
+        for call in self.on_request:
+            call()
 
     def reason(self) -> str:
-        """Why the run was told to stop, or ``""``."""
+        """Why the run is to stop, or ``""``."""
         if not self._reason and self._asked is not None:
             asked = self._asked()
             if asked:
@@ -89,14 +89,14 @@ class Stop:
         return now >= self._until
 
     def late(self) -> bool:
-        """Whether nothing more is begun or waited for: a run that was told had its time."""
+        """Whether nothing more is begun or waited for: the time to finish is over."""
         self.reason()
         return self.now() >= self._late
 
     def over(self) -> bool:
-        """Whether it is late even for a processor that was at a message when it became late."""
+        """Whether not even processors that are at a message are waited for any more."""
         self.reason()
-        return self.now() >= self._late + _LAST_MESSAGE
+        return self.now() >= self._late + _LAST_MESSAGE_TIMEOUT
 
     def left(self) -> float | None:
         """Seconds in which messages are begun; ``None``: no bound."""

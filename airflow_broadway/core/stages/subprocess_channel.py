@@ -88,7 +88,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _kinds(value: Any) -> set[type]:
-    """The types of the acknowledgers in a chunk or in a result."""
+    """The types of the acknowledgers in a chunk or in a result: those that are not pickled."""
     found: set[type] = {RemoteAcknowledger}
     for part in value if isinstance(value, tuple) else ():
         for each in part if isinstance(part, list) else ():
