@@ -40,9 +40,9 @@ class OptionsError(BroadwayError, ValueError):
     """
 
     def __init__(self, path: str, rule: str, value: object) -> None:
-        told = shown(value, _name_of(path))
+        got = shown(value, _name_of(path))
         super().__init__(
-            f"invalid value for option {redacted(path)!r}: expected {rule}, got: {told}"
+            f"invalid value for option {redacted(path)!r}: expected {rule}, got: {got}"
         )
         self.path = path
         self.rule = rule
@@ -66,8 +66,8 @@ class OptionsError(BroadwayError, ValueError):
         if example:
             hint = f"; give it as {example}"
         error = cls(path, f"one of {names}", value)
-        told = f"{redacted(path)!r} (value {shown(value, name)})"
-        error.args = (f"unknown option {told}, valid options are: {names}{hint}",)
+        given = f"{redacted(path)!r} (value {shown(value, name)})"
+        error.args = (f"unknown option {given}, valid options are: {names}{hint}",)
         return error
 
     @classmethod

@@ -59,10 +59,10 @@ def shown(value: object, name: str = "") -> str:
         items = (f"{shown(key)}: {shown(each, str(key))}" for key, each in value.items())
         return f"{{{', '.join(items)}}}"
     if type(value) in (list, tuple, set, frozenset):
-        told = ", ".join(shown(each) for each in value)  # type: ignore[attr-defined]
+        inside = ", ".join(shown(each) for each in value)  # type: ignore[attr-defined]
         if isinstance(value, tuple):
-            return f"({told}{',' * (len(value) == 1)})"
-        return f"[{told}]" if isinstance(value, list) else f"{{{told}}}"
+            return f"({inside}{',' * (len(value) == 1)})"
+        return f"[{inside}]" if isinstance(value, list) else f"{{{inside}}}"
     text = repr(value)
     return text if isinstance(value, (bool, int, float)) else _masked(text)
 

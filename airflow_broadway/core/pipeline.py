@@ -44,8 +44,8 @@ class Pipeline:
     partition_by: Any = None
     #: What every callback gets as ``context``: any JSON value; :meth:`setup` may return another.
     context: Any = CONTEXT_NOT_SET
-    #: Seconds that a run which is told to stop has to finish what was handed out; the rest goes
-    #: back.  A run that ends by itself has no such bound.
+    #: Seconds that a run has, once it is asked to stop, to finish what was handed out; the rest
+    #: goes back.  A run that ends by itself has no such bound.
     shutdown: float = 30.0
     #: What may be known about the run, in every callback.
     run: RunInfo = RunInfo()

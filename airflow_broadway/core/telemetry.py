@@ -1,4 +1,4 @@
-"""What the pipeline tells about itself: Broadway's events, by Broadway's names.
+"""What the pipeline reports of itself: Broadway's events, by Broadway's names.
 
 A handler is called in the thread (and for ``executor="processes"`` in the parent process) that does
 the work, with the event's name, its measurements and its metadata::

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
 from airflow_broadway.core.custody.run_summary import (
-    REASONS,
+    SHOWN_REASONS,
     failures_trouble,
     settling_trouble,
 )
@@ -200,7 +200,7 @@ def reasons_of(
                 counts[verdict.stage, verdict.reason[:_REASON]] += 1
     shown: list[dict[str, Any]] = [
         {"count": count, "stage": stage, "reason": reason}
-        for (stage, reason), count in counts.most_common(REASONS)
+        for (stage, reason), count in counts.most_common(SHOWN_REASONS)
     ]
     others = sum(counts.values()) - sum(each["count"] for each in shown)
     if others:

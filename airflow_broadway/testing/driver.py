@@ -23,8 +23,8 @@ from airflow_broadway.testing.dummy import RecordingAcknowledger
 
 __all__ = ["PipelineDriver"]
 
-#: The least time that a clock moves by: what is less is the rounding of floats.
-_TICK = 1e-6
+#: Seconds that the clock moves by at least: what is less is the rounding of floats.
+_LEAST_STEP = 1e-6
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +104,10 @@ class PipelineDriver:
                 waits.append(self.limiter.wait_seconds())
             step = min(waits)
             if step > 0:
-                self.clock.advance(max(step, _TICK))
+                self.clock.advance(max(step, _LEAST_STEP))
             self._engine.tick()
             self._release()
-            if self.clock.monotonic() >= end - _TICK:
+            if self.clock.monotonic() >= end - _LEAST_STEP:
                 return
 
     def reset_rate_limit(self) -> None:

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Self
 
 import pytest
 
@@ -79,46 +79,61 @@ class Child:
                 pipe.close()
 
 
+def _say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _hold(harness: Harness, generation: str, demand: str) -> None:
+    """Receive and secure so many messages, and wait to be killed."""
+    source = harness.producer().source(harness.env(generation))
+    held: list[Message] = []
+    while len(held) < int(demand):
+        held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
+    _say({"ids": ids(held), "lease": source.lease.to_json()})
+    sys.stdin.readline()
+
+
+def _settle(harness: Harness) -> None:
+    """Settle the lease that is given, and wait to be killed."""
+    given = json.loads(sys.stdin.readline())
+    entries = [
+        Entry(key, receipt, third_and_seventh(place), attempt)
+        for place, (key, receipt, attempt) in enumerate(given["entries"])
+    ]
+    settlement = Settlement(
+        rest=ACK,
+        entries=lambda: (entry for entry in entries if entry.verdict is not ACK),
+        everything=lambda: iter(entries),
+        expected=len(entries),
+    )
+    custodian = harness.producer().custodian(harness.env("custodian"))
+    _say("go")
+    custodian.settle(Lease.from_json(given["lease"]), settlement)
+    sys.stdin.readline()
+
+
+def _drain(harness: Harness, generation: str) -> None:
+    """Receive and secure all there is."""
+    source = harness.producer().source(harness.env(generation))
+    drained: list[str] = []
+    while messages := source.secure(source.receive(17, timeout=0.5)):
+        drained += ids(messages)
+    _say({"ids": drained})
+
+
+_COMMANDS: Final[dict[str, Callable[..., None]]] = {
+    "hold": _hold,
+    "settle": _settle,
+    "drain": _drain,
+}
+
+
 def _main(place: str, arguments: str, command: str, *options: str) -> None:
     """Be the other process."""
     module, _, name = place.partition(":")
     harness: Harness = getattr(importlib.import_module(module), name)(*json.loads(arguments))
-    producer = harness.producer()
-
-    def say(value: Any) -> None:
-        sys.stdout.write(json.dumps(value) + "\n")
-        sys.stdout.flush()
-
-    if command == "hold":
-        generation, demand = options
-        source = producer.source(harness.env(generation))
-        held: list[Message] = []
-        while len(held) < int(demand):
-            held += source.secure(source.receive(int(demand) - len(held), timeout=1.0))
-        say({"ids": ids(held), "lease": source.lease.to_json()})
-        sys.stdin.readline()
-    elif command == "settle":
-        told = json.loads(sys.stdin.readline())
-        entries = [
-            Entry(key, receipt, third_and_seventh(place), attempt)
-            for place, (key, receipt, attempt) in enumerate(told["entries"])
-        ]
-        settlement = Settlement(
-            rest=ACK,
-            entries=lambda: (entry for entry in entries if entry.verdict is not ACK),
-            everything=lambda: iter(entries),
-            expected=len(entries),
-        )
-        custodian = producer.custodian(harness.env("custodian"))
-        say("go")
-        custodian.settle(Lease.from_json(told["lease"]), settlement)
-        sys.stdin.readline()
-    elif command == "drain":
-        source = producer.source(harness.env(options[0]))
-        drained: list[str] = []
-        while messages := source.secure(source.receive(17, timeout=0.5)):
-            drained += ids(messages)
-        say({"ids": drained})
+    _COMMANDS[command](harness, *options)
 
 
 if __name__ == "__main__":

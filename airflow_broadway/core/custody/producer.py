@@ -74,7 +74,7 @@ class ProducerEnv:
     :param index: Which of ``concurrency`` producers this is, from 0.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
-    :param stopping: Whether the run was told to stop: a source then waits for nothing that takes
+    :param stopping: Whether the run is to stop: a source then waits for nothing that takes
         long, since Airflow kills its task five seconds later.
     """
 
@@ -195,7 +195,7 @@ class Producer(Options):
         raise TypeError(f"{type(self).__name__} has no custodian")
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        """How full the queue is, or ``None`` where the broker does not tell."""
+        """How full the queue is, or ``None`` where the broker does not say."""
         return None
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:

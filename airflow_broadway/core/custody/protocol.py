@@ -168,7 +168,7 @@ class Source(Protocol):
         """Take custody of ``messages`` away from this process, and return those secured.
 
         Called with what each :meth:`receive` returned, nothing too, and before any callback.  A
-        call with nothing means nothing: that a run ends is told by :meth:`stop` alone.  A source
+        call with nothing means nothing: only :meth:`stop` says that a run ends.  A source
         whose messages are secured by their very receipt returns them unchanged.
         """
         ...

@@ -16,15 +16,15 @@ from airflow_broadway.core.text import many, printable
 
 __all__ = [
     "FAIL_WHEN",
-    "REASONS",
+    "SHOWN_REASONS",
     "check_fail_when",
     "failures_trouble",
     "lines_of",
     "settling_trouble",
 ]
 
-#: Reasons that a report names.
-REASONS: Final = 10
+#: Reasons that a report names: the most frequent.
+SHOWN_REASONS: Final = 10
 
 #: When failed messages make a run fail.
 FAIL_WHEN: Final = Rule(

@@ -27,7 +27,7 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import Connection, Connections, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Source
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import REASONS
+from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
@@ -325,7 +325,7 @@ class LocalRun:
             settled=settled,
             batches=engine.batches,
             seconds={**engine.seconds, **(seconds or {}), "total": total},
-            reasons=engine.reasons.most(REASONS),
+            reasons=engine.reasons.most(SHOWN_REASONS),
             ended=self._stop.reason() or ended,
         )
         if telemetry.handlers("run.stop"):

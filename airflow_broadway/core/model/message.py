@@ -37,7 +37,7 @@ class Status(NamedTuple):
     :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
         ``SystemExit``.
     :param reason: What the user gave, the exception, or the code of ``SystemExit``.
-    :param trace: Where an exception was raised, as text, if it cannot tell itself.
+    :param trace: Where an exception was raised, as text, if it has lost its traceback.
     """
 
     kind: str

@@ -125,6 +125,6 @@ def takes(function: Callable[..., Any], count: int) -> bool:
         inspect.signature(function).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # a builtin that tells no signature
+    except ValueError:  # a builtin without a signature
         return True
     return True

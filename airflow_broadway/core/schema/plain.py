@@ -193,7 +193,7 @@ def _wholly_tagged(value: Any, path: str) -> str:
 
 
 def _tagged(value: Any, path: str) -> Any:
-    """A value as JSON that tells its types."""
+    """A value as JSON that names its types."""
     if value is None or value is True or value is False:
         return value
     for kind, tag in _TAGS:
@@ -267,7 +267,7 @@ def _base64(value: Any) -> str:
 
 
 def _made(tagged: Any) -> Any:
-    """The value of some JSON that tells its types."""
+    """The value of some JSON that names its types."""
     if type(tagged) is not list:
         return tagged
     kind, of = tagged

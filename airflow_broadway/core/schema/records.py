@@ -35,7 +35,7 @@ from typing import Any
 
 from airflow_broadway.core.schema.types import Array, DataType, Field, Map, Struct, quote_name
 from airflow_broadway.core.schema.values import (
-    SHOWN,
+    SHOWN_CHARACTERS,
     Convert,
     Refusal,
     describe,
@@ -133,7 +133,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 def _count(dropped: Counter[str], prefix: str, keys: Iterable[Any]) -> None:
     for key in keys:
         name = key if isinstance(key, str) else describe(key)
-        name = prefix + name[:SHOWN].encode(errors="backslashreplace").decode()
+        name = prefix + name[:SHOWN_CHARACTERS].encode(errors="backslashreplace").decode()
         # Keys come from outside: without a bound, hostile ones would fill the memory.
         if name not in dropped and len(dropped) >= MAX_DROPPED_NAMES:
             name = OTHER_KEYS

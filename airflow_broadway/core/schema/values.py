@@ -18,7 +18,7 @@ from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.types import Atomic, Decimal
 
 __all__ = [
-    "SHOWN",
+    "SHOWN_CHARACTERS",
     "UTC",
     "Convert",
     "MisfitError",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 #: Characters of a refused value, or of a dropped key, that are shown.
-SHOWN = 200
+SHOWN_CHARACTERS = 200
 
 #: Under this name, because Python 3.10 has no ``datetime.UTC``.
 UTC = timezone.utc
@@ -82,15 +82,15 @@ def describe(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, (str, bytes, bytearray)):
-        value, cut = value[:SHOWN], len(value) > SHOWN
+        value, cut = value[:SHOWN_CHARACTERS], len(value) > SHOWN_CHARACTERS
     else:
         cut = False
     try:
         text = repr(value)
     except Exception:  # an int of too many digits, a class whose __repr__ fails
         text = "that cannot be shown"
-    if len(text) > SHOWN or cut:
-        text = text[:SHOWN] + "…"
+    if len(text) > SHOWN_CHARACTERS or cut:
+        text = text[:SHOWN_CHARACTERS] + "…"
     return f"{type(value).__name__} {text.encode(errors='backslashreplace').decode()}"
 
 

@@ -21,8 +21,8 @@ __all__ = ["LOGGED_FAILURES", "Reasons", "count_failure", "forget_trace", "log_s
 LOGGED_FAILURES: Final = 10
 
 #: Reasons that are kept apart, and those of them that the table shows.
-_KEPT: Final = 500
-_SHOWN: Final = 20
+_KEPT_REASONS: Final = 500
+_SHOWN_REASONS: Final = 20
 _OTHERS: Final = "(other reasons)"
 
 _DIGITS: Final = b"0123456789"
@@ -92,7 +92,7 @@ class Reasons:
         with self._lock:
             for key, (line, count) in found.items():
                 if key not in self._shown:
-                    if len(self._shown) >= _KEPT:
+                    if len(self._shown) >= _KEPT_REASONS:
                         line, key = _OTHERS, _OTHERS.encode()
                     self._shown.setdefault(key, line)
                 self._counts[key] += count
@@ -109,8 +109,8 @@ class Reasons:
             rows = self._counts.most_common()
         if not rows:
             return
-        lines = [f"{count:>11,}  {self._shown[key]}" for key, count in rows[:_SHOWN]]
-        rest = rows[_SHOWN:]
+        lines = [f"{count:>11,}  {self._shown[key]}" for key, count in rows[:_SHOWN_REASONS]]
+        rest = rows[_SHOWN_REASONS:]
         if rest:
             others = many(len(rest), "more reason")
             lines.append(f"{sum(count for _, count in rest):>11,}  {others}")

@@ -159,9 +159,9 @@ class Settling(ContractBase):
         harness.pass_time(1.1 * harness.lease)
         assert self.rest_of_queue(harness) == []
 
-    @pytest.mark.parametrize("told", [0, 2])
+    @pytest.mark.parametrize("known", [0, 2])
     def test_what_was_settled_now_and_never_told_is_in_the_report(
-        self, harness: Harness, told: int
+        self, harness: Harness, known: int
     ) -> None:
         harness.send(bodies(10))
         lease, messages = self.hold(harness, "g1")
@@ -172,12 +172,12 @@ class Settling(ContractBase):
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[2:5]])
             custodian.settle_now(lease, [entry_of(message, dead) for message in messages[5:6]])
             settlement = replace(
-                settlement_of(messages[told:]), settled_now=SettleReport(acked=told)
+                settlement_of(messages[known:]), settled_now=SettleReport(acked=known)
             )
 
             report = custodian.settle(lease, settlement)
 
-            assert report == SettleReport(acked=9 - told, dead_lettered=1)
+            assert report == SettleReport(acked=9 - known, dead_lettered=1)
             assert custodian.settle(lease, settlement) == report
         assert self.rest_of_queue(harness) == []
 
