@@ -27,6 +27,7 @@ from airflow_broadway.sensors.ack import BroadwayAckSensor
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
+    from airflow.sdk.definitions.mappedoperator import MappedOperator
 
 __all__ = ["make_dag", "make_params", "make_task_group"]
 
@@ -81,34 +82,21 @@ def make_task_group(
     ref = make_ref(pipeline)
     check_engine(ref)
     merged: Any = {**DEFAULT_ARGS, **(default_args or {})}
-    with TaskGroup(
-        group_id,
-        default_args=merged,
-        **kwargs,
-    ) as group:
+    with TaskGroup(group_id, default_args=merged, **kwargs) as group:
         common: dict[str, Any] = {"pipeline": ref, "staging": staging}
-        concurrency = pipeline.producer.concurrency
-        if isinstance(concurrency, str):
-            raise OptionsError(
-                "producer.concurrency",
-                "a number, not a template: it says how many process tasks the Dag has",
-                concurrency,
-            )
-        pull = BroadwayProcessorOperator.partial(
-            task_id="process", **common, **(process or {})
-        ).expand(producer_index=list(range(concurrency)))
+        processes = _process_tasks(pipeline, common, process or {})
         batchers = {
             name: BroadwayBatcherOperator(
                 task_id=f"batch.{name}",
                 batcher=name,
-                processed=pull.output,
+                processed=processes.output,
                 **common,
                 **(batch or {}),
             )
             for name in pipeline.batchers
         }
         applications = _spark_tasks(pipeline, batchers, common, spark or {})
-        watched: list[Any] = [pull, *batchers.values(), *applications]
+        watched: list[Any] = [processes, *batchers.values(), *applications]
         settle = BroadwayAckSensor(
             task_id="ack",
             watch=[task.task_id if hasattr(task, "task_id") else task for task in watched],
@@ -121,6 +109,21 @@ def make_task_group(
     _check_lease(pipeline, group, process or {})
     _check_name(pipeline, group)
     return group
+
+
+def _process_tasks(
+    pipeline: Pipeline, common: Mapping[str, Any], given: Mapping[str, Any]
+) -> MappedOperator:
+    """One task for each of the producer's ``concurrency``."""
+    concurrency = pipeline.producer.concurrency
+    if isinstance(concurrency, str):
+        raise OptionsError(
+            "producer.concurrency",
+            "a number, not a template: it says how many process tasks the Dag has",
+            concurrency,
+        )
+    task = BroadwayProcessorOperator.partial(task_id="process", **common, **given)
+    return task.expand(producer_index=list(range(concurrency)))
 
 
 def _spark_tasks(
