@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
+from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of, handled_of
 from airflow_broadway.core.custody.run_summary import (
     SHOWN_REASONS,
     failures_trouble,
@@ -60,9 +60,8 @@ def keep_report(
         counts.update({k: v for k, v in each.items() if isinstance(v, int)})
     names = ("received", *CLASSES, "accounted")
     totals = {name: counts[name] for name in names}
-    # What was given back is no failure, whatever a callback said of it.
     failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
-    totals["failed"] = min(failed, handled_of(totals))
+    totals["failed"] = failures_of(failed, totals)
     report = {
         "pipeline": run.pipeline,
         "dag_id": run.dag_id,
@@ -139,14 +138,7 @@ def _account(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
         "published": manifest is not None,
         "received": received,
         "failed": manifest.failed if manifest and report.total > report.released else 0,
-        "acked": report.acked,
-        "requeued": report.requeued,
-        "dead_lettered": report.dead_lettered,
-        "left": report.left,
-        "released": report.released,
-        "lapsed": report.lapsed,
-        "settle_failed": report.failed,
-        "still_leased": still_leased,
+        **report.classes(still_leased=still_leased),
         "accounted": accounted,
         "balanced": accounted == received and not still_leased,
         "stopped": manifest.stopped if manifest else "",

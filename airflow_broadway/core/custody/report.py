@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.custody.verdicts import Action
 
-__all__ = ["CLASSES", "CLASS_OF", "SettleReport", "handled_of"]
+__all__ = ["CLASSES", "CLASS_OF", "SettleReport", "failures_of", "handled_of"]
 
 #: The classes of the account, each message in one, and what people call them.
 CLASSES: Final[Mapping[str, str]] = {
@@ -35,6 +35,11 @@ CLASS_OF: Final[Mapping[Action, str]] = {
 _COUNTS: Final = (*CLASS_OF.values(), "lapsed", "failed")
 #: The classes of messages that have an outcome.
 _HANDLED: Final = ("acked", "requeued", "dead_lettered", "left")
+
+
+def failures_of(failed: int, totals: Mapping[str, int]) -> int:
+    """How many messages failed: what was given back did not, whatever a callback said of it."""
+    return min(failed, handled_of(totals))
 
 
 def handled_of(totals: Mapping[str, int]) -> int:
@@ -68,6 +73,14 @@ class SettleReport:
     def total(self) -> int:
         """Messages accounted for."""
         return sum(getattr(self, name) for name in _COUNTS)
+
+    def classes(self, *, still_leased: int = 0) -> dict[str, int]:
+        """How many messages are in each of :data:`CLASSES`.
+
+        :param still_leased: Messages of leases that are not settled yet.
+        """
+        counts = {name: getattr(self, name) for name in (*CLASS_OF.values(), "lapsed")}
+        return {**counts, "settle_failed": self.failed, "still_leased": still_leased}
 
     def __add__(self, other: SettleReport) -> SettleReport:
         return SettleReport(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
+from airflow_broadway.core.custody.report import SettleReport, failures_of, handled_of
 from airflow_broadway.core.custody.run_summary import failures_trouble, settling_trouble
 
 __all__ = ["RunReport"]
@@ -47,13 +47,10 @@ class RunReport:
 
     def totals(self) -> dict[str, int]:
         """The figures, under the names that every report has."""
-        counts = self.settled.to_json()
-        counts["settle_failed"] = counts.pop("failed")
-        totals = {name: counts.get(name, 0) for name in CLASSES}
+        totals = self.settled.classes()
         return {
             "received": self.received,
-            # What was given back is no failure, whatever a callback said of it.
-            "failed": min(self.failed, handled_of(totals)),
+            "failed": failures_of(self.failed, totals),
             **totals,
             "accounted": self.settled.total,
         }
