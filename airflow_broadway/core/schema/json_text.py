@@ -18,12 +18,9 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
-from airflow_broadway.core.schema.values import UTC, MisfitError, describe, encodable
+from airflow_broadway.core.schema.values import LARGE_INT, UTC, MisfitError, describe, encodable
 
 __all__ = ["BASE64", "encode_json", "encode_metadata"]
-
-#: Integers below it are shown in any Python, whatever its limit of digits.
-_LARGE = 10**18
 
 #: What stands before metadata bytes that are not UTF-8 text.
 BASE64 = "base64:"
@@ -71,7 +68,7 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
                     encoded[key] = value
                     continue
             elif kind is int:
-                if -_LARGE < value < _LARGE:
+                if -LARGE_INT < value < LARGE_INT:
                     encoded[key] = repr(value)
                     continue
             elif kind is bool:
@@ -115,7 +112,7 @@ def _flat(value: list[Any] | dict[Any, Any]) -> str | None:
     for each in items:
         kind = type(each)
         if kind is int:
-            if not -_LARGE < each < _LARGE:
+            if not -LARGE_INT < each < LARGE_INT:
                 return None
         elif kind is not str and kind is not bool and each is not None:
             return None

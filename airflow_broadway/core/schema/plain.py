@@ -22,15 +22,12 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, Final
 
-from airflow_broadway.core.schema.values import UTC, MisfitError, describe, encodable
+from airflow_broadway.core.schema.values import LARGE_INT, UTC, MisfitError, describe, encodable
 
 __all__ = ["dump", "dump_key", "dump_metadata", "load", "load_key", "load_metadata", "stays"]
 
 _TAG: Final = "!"
 _TAGGED: Final = '{"!":'
-
-#: Integers below it are shown in any Python, whatever its limit of digits.
-_LARGE: Final = 10**18
 
 _RULE: Final = (
     "a plain value: None, a bool, number, text, bytes, Decimal, date, datetime, UUID, or a list,"
@@ -90,7 +87,7 @@ def stays(value: Any) -> bool:
     if kind in _COLLECTIONS:
         return all(type(item) in _STAY or stays(item) for item in value)
     if kind is int:
-        return bool(-_LARGE < value < _LARGE)
+        return bool(-LARGE_INT < value < LARGE_INT)
     if kind is datetime:
         return value.fold == 0 and (value.tzinfo is None or value.tzinfo is UTC)
     return False

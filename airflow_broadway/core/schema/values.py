@@ -18,6 +18,7 @@ from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.schema.types import Atomic, Decimal
 
 __all__ = [
+    "LARGE_INT",
     "SHOWN_CHARACTERS",
     "UTC",
     "Convert",
@@ -31,6 +32,9 @@ __all__ = [
 
 #: Characters of a refused value, or of a dropped key, that are shown.
 SHOWN_CHARACTERS = 200
+
+#: Integers below it are shown in any Python, whatever its limit of digits.
+LARGE_INT = 10**18
 
 #: Under this name, because Python 3.10 has no ``datetime.UTC``.
 UTC = timezone.utc
@@ -58,7 +62,7 @@ class MisfitError(ConversionError):
         return f"{self.path}: expected {self.rule}, got {self.shown}"
 
 
-class Refusal(Exception):  # never leaves this module
+class Refusal(Exception):  # never leaves core.schema
     """A value refused, on its way out to where its whole path is known."""
 
     def __init__(self, rule: str, value: object) -> None:
