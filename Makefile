@@ -4,7 +4,7 @@ ARGS ?=
 # Tests run in so many processes, a file in one of them; 0 for all in one, as a debugger wants it.
 JOBS ?= 2
 RUN := scripts/run.sh
-# The longest files begin, in the order of tests/conftest.py; what is quick fills the rest.
+# The longest files begin, in the order of tests/order.py; what is quick fills the rest.
 PYTEST = $(RUN) --rabbitmq --airflow airflow-test \
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 

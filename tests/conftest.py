@@ -9,27 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-#: The files that take longest, from ``tests/``: they begin first, so that no process is left alone
-#: with one of them in the end.  Every second one waits for a broker more than it computes.
-LONGEST = (
-    "faults/test_run_kills.py",
-    "contract/test_rabbitmq.py",
-    "integration/test_demo.py",
-    "faults/test_rabbitmq.py",
-    "integration/test_clicks.py",
-    "living/test_living.py",
-    "integration/test_dag_test.py",
-    "integration/test_rabbitmq_stopping.py",
-    "integration/test_bad_input.py",
-    "integration/test_stopping.py",
-    "integration/test_spark_job.py",
-    "integration/test_rabbitmq_settling.py",
-    "conformance/test_conformance.py",
-    "integration/test_rabbitmq_connections.py",
-    "dags/test_readme.py",
-    "unit/staging/test_arrow_schema.py",
-    "unit/test_imports.py",
-)
+from tests.order import longest_first
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
 settings.register_profile(
@@ -59,7 +39,5 @@ if (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the longest files begin; the others keep their order."""
-    here = Path(__file__).parent
-    places = {here / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    """Let the longest files begin."""
+    longest_first(items)
