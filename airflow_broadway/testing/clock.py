@@ -1,10 +1,12 @@
-"""A clock that stands still until it is moved."""
+"""Clocks for tests: one that stands still until it is moved, and one that skips what it waits."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-__all__ = ["ManualClock"]
+from airflow_broadway.core.clock import SystemClock
+
+__all__ = ["ManualClock", "SkippingClock"]
 
 
 class ManualClock:
@@ -37,3 +39,19 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"a clock never goes back, got: {seconds!r}")
         self._elapsed += timedelta(seconds=seconds)
+
+
+class SkippingClock(SystemClock):
+    """The real clock, moved on by whatever it is asked to wait; other processes know no other."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def now(self) -> datetime:
+        return super().now() + timedelta(seconds=self._skipped)
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._skipped += seconds

@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.in_process import entry_of
@@ -13,15 +14,28 @@ from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.testing.clock import SkippingClock
 
 __all__ = ["Harness", "bodies", "ids", "settlement_of"]
 
 
 class Harness(ABC):
-    """One empty queue, and what the suite must be able to do with it."""
+    """One empty queue, and what the suite must be able to do with it.
+
+    A subclass says how a producer of the queue is made, and how a message is sent.
+
+    :param arguments: What another process makes the same harness of: JSON values.  The suite kills
+        such processes; the subclass must be found under its module's name.
+    """
 
     #: Seconds of the leases under test; short where time must really pass.
     lease: float = 60.0
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        #: The clock that both halves go by: the real one, but what it is asked to wait it skips.  A
+        #: broker that goes by a clock of its own needs ``SystemClock()``.
+        self.clock: Clock = SkippingClock()
 
     @abstractmethod
     def producer(self) -> Producer:
@@ -63,11 +77,6 @@ class Harness(ABC):
         if failed:
             raise failed[0]
 
-    @property
-    @abstractmethod
-    def clock(self) -> Clock:
-        """The clock that the producer is opened with."""
-
     def pass_time(self, seconds: float) -> None:
         """Let time pass, for the producer and its broker."""
         self.clock.sleep(seconds)
@@ -76,13 +85,6 @@ class Harness(ABC):
         """What a producer is opened in."""
         owner = {"dag_id": "contract", "run_id": "run", "task_id": "process", "map_index": -1}
         return ProducerEnv(generation=generation, owner=owner, clock=self.clock)
-
-    def program(self) -> tuple[str, list[str]] | None:
-        """How another process makes a harness of the same queue, on the real clock.
-
-        :return: ``("package.module:Class", arguments)``; ``None`` skips the tests that kill.
-        """
-        return None
 
 
 def settlement_of(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any, Final, Self
-
-import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
@@ -40,13 +38,10 @@ class Child:
     """Another process at work on the same queue: answers in lines of JSON, and can be killed."""
 
     def __init__(self, harness: Harness, *command: str) -> None:
-        program = harness.program()
-        if program is None:
-            pytest.skip("the harness has no program for other processes")
-        place, arguments = program
+        place = f"{type(harness).__module__}:{type(harness).__qualname__}"
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, place, json.dumps(arguments), *command],
+            [sys.executable, "-m", __name__, place, json.dumps(harness.arguments), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env,
@@ -131,8 +126,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
 
 def _main(place: str, arguments: str, command: str, *options: str) -> None:
     """Be the other process."""
-    module, _, name = place.partition(":")
-    harness: Harness = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    harness: Harness = resolve_name(place)(*json.loads(arguments))
     _COMMANDS[command](harness, *options)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pika
 
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.testing.contract import Harness
@@ -25,23 +25,20 @@ class RabbitHarness(Harness):
         custody: str = "broker",
         lease: float = 6.0,
     ) -> None:
+        super().__init__(url, queue, staging, kind, custody, lease)
         self.lease = lease
+        self.clock = SystemClock()
         self._url = url
         self._queue = queue
         self._staging = staging
         self._kind = kind
         self._custody = custody
-        self._clock = SystemClock()
 
     def declare(self) -> None:
         with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
             connection.channel().queue_declare(
                 self._queue, durable=True, arguments={"x-queue-type": self._kind}
             )
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
 
     def producer(self) -> Producer:
         host = self._url.rpartition("@")[2].rstrip("/")
@@ -60,13 +57,3 @@ class RabbitHarness(Harness):
             # Publishing is not waited for: this is, behind it.
             channel.confirm_delivery()
             channel.queue_declare(self._queue, passive=True)
-
-    def program(self) -> tuple[str, list[str]]:
-        return "tests.contract.rabbitmq_harness:RabbitHarness", [
-            self._url,
-            self._queue,
-            self._staging,
-            self._kind,
-            self._custody,
-            self.lease,  # type: ignore[list-item]
-        ]

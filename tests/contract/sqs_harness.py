@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
@@ -90,16 +90,13 @@ class SqsHarness(Harness):
     def __init__(
         self, url: str, clock: str, queue: str, dead: str, staging: str, lease: float = 60.0
     ) -> None:
+        super().__init__(url, clock, queue, dead, staging, lease)
         self.lease = lease
+        self.clock = SharedClock(clock)
         self._url = url
         self.queue = queue
         self._dead = dead
         self._staging = staging
-        self._clock = SharedClock(clock)
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
 
     def producer(self) -> Producer:
         return SqsProducer(
@@ -136,13 +133,6 @@ class SqsHarness(Harness):
             ]
             answer = client.send_message_batch(QueueUrl=self.queue, Entries=entries)
             assert not answer.get("Failed")
-
-    def program(self) -> tuple[str, list[str]]:
-        arguments = [self._url, self._clock.path, self.queue, self._dead, self._staging]
-        return "tests.contract.sqs_harness:SqsHarness", [
-            *arguments,
-            self.lease,  # type: ignore[list-item]
-        ]
 
 
 class _Moved:

@@ -12,13 +12,10 @@ from unittest import mock
 import pytest
 
 from airflow_broadway import Broadway, Message, Processors, RetryPolicy
-from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.testing.contract import CustodyContract, Harness, entry_of, settlement_of
 from tests.contract.folder_producer import Folder, FolderProducer
-from tests.contract.sqlite_harness import SkippingClock
 from tests.unit.operators.steps import Run, Sums
 
 ONCE = FolderProducer(path="/replaced", retry=RetryPolicy(max_attempts=1))
@@ -41,22 +38,11 @@ class FolderSums(Sums):
 
 
 class FolderHarness(Harness):
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._clock = SkippingClock()
-
-    @property
-    def clock(self) -> Clock:
-        return self._clock
-
-    def producer(self) -> Producer:
-        return FolderProducer(path=self._path, lease=self.lease)
+    def producer(self) -> FolderProducer:
+        return FolderProducer(path=self.arguments[0], lease=self.lease)
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        Folder(self._path).send(bodies, self._clock.now())
-
-    def program(self) -> tuple[str, list[str]]:
-        return "tests.contract.test_folder:FolderHarness", [self._path]
+        Folder(self.arguments[0]).send(bodies, self.clock.now())
 
 
 class TestFolder(CustodyContract):

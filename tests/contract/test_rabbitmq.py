@@ -23,9 +23,9 @@ def harness_of(
     request: pytest.FixtureRequest, folder: Path, kind: str, custody: str
 ) -> RabbitHarness:
     url, queue = wanted_server().url, f"contract-{uuid.uuid4().hex}"
-    made = RabbitHarness(url, queue, f"file://{folder}", kind, custody)
-    if "killed_while_settling" in request.node.name:  # on a busy machine a child starts slowly
-        made.lease = 60.0
+    # On a busy machine a child starts slowly.
+    lease = 60.0 if "killed_while_settling" in request.node.name else 6.0
+    made = RabbitHarness(url, queue, f"file://{folder}", kind, custody, lease)
     made.declare()
     return made
 

@@ -13,7 +13,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = [
     "concepts.md",
     "embedded-queue.md",
-    "producers.md",
     "rabbitmq.md",
     "semantics.md",
     "spark.md",

@@ -2,12 +2,21 @@
 
 The author of a producer inherits it and gives it a harness::
 
+    class MyHarness(Harness):
+        def producer(self):
+            return MyProducer(path=self.arguments[0], lease=self.lease)
+
+        def send(self, bodies):
+            MyQueue(self.arguments[0]).send(bodies)
+
+
     class TestMyProducer(CustodyContract):
         @pytest.fixture
         def harness(self, tmp_path):
-            return MyHarness(tmp_path)
+            return MyHarness(str(tmp_path))
 
-pytest must be installed.  For readable failures, the suite's own ``conftest.py`` says
+``docs/producers.md`` is the guide.  pytest must be installed.  For readable failures the suite's
+own ``conftest.py`` says
 ``pytest.register_assert_rewrite("airflow_broadway.testing.contract")``.
 """
 
