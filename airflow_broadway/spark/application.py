@@ -1,7 +1,7 @@
 """The threads of one Spark application: batches beside each other, in order where order counts.
 
-Each batcher has a thread that goes through its plans, and ``concurrency`` lanes that run their
-batches; the main thread waits, watches and handles signals.
+Each batcher has a thread that goes through its plans, and ``concurrency`` lanes: threads that run
+its batches.  The main thread waits, handles signals, and watches for a later try.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,17 @@ from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
+from airflow_broadway.spark.session import application_id, cancel_jobs, make_thread
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from airflow_broadway.spark.batch import BatchRunner
+    from airflow_broadway.core.formats.outcome import Outcome
+    from airflow_broadway.spark.batch import Application, BatchRunner
 
 __all__ = ["INCOMPLETE", "INTERRUPTED", "REFUSED", "run_work"]
 
@@ -42,11 +42,11 @@ log = logging.getLogger("airflow_broadway.spark")
 INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 
 #: Seconds between two looks at whether this application is still wanted.
-WATCH = 2.0
+WATCH_INTERVAL = 2.0
 #: Seconds that batches get to notice that they were cancelled.
-GRACE = 20.0
-#: Batches of a batcher that get a line each in the log; then a line at most every five seconds.
-TOLD = 20
+CANCEL_TIMEOUT = 20.0
+#: Batches of a plan that get a line each in the log; then one gets a line every so many seconds.
+LOGGED_BATCHES, LOG_INTERVAL = 20, 5.0
 
 
 def run_work(
@@ -56,13 +56,19 @@ def run_work(
     work: Work,
     *,
     stop: threading.Event | None = None,
-    watch: float = WATCH,
+    watch_interval: float = WATCH_INTERVAL,
 ) -> int:
     """Run what a work file asks for in a session that is there; returns the exit code.
 
+    :param uri: The run's folder, as Spark finds it.
+    :param files: The same folder, for its small files.
     :param stop: Set it to stop taking batches.
-    :param watch: Seconds between two looks at the fence.
+    :param watch_interval: Seconds between two looks for a later try.
+    :raises OwnershipLost: If a later try has begun already.
+    :raises PipelineError: If the pipeline has no such batcher, or cannot be loaded.
     """
+    from airflow_broadway.spark.batch import Application
+
     pipeline = load_ref(work.pipeline, RunInfo.from_json(work.run))
     plans = [BatchPlan.read(files, path)[0] for path in work.plans]
     for plan in plans:
@@ -71,123 +77,104 @@ def run_work(
                 f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
                 f" {pipeline.name!r} has not (it has {sorted(pipeline.batchers)})"
             )
-    run = _Run(spark, uri, files, work, pipeline, plans, stop or threading.Event())
-    return run.execute(watch)
+    ownership = Ownership(files, work.name, work.try_number)
+    ownership.check_try(fresh=True)
+    stop = stop or threading.Event()
+    application = Application(
+        spark=spark,
+        uri=uri,
+        files=files,
+        work=work,
+        pipeline=pipeline,
+        context=context_of(pipeline),
+        ownership=ownership,
+        stopping=stop.is_set,
+        application_id=application_id(spark),
+    )
+    return _Threads(application, plans, stop).run(watch_interval)
 
 
-class _Run:
-    """The threads of one application.
-
-    Each batcher has a thread that goes through its plans, and ``concurrency`` lanes that run their
-    batches; the main thread waits, watches and handles signals.
-    """
+class _Threads:
+    """The threads of one application; what they share is changed under ``_changed``."""
 
     def __init__(
-        self,
-        spark: SparkSession,
-        uri: str,
-        files: Files,
-        work: Work,
-        pipeline: Pipeline,
-        plans: Sequence[BatchPlan],
-        stop: threading.Event,
+        self, application: Application, plans: Sequence[BatchPlan], stop: threading.Event
     ) -> None:
-        from airflow_broadway.spark.batch import Application
-        from airflow_broadway.spark.frame import is_connect
-
-        self.spark, self.files, self.work, self.pipeline = spark, files, work, pipeline
-        self.plans = plans
-        self.stop = stop
-        self.connect = is_connect(spark)
-        self.ownership = Ownership(files, work.name, work.try_number)
-        self.ownership.check_try(fresh=True)
-        self.app = Application(
-            spark=spark,
-            uri=uri,
-            files=files,
-            work=work,
-            pipeline=pipeline,
-            context=context_of(pipeline),
-            ownership=self.ownership,
-            stopping=stop.is_set,
-            application_id="" if self.connect else spark.sparkContext.applicationId,
-        )
-        self.changed = threading.Condition()
-        self.running: set[str] = set()
-        self.recorded = self.failed = self.known = 0
-        self.without: list[str] = []
-        self.problems: dict[str, int] = {}
-        self.error: BaseException | None = None
+        self._app = application
+        self._plans = plans
+        self._stop = stop
+        self._parent = os.getppid()
+        self._changed = threading.Condition()
+        self._running: set[str] = set()
+        #: Batches: recorded now, failed whole among them, and recorded before.
+        self._recorded = self._failed = self._known = 0
+        #: Why batches have no outcome, and how many for each reason.
+        self._problems: dict[str, int] = {}
+        self._error: BaseException | None = None
 
     # -- the main thread -------------------------------------------------------------------------
 
-    def execute(self, watch: float) -> int:
+    def run(self, watch_interval: float) -> int:
+        """Run everything to its end; returns the exit code."""
         batchers: dict[str, list[BatchPlan]] = {}
-        for plan in self.plans:
+        for plan in self._plans:
             batchers.setdefault(plan.batcher, []).append(plan)
         threads = [
-            self._thread(f"batcher-{name}", lambda plans=plans: self._go_through(plans))  # type: ignore[misc]
+            self._thread(f"batcher-{name}", lambda plans=plans: self._run_plans(plans))  # type: ignore[misc]
             for name, plans in batchers.items()
         ]
-        with _signals(self.stop), self._watched(watch):
+        with _signals(self._stop), _Watch(self._look, watch_interval):
             for thread in threads:
                 thread.start()
             # With a timeout, so that signals are handled between two looks.
-            while not self.stop.is_set() and any(t.is_alive() for t in threads):
+            while not self._stop.is_set() and any(t.is_alive() for t in threads):
                 for thread in threads:
                     thread.join(0.05)
-            if self.stop.is_set():
+            if self._stop.is_set():
                 self._cancel(threads)
         return self._close()
 
     def _cancel(self, threads: Sequence[threading.Thread]) -> None:
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + CANCEL_TIMEOUT
         while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
-            with self.changed:
-                running = sorted(self.running)
-                self.changed.notify_all()
+            with self._changed:
+                running = sorted(self._running)
+                self._changed.notify_all()
             for batch_id in running:
-                with suppress(Exception):
-                    if self.connect:
-                        self.spark.interruptTag(batch_id)
-                    else:
-                        self.spark.sparkContext.cancelJobGroup(batch_id)
+                cancel_jobs(self._app.spark, batch_id)
             for thread in threads:
                 thread.join(0.5)
 
     def _close(self) -> int:
-        left = sum(plan.batches for plan in self.plans) - self.known - self.recorded
+        total = sum(plan.batches for plan in self._plans)
+        left = total - self._known - self._recorded
         log.info(
             "%s: %d handled now (%d of them failed whole), %d had an outcome before, %d have none.",
-            many(sum(plan.batches for plan in self.plans), "batch"),
-            self.recorded,
-            self.failed,
-            self.known,
+            many(total, "batch"),
+            self._recorded,
+            self._failed,
+            self._known,
             left,
         )
-        for problem, count in self.problems.items():
+        for problem, count in self._problems.items():
             log.error("%s without an outcome: %s", many(count, "batch"), problem)
-        if isinstance(self.error, KeyboardInterrupt):
+        if isinstance(self._error, KeyboardInterrupt):
             return INTERRUPTED
-        return INCOMPLETE if left or self.error is not None else 0
+        return INCOMPLETE if left or self._error is not None else 0
 
-    def _watched(self, watch: float) -> _Watch:
-        parent = os.getppid() if "PYSPARK_GATEWAY_PORT" in os.environ else None
-
-        def look() -> None:
-            if parent is not None and os.getppid() != parent:
-                # The JVM was killed: nothing can be done or recorded any more.
-                log.critical("The JVM of this driver is gone.")
-                logging.shutdown()
-                os._exit(INCOMPLETE)
-            try:
-                self.ownership.check_try(fresh=True)
-            except OwnershipLost as error:
-                self._give_up(error)
-            except Exception as error:
-                log.debug("Could not look for later tries: %s", error)
-
-        return _Watch(look, watch)
+    def _look(self) -> None:
+        """Look whether the JVM is alive, and no later try has begun; called now and then."""
+        if "PYSPARK_GATEWAY_PORT" in os.environ and os.getppid() != self._parent:
+            # The JVM was killed: nothing can be done or recorded any more.
+            log.critical("The JVM of this driver is gone.")
+            logging.shutdown()
+            os._exit(INCOMPLETE)
+        try:
+            self._app.ownership.check_try(fresh=True)
+        except OwnershipLost as error:
+            self._give_up(error)
+        except Exception as error:
+            log.debug("Could not look for later tries: %s", error)
 
     # -- the threads of a batcher ----------------------------------------------------------------
 
@@ -198,47 +185,40 @@ class _Run:
             except BaseException as error:
                 self._give_up(error)
 
-        if self.connect:
-            return threading.Thread(target=guarded, name=name, daemon=True)
-        from pyspark import InheritableThread
-
-        # Also closes the JVM's half of the thread at its end.
-        made: Any = InheritableThread(target=guarded, name=name)
-        made.daemon = True
-        return made  # type: ignore[no-any-return]
+        return make_thread(self._app.spark, name, guarded)
 
     def _give_up(self, error: BaseException) -> None:
-        with self.changed:
-            first = self.error is None
-            self.error = error if first else self.error
-            self.stop.set()
-            self.changed.notify_all()
+        """Stop the application for an error; the first one is logged, and decides its exit code."""
+        with self._changed:
+            first = self._error is None
+            self._error = error if first else self._error
+            self._stop.set()
+            self._changed.notify_all()
         if first:
             expected = isinstance(error, (BroadwayError, OSError))
             log.error(
                 "%s", str(error) or type(error).__name__, exc_info=None if expected else error
             )
 
-    def _go_through(self, plans: Sequence[BatchPlan]) -> None:
+    def _run_plans(self, plans: Sequence[BatchPlan]) -> None:
         for plan in plans:
-            if self.stop.is_set():
+            if self._stop.is_set():
                 return
             self._run_plan(plan)
 
     def _run_plan(self, plan: BatchPlan) -> None:
         from airflow_broadway.spark.batch import BatchRunner
 
-        options = self.pipeline.batchers[plan.batcher]
-        turns = BatchOrder(self._open(plan), merged=options.merge_keys)
-        runner = BatchRunner(self.app, plan)
-        count = min(options.concurrency, plan.batches)
+        options = self._app.pipeline.batchers[plan.batcher]
+        order = BatchOrder(self._without_outcome(plan), merged=options.merge_keys)
+        runner = BatchRunner(self._app, plan)
         progress = _Progress(plan)
         lanes = [
             self._thread(
                 f"{plan.batcher}-{lane}",
-                lambda lane=lane: self._work_off(turns, runner, progress, lane),  # type: ignore[misc]
+                lambda lane=lane: self._run_lane(order, runner, progress, lane),  # type: ignore[misc]
             )
-            for lane in range(count)
+            for lane in range(min(options.concurrency, plan.batches))
         ]
         for thread in lanes:
             thread.start()
@@ -246,41 +226,43 @@ class _Run:
             thread.join()
         runner.finish()
 
-    def _open(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
+    def _without_outcome(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """The batches of a plan that have no outcome."""
-        done = set(self.files.list(paths.outcomes(plan.path)))
-        _, batches = BatchPlan.read(self.files, plan.path)
+        files = self._app.files
+        done = set(files.list(paths.outcomes(plan.path)))
+        _, batches = BatchPlan.read(files, plan.path)
         for batch in batches:
             if f"{batch.batch_id}.json" in done:
-                self.known += 1
+                self._known += 1
             else:
                 yield batch
 
-    def _work_off(
-        self, turns: BatchOrder, runner: BatchRunner, progress: _Progress, lane: int
+    def _run_lane(
+        self, order: BatchOrder, runner: BatchRunner, progress: _Progress, lane: int
     ) -> None:
-        while (batch := self._next(turns)) is not None:
+        while (batch := self._next(order)) is not None:
             try:
-                self._handle(runner, batch, progress, lane)
+                self._run_batch(runner, batch, progress, lane)
             finally:
-                with self.changed:
-                    turns.done(batch)
-                    self.running.discard(batch.batch_id)
-                    self.changed.notify_all()
+                with self._changed:
+                    order.done(batch)
+                    self._running.discard(batch.batch_id)
+                    self._changed.notify_all()
 
-    def _next(self, turns: BatchOrder) -> PlannedBatch | None:
-        with self.changed:
-            while not self.stop.is_set():
-                batch = turns.take()
+    def _next(self, order: BatchOrder) -> PlannedBatch | None:
+        """Wait for a batch that may run; ``None`` if none comes."""
+        with self._changed:
+            while not self._stop.is_set():
+                batch = order.take()
                 if batch is not None:
-                    self.running.add(batch.batch_id)
+                    self._running.add(batch.batch_id)
                     return batch
-                if turns.finished:
+                if order.finished:
                     return None
-                self.changed.wait(1.0)
+                self._changed.wait(1.0)
         return None
 
-    def _handle(
+    def _run_batch(
         self, runner: BatchRunner, batch: PlannedBatch, progress: _Progress, lane: int
     ) -> None:
         from airflow_broadway.spark.batch import Unreadable
@@ -290,14 +272,14 @@ class _Run:
         except OwnershipLost:
             raise
         except (LeaseLapsed, Unreadable) as error:
-            # Only these messages are gone, or lost to reading; other batches may have theirs.
-            with self.changed:
-                self.problems[str(error)] = self.problems.get(str(error), 0) + 1
+            # Only this batch's messages are gone, or cannot be read; other batches may go on.
+            with self._changed:
+                self._problems[str(error)] = self._problems.get(str(error), 0) + 1
             return
-        with self.changed:
-            self.recorded += 1
-            self.failed += bool(outcome.error)
-        progress.tell(outcome)
+        with self._changed:
+            self._recorded += 1
+            self._failed += bool(outcome.error)
+        progress.log(outcome)
 
 
 class _Progress:
@@ -306,16 +288,18 @@ class _Progress:
     def __init__(self, plan: BatchPlan) -> None:
         self._plan = plan
         self._count = 0
-        self._told = 0.0
+        self._logged_at = 0.0
         self._lock = threading.Lock()
 
-    def tell(self, outcome: Any) -> None:
+    def log(self, outcome: Outcome) -> None:
+        """Log what became of a batch, if it is its turn."""
         with self._lock:
             self._count += 1
-            now = time.monotonic()
-            if self._count > TOLD and now - self._told < 5 and not outcome.failed:
+            count, now = self._count, time.monotonic()
+            soon = now - self._logged_at < LOG_INTERVAL
+            if count > LOGGED_BATCHES and soon and not outcome.failed:
                 return
-            self._told = now
+            self._logged_at = now
         log.info(
             "%s %s: %d succeeded, %d failed, %.2f s (batch %d of %d)%s",
             outcome.batcher,
@@ -323,14 +307,14 @@ class _Progress:
             outcome.successful,
             outcome.failed,
             outcome.seconds,
-            self._count,
+            count,
             self._plan.batches,
             f"; {outcome.missing} without an outcome" if outcome.missing else "",
         )
 
 
 class _Watch:
-    """Calls a function now and then from a thread."""
+    """Calls a function now and then, from a thread of its own, while its context lasts."""
 
     def __init__(self, look: Callable[[], None], seconds: float) -> None:
         self._look = look

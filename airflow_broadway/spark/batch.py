@@ -35,15 +35,16 @@ from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
-from airflow_broadway.spark.frame import BatchFrames, end_session, is_connect, new_session
+from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read
+from airflow_broadway.spark.session import end_session, name_jobs, new_session, why_lost
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from airflow_broadway.core.pipeline import Pipeline
 
-__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable", "spark_loss"]
+__all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable"]
 
 log = logging.getLogger(__name__)
 
@@ -97,24 +98,9 @@ class Application:
         """
         if self.stopping():
             raise Stopped("the application was stopped") from cause
-        loss = spark_loss(self.spark)
+        loss = why_lost(self.spark)
         if loss:
             raise SparkLost(loss) from cause
-
-
-def spark_loss(spark: Any) -> str:
-    """Why Spark can do no more; empty while it can."""
-    try:
-        if is_connect(spark):
-            if spark.is_stopped:
-                return "the Spark Connect session was stopped"
-            spark.conf.get("spark.sql.session.timeZone", None)
-            return ""
-        if spark._jsc.sc().isStopped():  # there is no public way to ask
-            return "the SparkContext was stopped"
-    except Exception as error:
-        return f"Spark is gone ({type(error).__name__}: {str(error).splitlines()[:1]})"
-    return ""
 
 
 class BatchRunner:
@@ -161,7 +147,12 @@ class BatchRunner:
     def _run(
         self, session: SparkSession, planned: PlannedBatch, batch: OpenBatch, lane: int
     ) -> Outcome:
-        self._name_jobs(session, planned, lane)
+        name_jobs(
+            session,
+            planned.batch_id,
+            f"{self._plan.pipeline} {self._plan.batcher} {planned.batch_id}",
+            f"{self._plan.batcher}.{lane}",
+        )
         found = self._call(session, planned, batch.info, lane)
         exceptions, counts, whole = self._keep(session, planned, found)
         if counts.unnamed:
@@ -183,16 +174,6 @@ class BatchRunner:
         )
 
     # ----------------------------------------------------------------------------------------------
-
-    def _name_jobs(self, session: SparkSession, batch: PlannedBatch, lane: int) -> None:
-        """Give the batch's jobs a group to be cancelled by, and its lane's share of the cluster."""
-        if is_connect(session):
-            session.addTag(batch.batch_id)
-            return
-        context = session.sparkContext
-        what = f"{self._plan.pipeline} {self._plan.batcher} {batch.batch_id}"
-        context.setJobGroup(batch.batch_id, what, interruptOnCancel=True)
-        context.setLocalProperty("spark.scheduler.pool", f"{self._plan.batcher}.{lane}")
 
     def _call(
         self, session: SparkSession, batch: PlannedBatch, info: BatchInfo, lane: int

@@ -1,50 +1,37 @@
 """From what ``handle_batch`` returned to the entries of a batch: its exceptions, one by one.
 
 A success needs no line; a failed message gets one with its verdict, and a message without any
-outcome one that releases it.  Only the rows of those messages are read back, a small partition at a
-time, so a batch of millions may fail in a driver of little memory.
+outcome one that releases it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from pyspark.sql import functions as F  # noqa: N812
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.protocol import Delivery, Entry
-from airflow_broadway.core.custody.verdicts import MAX_REASON, RELEASE, Verdict
+from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.plan import PlannedBatch, plain_key
 from airflow_broadway.core.model.acks import NO_ACK, AckRef, Scope, ack_messages, is_settled
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.core.schema.ddl import Array, Atomic, DataType, Map, Schema, Struct
 from airflow_broadway.core.stages.callbacks import run_handle_failed
-from airflow_broadway.spark.frame import BatchFrames
-from airflow_broadway.spark.results import FAILED_STATUS, OK_STATUS, Failed, Outcomes
+from airflow_broadway.spark.frame import BatchFrames, as_utc, to_python
+from airflow_broadway.spark.results import Failed, Outcomes
+from airflow_broadway.spark.unsuccessful import MISSING, Unsuccessful, unsuccessful
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["Counts", "Judge"]
 
-#: Up to this many failures are looked up by their ids; more are joined.
-SMALL = 1000
 #: Messages that one call of ``handle_failed`` gets at most.
 CHUNK = 1000
-#: What a partition holds at most, about, of what is read back: the driver holds one whole.
-PART_ROWS, PART_BYTES = 10_000, 8 * 1024 * 1024
-#: Ids named in an error.
-SHOWN = 3
-
-_MISSING = Status("missing")
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class Counts:
@@ -60,13 +47,6 @@ class Counts:
         self.failed = 0
         self.missing = 0
         self.unnamed = 0
-
-
-class _Exception(NamedTuple):
-    """A message that did not succeed: its row, and how it stands."""
-
-    row: Any
-    status: Status
 
 
 class Judge:
@@ -100,19 +80,17 @@ class Judge:
         :raises PipelineError: If what ``handle_batch`` returned names other messages, or standings
             that there are not.
         """
-        if found is None:
-            return
-        chunk: list[_Exception] = []
-        for each in self._exceptions(spark, batch, found):
+        chunk: list[Unsuccessful] = []
+        for each in unsuccessful(spark, self._frames, batch, found, data=self._data):
             if each.row["_acked"]:
                 # Settled by ack_immediately before it came here: nobody settles it again, but
                 # handle_failed is told.
-                if each.status is _MISSING:
+                if each.status is MISSING:
                     continue
                 counts.failed += 1
                 if not self._data:
                     continue
-            elif each.status is _MISSING:
+            elif each.status is MISSING:
                 counts.missing += 1
                 counts.unnamed += 1
                 source = _source(each.row, batch)
@@ -129,7 +107,7 @@ class Judge:
     # -- verdicts --------------------------------------------------------------------------------
 
     def _judged(
-        self, chunk: list[_Exception], batch: PlannedBatch, counts: Counts
+        self, chunk: list[Unsuccessful], batch: PlannedBatch, counts: Counts
     ) -> Iterator[EntryLine]:
         sink = _Sink()
         acknowledger = RunAcknowledger(self._pipeline.producer, sink)
@@ -156,7 +134,7 @@ class Judge:
             yield _line(message_id, message.attempt, _delivery(message), RELEASE, source)
 
     def _message(
-        self, each: _Exception, batch: PlannedBatch, acknowledger: RunAcknowledger
+        self, each: Unsuccessful, batch: PlannedBatch, acknowledger: RunAcknowledger
     ) -> Message:
         row = each.row
         seen: dict[str, Any] = {}
@@ -187,175 +165,6 @@ class Judge:
         if self._frames.plan.as_bytes:
             return None if value is None else bytes(value)
         return None if value is None else json.loads(value)
-
-    # -- which messages --------------------------------------------------------------------------
-
-    def _exceptions(
-        self, spark: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status
-    ) -> Iterator[_Exception]:
-        rows = self._frames.private(spark, batch, data=self._data)
-        if isinstance(found, Status):
-            return (_Exception(row, found) for row in _in_parts(rows, batch).toLocalIterator())
-        if isinstance(found, Failed):
-            named = _named_of_failed(spark, found)
-            if named is None:
-                return iter(())
-            few: list[Any] | None = (
-                named if isinstance(named, list) else named.limit(SMALL + 1).collect()
-            )
-        else:
-            named = _named_of_outcomes(found)
-            few = named.limit(SMALL + 1).collect() if batch.size <= SMALL else None
-        complete = isinstance(found, Outcomes)
-        if few is not None and len(few) <= SMALL:
-            return _from_few(rows, few, complete=complete)
-        if isinstance(named, list):
-            named = spark.createDataFrame(named, _NAMED)
-        return _from_join(rows, named, batch, complete=complete)
-
-
-def _in_parts(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
-    """The same rows in partitions of which one at a time fits into a small driver."""
-    parts = max(-(-batch.size // PART_ROWS), -(-batch.bytes // PART_BYTES))
-    return rows if parts <= 1 else rows.repartition(parts, "message_id")
-
-
-#: A row of what was named; of several for one message the highest rank counts.
-_NAMED = "message_id string, rank int, status string, reason string"
-
-
-def _named_of_failed(spark: SparkSession, found: Failed) -> Any:
-    """What ``failed()`` named: a list of tuples, or a DataFrame of them; ``None`` for nobody."""
-    if not found.parts:
-        return None
-    ids: list[tuple[str, int, str, str]] = []
-    frames: list[DataFrame] = []
-    for rank, (rows, reason) in enumerate(found.parts):
-        if isinstance(rows, tuple):
-            ids += [(each, rank, "failed", reason) for each in rows]
-            continue
-        column = F.lit(reason) if isinstance(reason, str) else reason
-        frames.append(
-            rows.select(
-                F.col("message_id").cast("string").alias("message_id"),
-                F.lit(rank).alias("rank"),
-                F.lit("failed").alias("status"),
-                _cut(column).alias("reason"),
-            )
-        )
-    if not frames:
-        return ids or None
-    if ids:
-        frames.append(spark.createDataFrame(ids, _NAMED))
-    named = frames[0]
-    for each in frames[1:]:
-        named = named.unionByName(each)
-    return named
-
-
-def _named_of_outcomes(found: Outcomes) -> DataFrame:
-    """What a DataFrame of outcomes named."""
-    status = F.lower(F.col(found.status).cast("string"))
-    word = F.when(status == "true", "ok").when(status == "false", "failed").otherwise(status)
-    good, bad = word.isin(*OK_STATUS), word.isin(*FAILED_STATUS)
-    made: DataFrame = found.frame.select(
-        F.col("message_id").cast("string").alias("message_id"),
-        # A message named twice failed if either says so; a word that is none is reported.
-        F.when(good, 0).when(bad, 1).otherwise(2).alias("rank"),
-        F.when(good, "ok")
-        .when(bad, "failed")
-        .otherwise(F.coalesce(F.col(found.status).cast("string"), F.lit("null")))
-        .alias("status"),
-        (_cut(F.col("reason")) if found.reasons else F.lit(None).cast("string")).alias("reason"),
-    )
-    return made
-
-
-def _cut(column: Any) -> Any:
-    return F.substring(column.cast("string"), 1, MAX_REASON)
-
-
-def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[_Exception]:
-    """The exceptions when few messages were named: look their rows up by id.
-
-    :param complete: Whether a message that was not named has no outcome.
-    """
-    found: dict[str, Any] = {}
-    for each in named:
-        message_id, rank, *_ = each
-        if message_id not in found or rank >= found[message_id][1]:
-            found[message_id] = each
-    for _, rank, status, _ in found.values():
-        _check_word(rank, status)
-    good = [message_id for message_id, each in found.items() if each[2] == "ok"]
-    wanted = rows
-    if not complete:
-        if not found:
-            return
-        wanted = rows.where(F.col("message_id").isin([i for i in found if i is not None]))
-    seen = set()
-    held = set(good)
-    for row in wanted.toLocalIterator():
-        message_id = row["message_id"]
-        seen.add(message_id)
-        if message_id in held:
-            continue
-        each = found.get(message_id)
-        yield _Exception(row, _MISSING if each is None else _failed(each[3]))
-    _check_known([message_id for message_id in found if message_id not in seen])
-
-
-def _from_join(
-    rows: DataFrame, named: DataFrame, batch: PlannedBatch, *, complete: bool
-) -> Iterator[_Exception]:
-    """The same by a join, whatever the number."""
-    best = named.groupBy("message_id").agg(
-        F.max(F.struct("rank", "status", "reason")).alias("_named")
-    )
-    # Never by a broadcast: Spark goes by compressed sizes, and ids compress well; what has a
-    # megabyte to be sent has hundreds in a driver that builds a table of them.
-    joined = best.hint("merge").join(
-        rows.withColumn("_here", F.lit(True)), "message_id", "full" if complete else "left"
-    )
-    status = F.col("_named.status")
-    wanted = joined.where(F.col("_here").isNull() | status.isNull() | (status != "ok"))
-    unknown: list[str] = []
-    for row in _in_parts(wanted, batch).toLocalIterator():
-        named_row = row["_named"]
-        if not row["_here"]:
-            unknown.append(row["message_id"])
-            if len(unknown) > SHOWN:
-                break
-            continue
-        if named_row is None:
-            yield _Exception(row, _MISSING)
-            continue
-        _check_word(named_row["rank"] if complete else 0, named_row["status"])
-        yield _Exception(row, _failed(named_row["reason"]))
-    _check_known(unknown)
-
-
-def _failed(reason: str | None) -> Status:
-    return Status("failed", reason or "failed by handle_batch")
-
-
-def _check_word(rank: int, status: str) -> None:
-    if rank >= 2 and status not in ("ok", "failed"):
-        raise PipelineError(
-            f"the DataFrame that handle_batch returned has the status {status!r}; expected one of"
-            f" {sorted(OK_STATUS)} or {sorted(FAILED_STATUS)}, or true and false"
-        )
-
-
-def _check_known(unknown: list[str]) -> None:
-    # Passing over them could ack what was meant to fail: a column of other ids is easily taken.
-    if unknown:
-        shown = ", ".join(repr(message_id) for message_id in unknown[:SHOWN])
-        more = " and more" if len(unknown) > SHOWN else ""
-        raise PipelineError(
-            f"handle_batch returned message ids that are not of this batch: {shown}{more}; take the"
-            " column message_id of `messages`"
-        )
 
 
 class _Sink:
@@ -414,29 +223,3 @@ def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
     if batch.batch_key is not None:
         return plain_key(batch.batch_key)
     return None if text == "null" else text
-
-
-def as_utc(value: int) -> datetime:
-    """Microseconds since 1970 as an instant, aware UTC."""
-    return _EPOCH + timedelta(microseconds=value)
-
-
-def to_python(value: Any, kind: DataType | Schema) -> Any:
-    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants.
-
-    :param value: With its instants as :func:`frame.micros` left them.
-    """
-    if value is None:
-        return None
-    if isinstance(kind, Struct):
-        return {field.name: to_python(value[i], field.type) for i, field in enumerate(kind.fields)}
-    if isinstance(kind, Array):
-        return [to_python(each, kind.element) for each in value]
-    if isinstance(kind, Map):
-        items = value.items() if isinstance(value, Mapping) else value
-        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items}
-    if kind is Atomic.BINARY:
-        return bytes(value)
-    if kind is Atomic.TIMESTAMP:
-        return as_utc(value)
-    return value

@@ -1,4 +1,4 @@
-"""The DataFrame that ``handle_batch`` gets, and the sessions it lives in.
+"""The DataFrame that ``handle_batch`` gets, and what is read back of it.
 
 Columns: ``message_id string, data, batch_key string, metadata map<string,string>, attempt int,
 redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a struct of the
@@ -11,8 +11,8 @@ hold the batch, and the filter on ``batch`` lets Spark pass over the row groups 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F  # noqa: N812 - everyone's name for it
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 __all__ = [
     "COLUMNS",
     "PRIVATE",
-    "SETTINGS",
     "BatchFrames",
+    "as_utc",
     "micros",
-    "new_session",
     "spark_type",
+    "to_python",
 ]
 
 #: The columns that a callback sees, in this order.
@@ -58,15 +58,7 @@ COLUMNS = (
 #: The columns that only settling needs.
 PRIVATE = ("_receipt", "_payload", "_properties", "_on_success", "_on_failure", "_acked")
 
-#: What a session is set to unless the application's own configuration says otherwise.
-SETTINGS = {
-    # received_at, and every timestamp that a callback prints or truncates, is UTC.
-    "spark.sql.session.timeZone": "UTC",
-    # Explicit files are never listed by a Spark job, however many they are.
-    "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
-    "spark.sql.parquet.filterPushdown": "true",
-    "spark.sql.adaptive.enabled": "true",
-}
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 _ATOMIC: dict[Atomic, T.DataType] = {
     Atomic.BOOLEAN: T.BooleanType(),
@@ -217,6 +209,32 @@ def _has_instant(kind: DataType) -> bool:
     return kind is Atomic.TIMESTAMP
 
 
+def as_utc(value: int) -> datetime:
+    """Microseconds since 1970 as an instant, aware UTC."""
+    return _EPOCH + timedelta(microseconds=value)
+
+
+def to_python(value: Any, kind: DataType | Schema) -> Any:
+    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants.
+
+    :param value: With its instants as :func:`micros` left them.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, Struct):
+        return {field.name: to_python(value[i], field.type) for i, field in enumerate(kind.fields)}
+    if isinstance(kind, Array):
+        return [to_python(each, kind.element) for each in value]
+    if isinstance(kind, Map):
+        items = value.items() if isinstance(value, Mapping) else value
+        return {to_python(k, kind.key): to_python(v, kind.value) for k, v in items}
+    if kind is Atomic.BINARY:
+        return bytes(value)
+    if kind is Atomic.TIMESTAMP:
+        return as_utc(value)
+    return value
+
+
 def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:
     """The condition that ``batch`` lies in one of some inclusive ranges.
 
@@ -234,43 +252,3 @@ def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:
 def _in_range(first: int, last: int) -> Column:
     column = F.col("batch")
     return column == first if first == last else column.between(first, last)
-
-
-def is_connect(spark: Any) -> bool:
-    """Whether a session is one of Spark Connect, which has no JVM at hand."""
-    return ".connect." in type(spark).__module__
-
-
-def new_session(spark: SparkSession) -> SparkSession:
-    """A session of a batch's own: its temporary views and settings are seen by no other."""
-    made: Any = spark
-    if not is_connect(spark):
-        made = spark.newSession()
-    elif hasattr(spark, "cloneSession"):
-        made = spark.cloneSession()
-    else:  # Spark Connect before 4.1
-        made = type(spark).builder.remote(spark.client._builder.url).create()  # type: ignore[attr-defined]
-        _apply_settings(made)
-    return made  # type: ignore[no-any-return]
-
-
-def end_session(spark: Any) -> None:
-    """Give a batch's session back.
-
-    A classic one goes with its last reference; the server of Connect keeps one until it is told.
-    """
-    if is_connect(spark):
-        with suppress(Exception):
-            spark.client.release_session()
-            spark.client.close()
-
-
-def prepare_session(spark: SparkSession) -> None:
-    """Give a session of Connect the settings; a classic one has them from its start."""
-    if is_connect(spark):
-        _apply_settings(spark)
-
-
-def _apply_settings(spark: SparkSession) -> None:
-    for name, value in SETTINGS.items():
-        spark.conf.set(name, value)

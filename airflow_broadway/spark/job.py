@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
@@ -29,22 +28,17 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
+from airflow_broadway.spark.session import open_session
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 
-__all__ = ["MIN_SPARK", "NO_CONNECT", "arguments_of", "main"]
+__all__ = ["MIN_SPARK", "arguments_of", "main"]
 
 log = logging.getLogger("airflow_broadway.spark")
 
 MIN_SPARK = (3, 5)
-
-#: The package would reach neither the server nor its UDFs.
-NO_CONNECT = (
-    "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"
-    " spark://… or k8s://…)"
-)
 
 
 def arguments_of(run_uri: str, path: str, work: Work) -> list[str]:
@@ -106,11 +100,8 @@ def _run(given: argparse.Namespace) -> int:
     if local_path(uri) is not None:  # no need to wait for a session to find that nothing is there
         files = open_files(uri)
         _read_work(files, given)
-    spark = _session()
+    spark = open_session()
     try:
-        from airflow_broadway.spark.frame import prepare_session
-
-        prepare_session(spark)
         files = files or open_files(uri, spark)
         return run_work(spark, uri, files, _read_work(files, given))
     finally:
@@ -163,37 +154,6 @@ def _read_work(files: Files, given: argparse.Namespace) -> Work:
             f" {__version__}: another copy stands before the one that was shipped on sys.path"
         )
     return work
-
-
-def _session() -> SparkSession:
-    """The driver's session.
-
-    :raises PipelineError: If it would be one of Spark Connect.
-    """
-    from pyspark import SparkConf
-    from pyspark.sql import SparkSession
-
-    from airflow_broadway.spark.frame import SETTINGS, is_connect
-
-    for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
-        if os.environ.get(name):
-            raise PipelineError(f"{name} is set for the driver: {NO_CONNECT}")
-    conf = SparkConf()
-    for name, value in {"spark.scheduler.mode": "FAIR", **SETTINGS}.items():
-        conf.setIfMissing(name, value)
-    session: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
-    if is_connect(session):
-        raise PipelineError(f"the driver's session is one of Spark Connect: {NO_CONNECT}")
-    _silence_pools(session)
-    return session
-
-
-def _silence_pools(session: Any) -> None:
-    """Keep out of the log that a pool has no file of its own: pools are made as they are needed."""
-    with suppress(Exception):  # a matter of taste, and not at hand under Spark Connect
-        log4j = session._jvm.org.apache.logging.log4j
-        name = "org.apache.spark.scheduler.FairSchedulableBuilder"
-        log4j.core.config.Configurator.setLevel(name, log4j.Level.ERROR)
 
 
 if __name__ == "__main__":

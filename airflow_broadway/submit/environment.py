@@ -18,7 +18,7 @@ from typing import Any
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
-from airflow_broadway.spark.job import NO_CONNECT
+from airflow_broadway.spark.session import NO_CONNECT
 
 __all__ = [
     "SparkMissing",

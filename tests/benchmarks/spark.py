@@ -11,7 +11,8 @@ from typing import Any
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
-from airflow_broadway.spark.frame import BatchFrames, new_session
+from airflow_broadway.spark.frame import BatchFrames
+from airflow_broadway.spark.session import new_session
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session

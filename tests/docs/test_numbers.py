@@ -16,7 +16,7 @@ from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import management, topology
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
 from airflow_broadway.sensors import ack
-from airflow_broadway.spark import entries as outcome
+from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.staging import names, plan_data_files, planner, retention, store
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.submit import package as _shipping
@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 @pytest.mark.parametrize(
     ("document", "says", "number"),
     [
-        ("spark.md", "at most {:,} at a time", outcome.CHUNK),
+        ("spark.md", "at most {:,} at a time", spark_entries.CHUNK),
         ("spark.md", "more than {:g} MiB is refused", _shipping.MAX_BYTES / MIB),
         ("cli.md", "{} of them unless `--limit`", cli_staged.NEWEST),
         ("cli.md", "{:,} to a transaction", queues.PORTION),

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from pyspark.sql import SparkSession
 from airflow_broadway.spark import failed
-from airflow_broadway.spark.frame import prepare_session
+from airflow_broadway.spark.session import prepare_session
 from airflow_broadway.spark.application import run_work
 from tests.unit.spark.pipelines import Mending
 from tests.unit.spark.plans import EPOCH, Planned, Staged, rows

@@ -26,7 +26,7 @@ def application(root: Path) -> None:
     """Handle two batches, of which one kills every executor that works on it."""
     import pyspark
 
-    from airflow_broadway.spark.job import _session
+    from airflow_broadway.spark.session import open_session
 
     conf = {
         "spark.ui.enabled": "false",
@@ -48,7 +48,7 @@ def application(root: Path) -> None:
     Counting.callback = staticmethod(callback)
     staged = Staged(root)
     plan = staged.plan("default", [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(2)])
-    session = _session()
+    session = open_session()
     code = run_work(session, staged.uri, staged.files, staged.work(Counting, plan))
     session.stop()
     found = {

@@ -25,9 +25,10 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.spark import batch, failed, job
-from airflow_broadway.spark import entries as outcome
+from airflow_broadway.spark import batch, failed, unsuccessful
+from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.spark.application import run_work
+from airflow_broadway.spark.session import open_session, why_lost
 from tests.unit.spark.pipelines import Counting, Mending, Without
 from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
 from tests.unit.spark.session import spark_session
@@ -420,7 +421,7 @@ def test_a_setting_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     builder = mock.Mock()
     monkeypatch.setattr("pyspark.sql.SparkSession.builder", builder)
 
-    job._session()
+    open_session()
 
     # Then the others are set beside them
     builder.config.assert_called_once_with(conf=conf)
@@ -493,7 +494,7 @@ def test_some_failed(
     callback: Callable[[Any], Any],
     small: int,
 ) -> None:
-    monkeypatch.setattr(outcome, "SMALL", small)
+    monkeypatch.setattr(unsuccessful, "SMALL", small)
     made, entries = one(spark, staged, lambda messages, info: callback(messages))
     assert made.error == ""
     assert (made.successful, made.failed, made.missing) == (8, 2, 0)
@@ -509,7 +510,7 @@ def test_some_failed(
 def test_a_message_left_out_of_the_outcomes_is_released(
     spark: SparkSession, staged: Staged, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
-    monkeypatch.setattr(outcome, "SMALL", small)
+    monkeypatch.setattr(unsuccessful, "SMALL", small)
     made, entries = one(
         spark,
         staged,
@@ -595,7 +596,7 @@ def test_the_whole_batch_failed(
     text: str,
     small: int,
 ) -> None:
-    monkeypatch.setattr(outcome, "SMALL", small)
+    monkeypatch.setattr(unsuccessful, "SMALL", small)
     plan = staged.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
 
     def first_only(messages: DataFrame, info: BatchInfo) -> Any:
@@ -672,7 +673,7 @@ def test_in_a_batch_of_two_generations_every_entry_names_its_own(
     small: int,
 ) -> None:
     # One message has come to both: each generation settles its own delivery.
-    monkeypatch.setattr(outcome, "SMALL", small)
+    monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
     for each in generations:
         staged.lease(generation=each)
@@ -871,7 +872,7 @@ def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
             raise ValueError("year 0 is out of range")
         return {"n": value[0]}
 
-    monkeypatch.setattr(outcome, "to_python", to_python)
+    monkeypatch.setattr(spark_entries, "to_python", to_python)
     batches = [Planned(f"b{n}", rows(2, lambda i, n=n: {"n": n + i})) for n in (0, 2, 4)]
     plan = staged.plan("default", batches)
     callback = lambda messages, info: failed(messages, reason="bad")  # noqa: E731
@@ -959,7 +960,7 @@ def test_a_zombie_stops_its_running_job(spark: SparkSession, staged: Staged) -> 
         sleep(messages)
 
     started = time.monotonic()
-    assert run(spark, staged, callback, plan, watch=0.2) == 1
+    assert run(spark, staged, callback, plan, watch_interval=0.2) == 1
     assert time.monotonic() - started < 30
     assert staged.outcomes("default") == {}
 
@@ -1070,11 +1071,10 @@ def test_a_batch_whose_spark_was_stopped_has_no_outcome(
     plan = staged.plan("default", pairs(3))
     stopped = mock.Mock()
     stopped._jsc.sc().isStopped.return_value = True
-    spark_loss = batch.spark_loss
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
-            monkeypatch.setattr(batch, "spark_loss", lambda _: spark_loss(stopped))
+            monkeypatch.setattr(batch, "why_lost", lambda _: why_lost(stopped))
             raise RuntimeError("cannot call methods on a stopped SparkContext")
 
     # Then it is no failure of the callback, and what was recorded before stands

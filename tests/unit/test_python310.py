@@ -45,7 +45,9 @@ NEWER = {
 
 
 #: What no Python loads without Spark.
-NEEDS_SPARK = {f"airflow_broadway/spark/{name}.py" for name in ("batch", "entries", "frame")}
+NEEDS_SPARK = {
+    f"airflow_broadway/spark/{name}.py" for name in ("batch", "entries", "frame", "unsuccessful")
+}
 
 
 @pytest.fixture(scope="module")

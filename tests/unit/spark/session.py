@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @functools.cache
 def spark_session() -> SparkSession:
     """The session; ``local[2]``, with the settings of an application."""
-    from airflow_broadway.spark.job import _session
+    from airflow_broadway.spark.session import open_session
 
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     conf = {
@@ -26,7 +26,7 @@ def spark_session() -> SparkSession:
     }
     arguments = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local[2] {arguments} pyspark-shell"
-    made = _session()
+    made = open_session()
     made.sparkContext.setLogLevel("ERROR")
     # It logs when its sockets close, which may be after pytest has closed the log's stream.
     logging.getLogger("py4j").setLevel(logging.WARNING)

@@ -9,11 +9,10 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.spark import entries as outcome
+from airflow_broadway.spark import entries
 from airflow_broadway.spark.entries import Counts, Judge
+from airflow_broadway.spark.unsuccessful import MISSING, Unsuccessful
 from tests.unit.spark.pipelines import Counting, Mending
-
-MISSING = outcome._MISSING
 
 
 def row(name: str, **more: Any) -> dict[str, Any]:
@@ -46,9 +45,9 @@ def judged(
     )
     judge = Judge(pipeline, None, frames)
     if handle_failed is not None:
-        monkeypatch.setattr(outcome, "run_handle_failed", handle_failed)
-    found = [outcome._Exception(row(name), status) for name, status in exceptions]
-    monkeypatch.setattr(judge, "_exceptions", lambda *_: iter(found))
+        monkeypatch.setattr(entries, "run_handle_failed", handle_failed)
+    found = [Unsuccessful(row(name), status) for name, status in exceptions]
+    monkeypatch.setattr(entries, "unsuccessful", lambda *_, **__: iter(found))
     some: Any = SimpleNamespace(sources={"g": 1})
     return [line.entry for line in judge.entries(some, some, some, Counts())]
 
@@ -97,7 +96,7 @@ def test_what_handle_failed_drops_goes_back_with_the_body_it_came_with(
 )
 def test_handle_failed_gets_the_key_of_the_batch(text: str, key: Any, expected: Any) -> None:
     batch: Any = SimpleNamespace(batch_key=key)
-    assert outcome._batch_key(text, batch) == expected
+    assert entries._batch_key(text, batch) == expected
 
 
 def test_what_was_settled_before_its_batch_failed_reaches_handle_failed_and_no_verdict(
@@ -110,11 +109,11 @@ def test_what_was_settled_before_its_batch_failed_reaches_handle_failed_and_no_v
     now = {"received_at": 1_767_225_600_000_000}
     failed = Status("failed", "no")
     found = [
-        outcome._Exception(row("a", _acked=True, **now), failed),
-        outcome._Exception(row("b", **now), failed),
-        outcome._Exception(row("c", _acked=True, **now), MISSING),
+        Unsuccessful(row("a", _acked=True, **now), failed),
+        Unsuccessful(row("b", **now), failed),
+        Unsuccessful(row("c", _acked=True, **now), MISSING),
     ]
-    monkeypatch.setattr(judge, "_exceptions", lambda *_: iter(found))
+    monkeypatch.setattr(entries, "unsuccessful", lambda *_, **__: iter(found))
     some: Any = SimpleNamespace(sources={"g": 1}, batch_key="k")
     counts = Counts()
     Mending.seen.clear()
