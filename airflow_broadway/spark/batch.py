@@ -2,14 +2,15 @@
 
 What stands between a batch and a wrong outcome:
 
-* the fence is checked before the callback, and again, freshly, before the outcome is written;
-* what the callback raises fails the batch, unless Spark itself is gone or the application is being
-  stopped: then nothing is recorded, and a retry runs the batch again under the same id;
-* rows that cannot be read back are a matter of their batch alone: it fails without
-  ``handle_failed``, which would get them, and if that cannot be either, it has no outcome, as one
-  whose files are not there;
-* many entries are written first, under a name of their own, few into the outcome, which is created
-  exclusively: of two writers one wins, and the other's entries are read by nobody.
+* The run must own its messages: this is checked before the callback, and again, freshly, before the
+  outcome is written.
+* What the callback raises fails the batch, unless Spark itself is gone or the application is being
+  stopped.  Then nothing is recorded, and a retry runs the batch again under the same id.
+* Rows of a failed batch that cannot be read back concern their batch alone.  It fails without
+  ``handle_failed``, which would get them.  If even what settling needs cannot be read, it has no
+  outcome, and neither has a batch whose files are not there.
+* Few entries are written with the outcome, which is created exclusively.  Many are written before
+  it, under a name of their own: of two writers one wins, and nobody reads the other's entries.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
 from airflow_broadway.core.text import cut, many
@@ -48,7 +48,8 @@ __all__ = ["Application", "BatchRunner", "SparkLost", "Stopped", "Unreadable"]
 
 log = logging.getLogger(__name__)
 
-_BATCH = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
+#: The events of telemetry that are about batches.
+_EVENTS = ("batch_processor.start", "batch_processor.stop", "batch_processor.exception")
 
 
 class SparkLost(BroadwayError):
@@ -64,7 +65,10 @@ class Unreadable(BroadwayError):
 
 
 class _CallbackError(Exception):
-    """Carries what the evaluation of a returned DataFrame raised through the writing of entries."""
+    """What a returned DataFrame raised when it was computed, on its way through the writing.
+
+    It is the callback's error; one of the writing itself is not.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -76,7 +80,11 @@ class Application:
     """What all batches of one application share.
 
     :param uri: The run's folder, for Spark's readers.
-    :param stopping: Whether the application has been told to stop.
+    :param files: The same folder, for its small files.
+    :param context: What callbacks get as ``context``.
+    :param stopping: Whether the application is to stop.
+    :param application_id: Spark's name of it; empty under Connect.
+    :param host: The driver's host, for people.
     """
 
     spark: SparkSession
@@ -93,7 +101,7 @@ class Application:
     def check_alive(self, cause: BaseException | None = None) -> None:
         """Return while outcomes may be recorded.
 
-        :raises Stopped: If the application has been told to stop.
+        :raises Stopped: If the application is to stop.
         :raises SparkLost: If the JVM is gone, or the SparkContext stopped.
         """
         if self.stopping():
@@ -107,11 +115,11 @@ class BatchRunner:
     """Runs the batches of one plan; used from many threads."""
 
     def __init__(self, application: Application, plan: BatchPlan) -> None:
-        self._app = application
-        self._plan = plan
-        self._frames = BatchFrames(application.uri, plan)
+        self.app = application
+        self.plan = plan
+        self.frames = BatchFrames(application.uri, plan)
         work = application.work
-        self._recorder = BatchRecorder(
+        self.recorder = BatchRecorder(
             application.files,
             plan,
             application.ownership,
@@ -120,9 +128,9 @@ class BatchRunner:
             fresh=True,
             application_id=application.application_id,
         )
-        about = application.pipeline, application.context, self._frames
-        self._judge = Judge(*about)
-        self._judge_without = Judge(*about, handle_failed=False)
+        about = application.pipeline, application.context, self.frames
+        self.judge = Judge(*about)
+        self.judge_without_callback = Judge(*about, handle_failed=False)
 
     def run(self, planned: PlannedBatch, *, lane: int = 0) -> Outcome:
         """Handle one batch and record its outcome; returns the one that stands.
@@ -130,156 +138,167 @@ class BatchRunner:
         :param lane: Which of the batcher's ``concurrency`` threads runs it, from 0.
         :raises LeaseLapsed: If the run no longer holds its messages, or a later try has begun.
         :raises SparkLost: If Spark is gone.
-        :raises Stopped: If the application was told to stop.
+        :raises Stopped: If the application is to stop.
         :raises Unreadable: If its files are not there, or what failed cannot be read back.
         """
-        batch = self._recorder.begin(planned, plain_key(planned.batch_key))
-        session = new_session(self._app.spark)
+        batch = self.recorder.begin(planned, plain_key(planned.batch_key))
+        session = new_session(self.app.spark)
         try:
-            return self._run(session, planned, batch, lane)
+            return _Batch(self, planned, batch, session, lane).run()
         finally:
             end_session(session)
 
     def finish(self) -> None:
         """Say that no further batch comes."""
-        self._recorder.finish()
+        self.recorder.finish()
 
-    def _run(
-        self, session: SparkSession, planned: PlannedBatch, batch: OpenBatch, lane: int
-    ) -> Outcome:
+
+class _Batch:
+    """One batch on its way through a session of its own."""
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        planned: PlannedBatch,
+        batch: OpenBatch,
+        session: SparkSession,
+        lane: int,
+    ) -> None:
+        self._runner = runner
+        self._app = runner.app
+        self._planned = planned
+        self._batch = batch
+        self._session = session
+        plan = runner.plan
+        #: What telemetry says of it.
+        self._about = {
+            "topology_name": plan.pipeline,
+            "name": f"{plan.pipeline}.Broadway.BatchProcessor_{plan.batcher}_{lane}",
+            "index": lane,
+            "context": self._app.context,
+            "producer": self._app.pipeline.producer,
+            "batch_info": batch.info,
+        }
         name_jobs(
             session,
             planned.batch_id,
-            f"{self._plan.pipeline} {self._plan.batcher} {planned.batch_id}",
-            f"{self._plan.batcher}.{lane}",
+            f"{plan.pipeline} {plan.batcher} {planned.batch_id}",
+            f"{plan.batcher}.{lane}",
         )
-        found = self._call(session, planned, batch.info, lane)
-        exceptions, counts, whole = self._keep(session, planned, found)
+
+    def run(self) -> Outcome:
+        """Handle it and record its outcome; see :meth:`BatchRunner.run`."""
+        found = self._call()
+        exceptions, counts, whole = self._keep(found)
+        size = self._planned.size
         if counts.unnamed:
             log.error(
                 "%s.handle_batch received %s and returned outcomes of only %d; one without"
                 " an outcome is not settled, and goes back to its broker when the run ends",
                 type(self._app.pipeline).__name__,
-                many(planned.size, "message"),
-                planned.size - counts.unnamed,
+                many(size, "message"),
+                size - counts.unnamed,
                 extra={"code": "handle_batch_count_mismatch"},
             )
         self._app.check_alive()
-        return batch.record(
-            successful=planned.size - counts.failed - counts.missing,
+        return self._batch.record(
+            successful=size - counts.failed - counts.missing,
             failed=counts.failed,
             missing=counts.missing,
             exceptions=exceptions,
             error=whole.text if whole else "",
         )
 
-    # ----------------------------------------------------------------------------------------------
+    # -- the callback ------------------------------------------------------------------------------
 
-    def _call(
-        self, session: SparkSession, batch: PlannedBatch, info: BatchInfo, lane: int
-    ) -> Failed | Outcomes | Status | None:
+    def _call(self) -> Failed | Outcomes | Status | None:
         """What ``handle_batch`` returned, checked; or the status of a batch that failed whole."""
-        pipeline = self._app.pipeline
-        messages = self._messages(session, batch)
-        span = self._span(info, lane, messages)
+        messages = self._messages()
+        span = None
+        if telemetry.handlers(*_EVENTS):
+            span = telemetry.Span("batch_processor", {**self._about, "messages": messages})
         try:
-            if not pipeline.defines("handle_batch"):
-                raise PipelineError(
-                    f"{type(pipeline).__name__} defines no handle_batch",
-                    code="handle_batch_undefined",
-                )
-            found = read(
-                pipeline.handle_batch(self._plan.batcher, messages, info, self._app.context)
-            )
+            found = read(self._handle_batch(messages))
         except PROTECTED as error:
             # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:
-                span.stop({**self._about(lane), "batch_info": info})
-            self._app.check_alive(error)
-            log_failure("handle_batch", pipeline, error, batch.size)
-            return status_of(error)
+                span.stop(self._about)
+            return self._failed_whole(error)
         except BaseException as error:
             if span is not None:
                 status = status_of(error)
                 span.exception(status.kind, status.reason, status.stacktrace)
             raise
         if span is not None:
-            span.stop({**self._about(lane), "batch_info": info})
+            span.stop(self._about)
         return found
 
-    def _messages(self, session: SparkSession, batch: PlannedBatch) -> DataFrame:
+    def _handle_batch(self, messages: DataFrame) -> object:
+        pipeline = self._app.pipeline
+        if not pipeline.defines("handle_batch"):
+            raise PipelineError(
+                f"{type(pipeline).__name__} defines no handle_batch", code="handle_batch_undefined"
+            )
+        info = self._batch.info
+        return pipeline.handle_batch(info.batcher, messages, info, self._app.context)
+
+    def _messages(self) -> DataFrame:
         try:
-            return self._frames.messages(session, batch)
+            return self._runner.frames.messages(self._session, self._planned)
         except Exception as error:  # Spark looks whether the files are there
             self._app.check_alive(error)
-            raise _unreadable("messages", batch, error) from error
+            raise _unreadable("messages", self._planned, error) from error
+
+    def _failed_whole(self, error: BaseException) -> Status:
+        """The status of a batch whose callback raised, unless Spark is to blame."""
+        self._app.check_alive(error)
+        log_failure("handle_batch", self._app.pipeline, error, self._planned.size)
+        return status_of(error)
+
+    # -- the exceptions ----------------------------------------------------------------------------
 
     def _keep(
-        self, session: SparkSession, batch: PlannedBatch, found: Failed | Outcomes | Status | None
+        self, found: Failed | Outcomes | Status | None
     ) -> tuple[Exceptions, Counts, Status | None]:
         """Keep the batch's exceptions.
 
-        Returns them, their counts, and the status of a batch that failed whole.
+        :returns: They, their counts, and the status of a batch that failed whole.
         """
         whole = found if isinstance(found, Status) else None
         if whole is None:
             try:
-                return *self._stream(session, batch, found, self._judge), None
+                return *self._write(found, self._runner.judge), None
             except _CallbackError as carried:
                 # A frame is lazy: what was returned is computed, and may raise, only here.
-                error = carried.error
-                self._app.check_alive(error)
-                log_failure("handle_batch", self._app.pipeline, error, batch.size)
-                whole = status_of(error)
+                whole = self._failed_whole(carried.error)
         try:
-            return *self._stream(session, batch, whole, self._judge), whole
+            return *self._write(whole, self._runner.judge), whole
         except Unreadable as error:
             log.error("%s: they are settled without handle_failed", error)
-            return *self._stream(session, batch, whole, self._judge_without), whole
+            return *self._write(whole, self._runner.judge_without_callback), whole
 
-    def _stream(
-        self,
-        session: SparkSession,
-        batch: PlannedBatch,
-        found: Failed | Outcomes | Status | None,
-        judge: Judge,
+    def _write(
+        self, found: Failed | Outcomes | Status | None, judge: Judge
     ) -> tuple[Exceptions, Counts]:
+        """Write the exceptions, streamed."""
         counts = Counts()
-        entries = judge.entries(session, batch, found, counts)
-        own = not isinstance(found, Status)
+        entries = judge.entries(self._session, self._planned, found, counts)
+        returned = not isinstance(found, Status)
 
         def lines() -> Iterator[str]:
             while True:
                 try:
                     line = next(entries, None)
                 except PROTECTED as error:
-                    if own:
+                    if returned:
                         raise _CallbackError(error) from error
                     self._app.check_alive(error)
-                    raise _unreadable("failed messages", batch, error) from error
+                    raise _unreadable("failed messages", self._planned, error) from error
                 if line is None:
                     return
                 yield dump_entry(line.entry, source=line.source)
 
-        return self._recorder.keep(batch.batch_id, lines()), counts
-
-    def _about(self, lane: int) -> dict[str, Any]:
-        name = f"{self._plan.pipeline}.Broadway.BatchProcessor_{self._plan.batcher}_{lane}"
-        return {
-            "topology_name": self._plan.pipeline,
-            "name": name,
-            "index": lane,
-            "context": self._app.context,
-            "producer": self._app.pipeline.producer,
-        }
-
-    def _span(self, info: BatchInfo, lane: int, messages: Any) -> telemetry.Span | None:
-        if not telemetry.handlers(
-            *(f"batch_processor.{e}" for e in ("start", "stop", "exception"))
-        ):
-            return None
-        about = {**self._about(lane), "messages": messages, "batch_info": info}
-        return telemetry.Span("batch_processor", about)
+        return self._batch.keep(lines()), counts
 
 
 def _unreadable(what: str, batch: PlannedBatch, error: BaseException) -> Unreadable:

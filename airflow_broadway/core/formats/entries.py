@@ -1,7 +1,4 @@
-"""Lines of entries files: the verdict on one message each.
-
-Part of the formats of :mod:`airflow_broadway.core.formats.layout`.
-"""
+"""Entries as lines of JSON: the verdict on one message each."""
 
 from __future__ import annotations
 
@@ -19,17 +16,19 @@ __all__ = ["EntryLine", "dump_entry", "load_line"]
 
 #: A text as JSON has it.
 _quoted = json.encoder.encode_basestring_ascii
-#: ``json.dumps`` with separators makes an encoder at each call.
+#: An encoder made once: ``json.dumps`` with separators makes one at each call.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False) -> str:
-    """One line of an entries file.
+    """An entry as a line, without its newline.
 
-    :param source: In a batch of several generations: whose message it is, the row's ``source``.
-    :param settled: A callback settled it at once: it only says that nothing is left to do.
+    :param source: In a batch of several generations: whose message it is, as an index into the
+        plan's ``generations``.
+    :param settled: Whether a callback settled it at once, so that nothing is left to do.
     """
-    # By hand: there may be as many as messages, and an encoder made for each costs the most of it.
+    # Written by hand: there may be as many lines as messages, and most of the cost of each would be
+    # to make an encoder.
     message_id, receipt, verdict, attempt, payload, properties = entry
     action, delay, reason, stage = verdict
     line = f'{{"id":{_quoted(message_id)},"action":"{action.value}","attempt":{attempt}'
@@ -51,7 +50,7 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
 
 
 class EntryLine(NamedTuple):
-    """A line of an entries file, whole; see :func:`dump_entry`."""
+    """What a line says; see :func:`dump_entry`."""
 
     entry: Entry
     source: int | None

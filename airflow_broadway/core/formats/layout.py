@@ -1,4 +1,4 @@
-"""The formats of a run's files, which the worker and the Spark driver both read and write.
+"""Where a run's files lie, and which version their formats have.
 
 Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encoded run_id>/``::
 
@@ -15,28 +15,31 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         plan.jsonl                      a header line, then a line per batch
     outcomes/<batcher>/<inputs>/
         <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
-        *.entries.jsonl                 entries of its exceptions, named by the outcome; few of them
-                                        are in the outcome itself
+        *.entries.jsonl                 entries of its exceptions, named by the outcome; where they
+                                        are few, they are in the outcome itself
         gathered-*.jsonl                copies of many outcomes, to be read at once
-    work/<task>-<try>.json              what a Spark application does; a higher try fences it off
-    tries/<task>-<try>.json             a task runs the batches of a Python batcher; the same
+    work/<task>-<try>.json              what a Spark application does, until a higher try has one
+    tries/<task>-<try>.json             a task runs a Python batcher's batches, until the same
     heartbeat.json                      when the ack sensor last looked
 
-All paths in these files are relative to the run's folder.  JSON lines and Parquet only: nothing
-that a reader executes.  ``version`` is raised when an old reader could misread a file; a reader
-that meets a newer one refuses with one clear error.
+Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
+All paths in these files are relative to the run's folder.  They are JSON, JSON lines and Parquet:
+nothing that a reader executes.  ``version`` is raised when an old reader could misread a file; a
+reader that meets a newer one refuses it with one clear error.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.sums import check_seal
 
-__all__ = ["VERSION", "check_version", "paths", "read_json"]
+__all__ = ["VERSION", "check_version", "load", "paths", "read_json"]
+
+T = TypeVar("T")
 
 #: The version of all formats here.
 VERSION = 1
@@ -70,9 +73,9 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def outcomes(plan: str) -> str:
-        """Where the outcomes of a plan lie, and of its rebuilds from the same generations.
+        """The folder of a plan's outcomes, and of a later plan's of the same generations.
 
-        Those of other generations lie elsewhere: messages that were received anew may come in the
+        Plans of other generations have another: messages that were received anew may come in the
         same batches, under the same ids, and are to be handled all the same.
         """
         _, _, place = plan.rpartition("/")[0].partition("/")
@@ -101,7 +104,7 @@ class paths:  # noqa: N801 - a namespace
 
     @staticmethod
     def of_try(name: str, number: int, folder: str = "work") -> str:
-        """A try of a task: of a Spark application in ``work``, of Python's batches in ``tries``."""
+        """A try of a task: a Spark application's in ``work``, a Python batcher's in ``tries``."""
         return f"{folder}/{name}-{number:06d}.json"
 
 
@@ -133,3 +136,12 @@ def read_json(text: str, path: str) -> dict[str, Any]:
     if value.pop("seal", None):
         check_seal(text, path)
     return value
+
+
+def load(kind: type[T], text: str, path: str) -> T:
+    """A dataclass of a versioned file, of its JSON object; errors as of :func:`read_json`."""
+    value = read_json(text, path)
+    try:
+        return kind(**value)
+    except TypeError as error:
+        raise StagingDamaged(f"{path} is damaged ({error})") from error

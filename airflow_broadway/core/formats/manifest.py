@@ -1,11 +1,14 @@
-"""The manifest of a generation: what one execution of a process task received."""
+"""The manifest of a generation: what one execution of a process task received and staged.
+
+It is created once, and last: an execution that dies before it never happened.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import sealed
 
 __all__ = ["Manifest"]
@@ -18,8 +21,9 @@ class Manifest:
     :param generation: The execution; the folder's name.
     :param root_id: The staging root that it was written under.
     :param host: The host that wrote it, for people.
+    :param lease: The :class:`Lease` as it was then, as JSON.
     :param received: Messages received.
-    :param received_bytes: Their payloads together.
+    :param received_bytes: Bytes of their payloads together.
     :param failed: Of these, failed before any batch.
     :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
     :param batchers: Batcher → messages staged for it.
@@ -30,7 +34,8 @@ class Manifest:
     :param dropped: Column → messages that carried it although the schema lacks it.
     :param sums: Lines, bytes and SHA-256 of each file of entries, by its path.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
-        ``"max_seconds"``, ``"own"`` (met its own), ``"signal"`` or ``"rate_limit"``.
+        ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop from outside.
+    :param seconds: Seconds spent in receiving (``receive``), and in all (``total``).
     """
 
     generation: str
@@ -54,8 +59,10 @@ class Manifest:
     version: int = VERSION
 
     def dumps(self) -> str:
+        """Return it as JSON, with its seal."""
         return sealed(asdict(self), sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Manifest:
-        return cls(**read_json(text, path))
+        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        return load(cls, text, path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.layout import VERSION, load, paths
 from airflow_broadway.core.formats.sums import checked, sealed
 
 __all__ = ["Outcome", "entry_lines"]
@@ -18,16 +18,22 @@ __all__ = ["Outcome", "entry_lines"]
 class Outcome:
     """What became of one batch; its existence is what settles its messages.
 
-    :param lines: Its exceptions, each message whose verdict is not that of a plain success, as the
-        lines of a file of entries; ``None`` if there are none, or too many.
-    :param entries: The file that has them if they are many.  ``entries_sum``: its lines, bytes and
-        SHA-256.
+    :param plan: The path of the batch's plan.
     :param successful: Messages that succeeded.
     :param failed: Messages that failed.
-    :param missing: Messages that ``handle_batch`` (Python) did not return: they have an entry that
-        releases them.
+    :param missing: Messages without an outcome, as ``handle_batch`` said nothing of them: each has
+        an entry that releases it.
+    :param lines: The batch's exceptions, the messages whose verdict is not that of a plain success,
+        as lines of a file of entries; ``None`` if there are none, or too many.
+    :param entries: The file that has them if they are many.
+    :param entries_sum: Its lines, bytes and SHA-256.
     :param error: Why the whole batch failed; empty otherwise.
-    :param writer: Who wrote it: task try and host.
+    :param writer: Who handled it, for people: task, try and host.
+    :param try_number: Which try of its task, from 1.
+    :param started_at: When its handling began, as ISO 8601.
+    :param seconds: How long that took.
+    :param application_id: Spark's name of the application; empty without Spark.
+    :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
     """
 
     batch_id: str
@@ -54,12 +60,13 @@ class Outcome:
         return paths.outcome(self.plan, self.batch_id) if self.lines else self.entries
 
     def dumps(self) -> str:
-        """Return it as JSON, on one line."""
+        """Return it as JSON on one line, with its seal."""
         return sealed(asdict(self), sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:
-        return cls(**read_json(text, path))
+        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        return load(cls, text, path)
 
 
 def entry_lines(files: Files, path: str, total: Mapping[str, Any] | None = None) -> Iterator[str]:

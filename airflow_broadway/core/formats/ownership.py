@@ -1,17 +1,17 @@
-"""Whether this application may still act for its run.
+"""Ownership: whether this try of a task may still act for its run.
 
-After a SIGKILL of the task a JVM lives on for up to a minute and a retry overlaps it, and so may a
-worker that Airflow has lost; the broker may have taken the messages back meanwhile; people clear
-tasks.  So before each batch, and again before its outcome is recorded, three things are looked at
-in the run's folder: no higher try has its file there, nobody has begun to settle or release the
-batch's generations, and their leases have not lapsed.  All are rare, and a batch stopped here costs
-nothing: its messages come back.
+A retry may overlap the try before it: after a SIGKILL of the task its JVM lives on for up to a
+minute, and so may a worker that Airflow has lost.  Meanwhile the broker may have taken the messages
+back, and people clear tasks.  So three things are looked up in the run's folder before each batch,
+and again before its outcome is recorded: no higher try has its file there, nobody has begun to
+settle or release the batch's generations, and their leases have not lapsed.  It is rare that one of
+them fails, and a batch that is stopped here costs nothing: its messages come back.
 
-What was read serves for a second.  Before it records, a driver reads anew: its batches are large,
-and its JVM often outlives its task.  A Python batcher does not, for it may have a thousand batches
-of a few milliseconds; whoever has read may sleep before it records in any case.  An outcome that
-comes too late does no harm: its generation is settled by what was there before, and its messages
-come again, marked.
+What was read serves for a second.  A Spark driver reads anew before it records, for its batches are
+large, and its JVM often outlives its task.  A Python batcher does not, for it may have a thousand
+batches of a few milliseconds; and whoever has read may sleep before it records in any case.  An
+outcome that comes too late does no harm: its generation was settled by what was there before, and
+its messages come again, marked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CURE = "this run no longer holds its messages: clear `process`"
 
 
 class OwnershipLost(LeaseLapsed):
-    """A later try of the task is at work, so this application stops."""
+    """A later try of the task has begun, so this one stops."""
 
 
 def highest_try(files: Files, name: str, folder: str = "work") -> int:
@@ -62,9 +62,10 @@ def begin_try(
 
 
 class Ownership:
-    """The right of one application; used from many threads.
+    """What one try of a task may still do; used from many threads.
 
     :param name: The task's name in the staging folder; empty: there are no tries to look for.
+    :param try_number: Which try of it this is.
     :param folder: Where its tries have their files.
     :param fresh_for: Seconds for which what was read serves.
     """
@@ -86,7 +87,7 @@ class Ownership:
         self._clock = clock or SystemClock()
         self._fresh_for = fresh_for
         self._lock = threading.Lock()
-        self._fine: dict[str, float] = {}
+        self._passed: dict[str, float] = {}
         self._leases: dict[str, Lease] = {}
 
     def check_try(self, *, fresh: bool = False) -> None:
@@ -94,7 +95,7 @@ class Ownership:
 
         :raises OwnershipLost: Naming the later try.
         """
-        if not self._name or (not fresh and self._is_fine("try")):
+        if not self._name or (not fresh and self._has_passed("try")):
             return
         highest = highest_try(self._files, self._name, self._folder)
         if highest > self._try_number:
@@ -102,20 +103,20 @@ class Ownership:
                 f"try {highest} of {self._name!r} has begun, so try {self._try_number}"
                 " stops here and records nothing more"
             )
-        self._set_fine("try")
+        self._set_passed("try")
 
     def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
-        """Return if this application may handle, or record, a batch of these generations.
+        """Return if this try may handle, or record, a batch of these generations.
 
-        :param fresh: Read, whatever was read just now.
+        :param fresh: Read, however lately this was read before.
         :raises OwnershipLost: If a later try has begun.
         :raises LeaseLapsed: If a generation is settled, released or lapsed.
         """
         self.check_try(fresh=fresh)
         for generation in generations:
-            if fresh or not self._is_fine(generation):
+            if fresh or not self._has_passed(generation):
                 self._check_journal(generation)
-                self._set_fine(generation)
+                self._set_passed(generation)
             self._check_lease(generation)
 
     def _check_journal(self, generation: str) -> None:
@@ -146,10 +147,10 @@ class Ownership:
             raise LeaseLapsed(f"generation {generation} has no manifest; {CURE}") from None
         return Lease.from_json(manifest["lease"])
 
-    def _is_fine(self, what: str) -> bool:
+    def _has_passed(self, what: str) -> bool:
         with self._lock:
-            return self._clock.monotonic() - self._fine.get(what, float("-inf")) < self._fresh_for
+            return self._clock.monotonic() - self._passed.get(what, float("-inf")) < self._fresh_for
 
-    def _set_fine(self, what: str) -> None:
+    def _set_passed(self, what: str) -> None:
         with self._lock:
-            self._fine[what] = self._clock.monotonic()
+            self._passed[what] = self._clock.monotonic()

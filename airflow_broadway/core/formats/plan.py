@@ -9,7 +9,7 @@ from typing import Any
 
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.files import Files
-from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import checked, sealed
 
 __all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
@@ -17,12 +17,17 @@ __all__ = ["BatchPlan", "PlannedBatch", "plain_key"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """One batch of a plan.
+    """One batch of a plan; a line of ``plan.jsonl``.
 
     :param rows: Inclusive ranges ``[first, last]`` of the ``batch`` column in the data files.
-    :param files: Indices into the plan's data files that hold any of its rows.
-    :param batch_key: JSON value; ``None`` for a merged batch.
+    :param files: Which of the plan's data files hold any of its rows: indices into their list.
+    :param batch_key: The key as a JSON value; ``None`` for a merged batch.
     :param keys: How many keys it carries; 1 unless merged.
+    :param partition: Its partition; ``None`` without ``partition_by``.
+    :param size: Messages.
+    :param bytes: Bytes of their data, about.
+    :param trigger: Why it was closed: a :class:`Trigger`.
+    :param redelivered: How many of its messages may have been handled before.
     :param sources: Generation → messages of it in the batch.
     """
 
@@ -39,6 +44,7 @@ class PlannedBatch:
     sources: dict[str, int]
 
     def dumps(self) -> str:
+        """Return it as JSON on one line."""
         # asdict copies deeply, and a plan may have 100,000 of these.
         value = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps(value, separators=(",", ":"))
@@ -48,13 +54,16 @@ class PlannedBatch:
 class BatchPlan:
     """The batches of one batcher in one run; the header of ``plan.jsonl``.
 
-    :param path: Where it lies: the folder, relative to the run's.
+    :param path: Its folder, relative to the run's.
     :param generations: Those whose messages it holds, in the order of the ``source`` column.
     :param data: Names of the data files in the folder.
     :param schema: The batcher's schema DDL; ``None`` without.
     :param as_bytes: Without a schema: whether ``data`` is binary (else JSON text).
-    :param batches: How many lines follow.
+    :param messages: Messages in all batches.
+    :param batches: How many batches there are; so many lines follow.
     :param triggers: Trigger → batches.
+    :param root_id: The staging root that it was written under.
+    :param host: The host that wrote it, for people.
     :param notes: What people should know, e.g. that there are very many batches, and the cure.
     :param lines: Lines, bytes and SHA-256 of what follows the header.
     """
@@ -76,6 +85,7 @@ class BatchPlan:
     version: int = VERSION
 
     def dumps(self) -> str:
+        """Return the header as JSON on one line, with its seal."""
         return sealed(asdict(self), separators=(",", ":"))
 
     @classmethod
@@ -92,7 +102,7 @@ class BatchPlan:
         first = next(lines, None)
         if first is None:
             raise StagingDamaged(f"{name} is empty")
-        head = cls(**read_json(first, name))
+        head = load(cls, first, name)
         if head.path != path or any("/" in each or "\\" in each for each in head.data):
             raise StagingError(f"{name} names files outside its folder: somebody has changed it")
         return head, head._batches(lines, name)
@@ -107,5 +117,8 @@ class BatchPlan:
 
 
 def plain_key(key: Any) -> Any:
-    """A batch key as the pipeline gave it: JSON made lists, which no key can be, of its tuples."""
+    """A batch key as the pipeline gave it, from its JSON.
+
+    A list in it was a tuple: JSON has no tuples, and no key can be a list.
+    """
     return tuple(plain_key(each) for each in key) if isinstance(key, list) else key

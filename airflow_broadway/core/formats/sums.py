@@ -1,8 +1,9 @@
-"""Lines and checksums of staged files: written down by who writes, compared by who settles.
+"""Sums of staged files: whoever writes a file notes them, and whoever settles by it compares.
 
-A lost line of a file of entries would else turn a failure into a success.  A file of lines is
-summed in the file that names it; a JSON file that nothing names bears a *seal*, the SHA-256 of its
-own text with an empty seal.  What was written by a release that knew neither is read unchecked.
+Without them a lost line in a file of entries would turn a failure into a success.  The sum of a
+file of lines is in the file that names it.  A JSON file that nothing names bears a *seal*: the
+SHA-256 of its own text with an empty seal.  What has neither, as older releases wrote it, is read
+unchecked.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class Summing:
             yield line
 
     def to_json(self) -> dict[str, Any]:
-        """The sum, as files keep it."""
+        """The sum as files keep it: ``lines``, ``bytes`` and ``sha256``."""
         return {"lines": self.lines, "bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
 
 def checked(lines: Iterable[str], expected: Mapping[str, Any] | None, path: str) -> Iterator[str]:
-    """The lines of a file; raises at their end unless they are those that were written.
+    """The lines of a file, streamed; at their end they are compared with what was written.
 
     :param expected: What :meth:`Summing.to_json` said of them; ``None``: nobody summed them.
-    :raises StagingDamaged: Also if the file is not there, or no text.
+    :raises StagingDamaged: If they differ, or the file is not there, or is no text.
     """
     summing = Summing()
     try:

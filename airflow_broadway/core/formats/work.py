@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.core.formats.layout import VERSION, load
 
 __all__ = ["Work", "digest_of"]
 
@@ -16,14 +16,15 @@ __all__ = ["Work", "digest_of"]
 class Work:
     """What one Spark application is to do: all that the driver needs, and no secret.
 
-    It names a class, so its :attr:`digest` goes to the driver on the command line: who may write
-    into the staging folder decides nothing about the code that runs.
+    It names a class to load.  So its :attr:`digest` goes to the driver on the command line: whoever
+    can write into the staging folder does not thereby decide which code runs.
 
-    :param name: The task's name in the staging folder; with ``try_number`` the fence.
+    :param name: The task's name in the staging folder.
+    :param try_number: Which try of it this is; a higher one takes ownership.
     :param pipeline: The pipeline's reference.
     :param run: :class:`RunInfo` as JSON.
     :param plans: Paths of plans, in order.
-    :param package_version: This package's version, logged by the driver.
+    :param package_version: This package's version, which the driver must have too.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Work:
     version: int = VERSION
 
     def dumps(self) -> str:
+        """Return it as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
@@ -44,7 +46,8 @@ class Work:
 
     @classmethod
     def loads(cls, text: str, path: str) -> Work:
-        return cls(**read_json(text, path))
+        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        return load(cls, text, path)
 
 
 def digest_of(text: str) -> str:
