@@ -1,7 +1,7 @@
-"""From what ``handle_batch`` returned to the entries of a batch: its exceptions, one by one.
+"""The entries of a batch: the verdicts on those of its messages that did not succeed.
 
-A success needs no line; a failed message gets one with its verdict, and a message without any
-outcome one that releases it.
+A success needs none.  A failed message gets one with its verdict, after ``handle_failed`` has seen
+it; a message without an outcome gets one that releases it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CHUNK = 1000
 
 
 class Counts:
-    """What the entries of a batch came to; filled while they are streamed.
+    """How many messages of a batch did not succeed; counted while its entries are streamed.
 
-    ``missing``: messages without an outcome; ``unnamed``: those of them that ``handle_batch`` left
-    out.
+    ``failed``: with a verdict; ``missing``: without an outcome; ``unnamed``: those of the latter
+    that ``handle_batch`` left out.
     """
 
     __slots__ = ("failed", "missing", "unnamed")
@@ -50,11 +50,11 @@ class Counts:
 
 
 class Judge:
-    """Turns the exceptions of one plan's batches into entries; used from many threads.
+    """Gives the messages of one plan's batches their verdicts; used from many threads.
 
-    :param context: What the callbacks get.
-    :param handle_failed: Whether that callback is called, where the pipeline has it: only for it is
-        the data of what failed read back.
+    :param context: What callbacks get as ``context``.
+    :param handle_failed: Whether ``handle_failed`` is called, where the pipeline has it.  Only for
+        its sake is the data of failed messages read back.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Judge:
 
         :param found: What :func:`results.read` gave, or the status that the whole batch has.
         :param counts: Raised as entries are made.
-        :raises PipelineError: If what ``handle_batch`` returned names other messages, or standings
-            that there are not.
+        :raises PipelineError: If what ``handle_batch`` returned names messages that are not of the
+            batch, or has a status that is not known.
         """
         chunk: list[Unsuccessful] = []
         for each in unsuccessful(spark, self._frames, batch, found, data=self._data):
             if each.row["_acked"]:
-                # Settled by ack_immediately before it came here: nobody settles it again, but
-                # handle_failed is told.
+                # ack_immediately settled it before it came here: nobody settles it again, but
+                # handle_failed gets it.
                 if each.status is MISSING:
                     continue
                 counts.failed += 1
@@ -117,7 +117,7 @@ class Judge:
             if self._handle_failed:
                 handled = run_handle_failed(self._pipeline, messages, self._context, scope)
             ack_messages([], handled, on_error=_raise)
-        # By generation, too: a message may have come to two of them, and each settles its own.
+        # By generation, too: a message may have come in two of them, and each settles its own.
         left = {
             (each.message_id, each.acknowledger.ref): each
             for each in messages
@@ -159,7 +159,7 @@ class Judge:
         )
 
     def _python(self, value: Any) -> Any:
-        """The data as ``handle_message`` left it, as far as its schema carries it."""
+        """The data as ``handle_message`` left it, as far as the schema carries it."""
         if self._frames.schema is not None:
             return to_python(value, self._frames.schema.struct)
         if self._frames.plan.as_bytes:
@@ -201,14 +201,14 @@ def _received(row: Any) -> Delivery:
 
 
 def _source(row: Any, batch: PlannedBatch) -> int | None:
-    """Which generation a row is of, where its batch does not tell."""
+    """Which generation a row is of, in a batch of several: an index; ``None`` in a batch of one."""
     return int(row["source"]) if len(batch.sources) > 1 else None
 
 
 def _line(
     message_id: str, attempt: int, data: Delivery, verdict: Verdict, source: int | None
 ) -> EntryLine:
-    # With its body in any case: some brokers give back, too, by publishing again.
+    # With its body in any case: some brokers release a message by publishing it again.
     entry = Entry(message_id, data.receipt, verdict, attempt, data.payload, data.properties)
     return EntryLine(entry, source, settled=False)
 
@@ -219,7 +219,7 @@ def _delivery(message: Message) -> Delivery:
 
 
 def _batch_key(text: str | None, batch: PlannedBatch) -> Any:
-    """A message's key: its batch's; of a batch of several keys the text that its row has."""
+    """A message's key: its batch's; in a batch of several keys, the text in the message's row."""
     if batch.batch_key is not None:
         return plain_key(batch.batch_key)
     return None if text == "null" else text

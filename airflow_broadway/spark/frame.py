@@ -5,8 +5,8 @@ redelivered boolean, received_at timestamp, position bigint``.  ``data`` is a st
 batcher's schema; without one, ``binary`` if every message is bytes, else ``string`` of JSON.
 ``batch_key`` is the key's text, JSON where the key is no string.
 
-A frame is lazy: making it starts no job.  The reader is told the schema and the very files that
-hold the batch, and the filter on ``batch`` lets Spark pass over the row groups of other batches.
+A frame is lazy: to make it starts no job.  The reader gets the schema and the very files that hold
+the batch, and the filter on ``batch`` lets Spark pass over the row groups of other batches.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class BatchFrames:
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
         """The same rows with what settling needs, to be read back into Python.
 
-        Instants are microseconds since 1970, as :func:`micros` has them: Spark's own reader builds
-        naive ones in the zone of this process, which has no 0001-01-01T00:00:00Z west of it.
+        Instants come as microseconds since 1970 (see :func:`micros`).  Else Spark would make naive
+        ones in the time zone of this process, and in zones west of UTC fail at year 1.
 
-        :param data: Whether ``data`` and what else ``handle_failed`` sees is asked for.
+        :param data: Whether ``data`` is wanted, and what else ``handle_failed`` sees.
         """
         seen: list[Column | str] = ["message_id", "attempt", "redelivered"]
         if data:
@@ -215,9 +215,9 @@ def as_utc(value: int) -> datetime:
 
 
 def to_python(value: Any, kind: DataType | Schema) -> Any:
-    """A value that Spark collected in plain Python: dicts, lists, ``bytes``, aware UTC instants.
+    """A value that Spark collected, as plain Python: dicts, lists, ``bytes``, aware UTC instants.
 
-    :param value: With its instants as :func:`micros` left them.
+    :param value: With each instant as :func:`micros` makes it.
     """
     if value is None:
         return None
@@ -236,9 +236,9 @@ def to_python(value: Any, kind: DataType | Schema) -> Any:
 
 
 def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:
-    """The condition that ``batch`` lies in one of some inclusive ranges.
+    """The condition that ``batch`` lies in one of several inclusive ranges.
 
-    Beyond a few ranges the outermost bounds are tested first: they prune row groups cheaply.
+    Of several, the outermost bounds are tested first: they pass over row groups cheaply.
     """
     parts = [_in_range(first, last) for first, last in ranges]
     found = parts[0]

@@ -5,9 +5,9 @@
     spark-submit … launcher.py --run file:///data/broadway/flights/… --work work/<task>-<try>.json
         --sha256 <the work file's>
 
-It runs every planned batch that has no outcome yet, ``concurrency`` at a time for each batcher and
-all batchers beside each other, and ends with 0 when each batch has an outcome, a failed one
-included.  What has none is named in the log; a later try runs only that.
+It runs every planned batch that has no outcome yet: all batchers beside each other, and
+``concurrency`` batches of each.  It ends with 0 when every batch has an outcome, be it that it
+failed.  The log names what has none; a later try runs only that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
@@ -30,19 +29,20 @@ from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
 from airflow_broadway.spark.session import open_session
 
-if TYPE_CHECKING:
-    pass
-
-
 __all__ = ["MIN_SPARK", "arguments_of", "main"]
 
 log = logging.getLogger("airflow_broadway.spark")
 
+#: The oldest release of Spark that runs it.
 MIN_SPARK = (3, 5)
 
 
 def arguments_of(run_uri: str, path: str, work: Work) -> list[str]:
-    """The arguments with which :func:`main` runs what a work file asks for."""
+    """The arguments with which :func:`main` runs what a work file asks for.
+
+    :param run_uri: The run's folder, as Spark finds it.
+    :param path: The work file, relative to it.
+    """
     given = {
         "--run": run_uri,
         "--work": path,

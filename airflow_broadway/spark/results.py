@@ -92,7 +92,9 @@ def failed(rows: Any, reason: Any = "failed by handle_batch") -> Failed:
 class Outcomes(NamedTuple):
     """A DataFrame of outcomes, checked.
 
-    :param status: The name of its column of standings: ``"ok"`` or ``"status"``.
+    :param frame: The DataFrame.
+    :param status: The name of the column that says how each message stands: ``"ok"`` or
+        ``"status"``.
     :param reasons: Whether it has a column ``reason``.
     """
 
@@ -122,23 +124,23 @@ def read(returned: object) -> Failed | Outcomes | None:
 
 def _outcomes(frame: Any) -> Outcomes:
     columns = list(frame.columns)
-    standings = [name for name in ("ok", "status") if name in columns]
-    if "message_id" not in columns or len(standings) != 1:
+    statuses = [name for name in ("ok", "status") if name in columns]
+    if "message_id" not in columns or len(statuses) != 1:
         raise PipelineError(
             "a DataFrame that handle_batch returns has the columns 'message_id', either 'ok' or"
             f" 'status', and optionally 'reason'; got columns {columns}.  To fail some messages"
             " return failed(rows, reason=…)",
             code="handle_batch_bad_return",
         )
-    kind = frame.schema[standings[0]].dataType.typeName()
-    wanted = ("boolean",) if standings[0] == "ok" else ("boolean", "string")
+    kind = frame.schema[statuses[0]].dataType.typeName()
+    wanted = ("boolean",) if statuses[0] == "ok" else ("boolean", "string")
     if kind not in wanted:
         raise PipelineError(
-            f"the column {standings[0]!r} of the DataFrame that handle_batch returned is"
+            f"the column {statuses[0]!r} of the DataFrame that handle_batch returned is"
             f" {kind}, expected {' or '.join(wanted)}",
             code="handle_batch_bad_return",
         )
-    return Outcomes(frame, standings[0], "reason" in columns)
+    return Outcomes(frame, statuses[0], "reason" in columns)
 
 
 def is_frame(value: object) -> bool:

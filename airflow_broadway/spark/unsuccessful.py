@@ -1,6 +1,6 @@
-"""Which messages of a batch did not succeed: what ``handle_batch`` returned, joined with its rows.
+"""Which messages of a batch did not succeed: the rows that what ``handle_batch`` returned names.
 
-Only the rows of those messages are read back, a small partition at a time, so a batch of millions
+Only those rows are read back into the driver, a small partition at a time.  So a batch of millions
 may fail in a driver of little memory.
 """
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["MISSING", "Unsuccessful", "unsuccessful"]
 
-#: Up to this many failures are looked up by their ids; more are joined.
+#: Up to so many named messages are looked up by their ids; more are joined.
 SMALL = 1000
-#: What a partition holds at most, about, of what is read back: the driver holds one whole.
+#: Rows, and bytes, in a partition of what is read back, about: the driver holds one at a time.
 PART_ROWS, PART_BYTES = 10_000, 8 * 1024 * 1024
 #: Ids named in an error.
 SHOWN = 3
@@ -54,7 +54,7 @@ def unsuccessful(
     :param found: What :func:`results.read` gave, or the status that the whole batch has.
     :param data: Whether their rows carry what ``handle_failed`` sees.
     :raises PipelineError: If what ``handle_batch`` returned names messages that are not of the
-        batch, or has a status that is none.
+        batch, or has a status that is not known.
     """
     if found is None:
         return iter(())
@@ -80,12 +80,12 @@ def unsuccessful(
 
 
 def _in_parts(rows: DataFrame, batch: PlannedBatch) -> DataFrame:
-    """The same rows in partitions of which one at a time fits into a small driver."""
+    """The same rows, in partitions so small that one fits into a driver of little memory."""
     parts = max(-(-batch.size // PART_ROWS), -(-batch.bytes // PART_BYTES))
     return rows if parts <= 1 else rows.repartition(parts, "message_id")
 
 
-#: A row of what was named; of several for one message the highest rank counts.
+#: A row for each message that was named; of several for one message the highest rank counts.
 _NAMED = "message_id string, rank int, status string, reason string"
 
 
@@ -124,13 +124,13 @@ def _named_of_failed(
 
 
 def _named_of_outcomes(found: Outcomes) -> DataFrame:
-    """What a DataFrame of outcomes named."""
+    """What a DataFrame of outcomes names, as rows of ``_NAMED``."""
     status = F.lower(F.col(found.status).cast("string"))
     word = F.when(status == "true", "ok").when(status == "false", "failed").otherwise(status)
     good, bad = word.isin(*OK_STATUS), word.isin(*FAILED_STATUS)
     made: DataFrame = found.frame.select(
         F.col("message_id").cast("string").alias("message_id"),
-        # A message named twice failed if either says so; a word that is none is reported.
+        # A message named twice failed if either row says so; an unknown word is an error, later.
         F.when(good, 0).when(bad, 1).otherwise(2).alias("rank"),
         F.when(good, "ok")
         .when(bad, "failed")
@@ -146,44 +146,43 @@ def _cut(column: Any) -> Any:
 
 
 def _from_few(rows: DataFrame, named: list[Any], *, complete: bool) -> Iterator[Unsuccessful]:
-    """The exceptions when few messages were named: look their rows up by id.
+    """Look the rows of a few named messages up by their ids.
 
-    :param complete: Whether a message that was not named has no outcome.
+    :param complete: Whether a message that was not named has no outcome (else it succeeded).
     """
     found: dict[str, Any] = {}
     for each in named:
         message_id, rank, *_ = each
         if message_id not in found or rank >= found[message_id][1]:
             found[message_id] = each
-    for _, rank, status, _ in found.values():
-        _check_word(rank, status)
-    good = [message_id for message_id, each in found.items() if each[2] == "ok"]
+    for _, _, status, _ in found.values():
+        _check_status(status)
     wanted = rows
     if not complete:
         if not found:
             return
         wanted = rows.where(F.col("message_id").isin([i for i in found if i is not None]))
     seen = set()
-    held = set(good)
     for row in wanted.toLocalIterator():
         message_id = row["message_id"]
         seen.add(message_id)
-        if message_id in held:
-            continue
         each = found.get(message_id)
-        yield Unsuccessful(row, MISSING if each is None else _failed(each[3]))
+        if each is None:
+            yield Unsuccessful(row, MISSING)
+        elif each[2] != "ok":
+            yield Unsuccessful(row, _failed(each[3]))
     _check_known([message_id for message_id in found if message_id not in seen])
 
 
 def _from_join(
     rows: DataFrame, named: DataFrame, batch: PlannedBatch, *, complete: bool
 ) -> Iterator[Unsuccessful]:
-    """The same by a join, whatever the number."""
+    """The same by a join, however many were named."""
     best = named.groupBy("message_id").agg(
         F.max(F.struct("rank", "status", "reason")).alias("_named")
     )
-    # Never by a broadcast: Spark goes by compressed sizes, and ids compress well; what has a
-    # megabyte to be sent has hundreds in a driver that builds a table of them.
+    # Never by a broadcast.  Spark decides by compressed sizes, and ids compress well: of a megabyte
+    # that is sent, the driver builds a table of hundreds.
     joined = best.hint("merge").join(
         rows.withColumn("_here", F.lit(True)), "message_id", "full" if complete else "left"
     )
@@ -200,7 +199,7 @@ def _from_join(
         if named_row is None:
             yield Unsuccessful(row, MISSING)
             continue
-        _check_word(named_row["rank"] if complete else 0, named_row["status"])
+        _check_status(named_row["status"])
         yield Unsuccessful(row, _failed(named_row["reason"]))
     _check_known(unknown)
 
@@ -209,8 +208,8 @@ def _failed(reason: str | None) -> Status:
     return Status("failed", reason or "failed by handle_batch")
 
 
-def _check_word(rank: int, status: str) -> None:
-    if rank >= 2 and status not in ("ok", "failed"):
+def _check_status(status: str) -> None:
+    if status not in ("ok", "failed"):
         raise PipelineError(
             f"the DataFrame that handle_batch returned has the status {status!r}; expected one of"
             f" {sorted(OK_STATUS)} or {sorted(FAILED_STATUS)}, or true and false"
@@ -218,7 +217,7 @@ def _check_word(rank: int, status: str) -> None:
 
 
 def _check_known(unknown: list[str]) -> None:
-    # Passing over them could ack what was meant to fail: a column of other ids is easily taken.
+    # To pass over them could ack what was meant to fail: a column of other ids is easily taken.
     if unknown:
         shown = ", ".join(repr(message_id) for message_id in unknown[:SHOWN])
         more = " and more" if len(unknown) > SHOWN else ""

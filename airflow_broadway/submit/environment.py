@@ -33,14 +33,15 @@ __all__ = [
     "s3_settings",
 ]
 
+#: The oldest Java that Spark runs on.
 MIN_JAVA = 17
 
-#: For a local master, where most of the time is the start: half the CPU of Java's own defaults.
+#: For a local master, most of whose time goes into starting: half the CPU of Java's own defaults.
 LIGHT_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
-#: Out of memory in one of Spark's own threads otherwise leaves a driver that waits for ever.
+#: Without it a driver waits for ever when one of Spark's own threads has run out of memory.
 EXIT_ON_OUT_OF_MEMORY = "-XX:+ExitOnOutOfMemoryError"
-#: Stands before spark.driver.extraJavaOptions in every deploy mode, so users' own flags win.
+#: Java gets these before spark.driver.extraJavaOptions, in every deploy mode: users' flags win.
 _DEFAULT_OPTIONS = "spark.driver.defaultJavaOptions"
 
 _MASTER = re.compile(r"local(\[.*\])?|yarn.*|spark://.+|k8s://.+|mesos://.+")
@@ -173,9 +174,10 @@ def default_conf(
     """Settings that an application gets unless someone has set them: the operator, a properties
     file, or Spark's own defaults file.
 
-    One is always among them: the flag that ends a driver whose memory has run out, before whatever
-    default options of Java there are.
+    One is always among them: Java's default options, with the flag that ends a driver whose memory
+    has run out before whatever else is in them.
 
+    :param master: The Spark master's URL.
     :param given: The operator's ``conf``.
     :param elsewhere: What :func:`file_settings` found.
     """
@@ -201,7 +203,9 @@ def file_settings(
 ) -> dict[str, str]:
     """The settings of a properties file, or of Spark's own defaults file.
 
-    :param binary: The program, with its path where that is known: its Spark's file counts.
+    :param properties_file: The operator's; Spark then reads no other.
+    :param env: Variables of the program.
+    :param binary: The program, with its path where that is known: the file of its Spark counts.
     """
     if properties_file:
         return _settings_in(Path(properties_file))
@@ -233,13 +237,13 @@ def s3_settings(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """What Spark needs to reach a staging root in S3: settings, and secret variables.
 
-    Settings are for the bucket of the root alone, so that a lake elsewhere keeps its own.  Secrets
-    are never settings, which show on the command line: they go by the environment of the driver,
+    The settings are for the root's bucket alone, so that a lake elsewhere keeps its own.  Secrets
+    are never settings, which show on the command line.  They go by the environment of the driver,
     which Spark hands on to its executors.
 
     :param uri: The root as ``s3a://bucket/…``.
     :param connection: The Airflow AWS connection; ``None``: Spark's own chain of providers.
-    :param given: The operator's ``conf``.
+    :param given: The operator's ``conf``, which wins.
     """
     if connection is None:
         return {}, {}
@@ -251,7 +255,7 @@ def s3_settings(
     endpoint = (services.get("s3") or {}).get("endpoint_url") or extra.get("endpoint_url")
     if endpoint:
         conf[f"{prefix}.endpoint"] = str(endpoint)
-        # Virtual hosts of buckets exist at AWS; next to nowhere else.
+        # Hardly a store but AWS has a host of its own for each bucket.
         if "amazonaws.com" not in str(endpoint):
             conf[f"{prefix}.path.style.access"] = "true"
         ssl = not str(endpoint).startswith("http://")
@@ -270,7 +274,7 @@ def s3_settings(
 
 
 def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """The worker's Python for the driver, and for executors unless someone chose theirs."""
+    """Variables that name the worker's Python, for the driver and executors whose is not chosen."""
     made: dict[str, str] = {}
     if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
         made["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)

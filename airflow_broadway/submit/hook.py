@@ -1,4 +1,4 @@
-"""The provider's hook of spark-submit, with what the pipeline's application needs more."""
+"""The Spark provider's hook of spark-submit, with what our application needs more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEANINGS = {
 
 
 class SubmitHook(SparkSubmitHook):
-    """The provider's hook, with a program by its full path, variables, and a last step before."""
+    """The provider's hook, with a program by its full path, variables, and arguments made late."""
 
     _prepare: Callable[[], list[str]]
     _driver_env: dict[str, str]
@@ -38,8 +38,9 @@ class SubmitHook(SparkSubmitHook):
     ) -> SubmitHook:
         """The same hook, with more.
 
-        :param env: Variables of the process; unlike ``env_vars`` they never become settings, which
-            would show on the command line.
+        :param binary: The program, with its path.
+        :param env: Variables of the program's process.  Unlike ``env_vars`` they never become
+            settings, which would show on the command line.
         :param prepare: Called right before Spark is started; returns the application's arguments.
         """
         made = cls.__new__(cls)
@@ -54,7 +55,7 @@ class SubmitHook(SparkSubmitHook):
         try:
             return super().submit(application, **kwargs)
         finally:
-            # The provider leaves the pipe of a process that has ended to the collector.
+            # The provider leaves the pipe of a process that has ended to the garbage collector.
             process = self._submit_sp
             if process is not None and process.poll() is not None:
                 process.stdout.close()
@@ -65,7 +66,7 @@ class SubmitHook(SparkSubmitHook):
         code = None if self._submit_sp is None else self._submit_sp.poll()
         if code is None:
             return ""
-        # A shell, which spark-submit is, tells a signal by 128 and its number.
+        # spark-submit is a shell script, and a shell adds 128 to the number of a signal.
         number = -code if code < 0 else code - 128 if code > 128 else 0
         with suppress(ValueError):
             return f"exit code {code}: killed by {signal.Signals(number).name}"

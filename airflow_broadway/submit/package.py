@@ -1,7 +1,7 @@
-"""Ship code to Spark: one zip file of the pipeline's package, and of what the driver runs of ours.
+"""The code that is shipped to Spark: one zip file of the pipeline's package and of our own rooms.
 
-Made when the task runs, from the very files that this process imported: the run's own version of
-the Dag bundle.  The same files give the same bytes, so that equal runs submit equal applications.
+It is made when the task runs, from the very files that this process imported: the run's own version
+of the Dag bundle.  The same files give the same bytes, so equal runs submit equal applications.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from airflow_broadway.core.text import many
 
 __all__ = ["Shipment", "check_import", "ship"]
 
-#: The most bytes, before compression, that are shipped of a pipeline's package.
+#: Bytes of a pipeline's package that are shipped at most, before compression.
 MAX_BYTES = 32 * 1024 * 1024
-#: Seconds that loading a pipeline may take.
-CHECK_SECONDS = 120.0
+#: Seconds that the check of a pipeline may take.
+CHECK_TIMEOUT = 120.0
 
 _EXTENSIONS = (".so", ".pyd", ".dylib")
 _SKIPPED = ("__pycache__", "node_modules")
@@ -83,10 +83,12 @@ def ship(class_path: str, folder: Path) -> Shipment:
 def check_import(
     ref: Mapping[str, object], shipment: Shipment, *, py_files: Sequence[str] = (), python: str = ""
 ) -> list[str]:
-    """Load a pipeline as the driver will, without Spark: a JVM costs seconds, this a fraction.
+    """Load a pipeline as the driver will, but without Spark: that takes a fraction of a second.
 
-    :param py_files: The user's own, where they are local.
-    :returns: Warnings.
+    :param ref: The pipeline's reference.
+    :param py_files: The user's own, all of them local.
+    :param python: The Python to load it with; this one unless given.
+    :returns: Warnings, for people.
     :raises PipelineError: Naming what cannot be imported, and the cure.
     """
     path = [str(shipment.zip)]
@@ -103,11 +105,11 @@ def check_import(
             cwd=shipment.zip.parent,
             capture_output=True,
             text=True,
-            timeout=CHECK_SECONDS,
+            timeout=CHECK_TIMEOUT,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"loading the pipeline took more than {CHECK_SECONDS:g} s; it was not checked"]
+        return [f"loading the pipeline took more than {CHECK_TIMEOUT:g} s; it was not checked"]
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise PipelineError(
