@@ -19,7 +19,7 @@ from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["Address", "address_for", "address_of", "address_of_uri"]
 
-#: The most bytes of a frame that RabbitMQ agrees to unless told.
+#: The most bytes of a frame that RabbitMQ agrees to by default.
 _FRAME_MAX = 131072
 #: What the extra ``tls`` says when it is an object.
 _TLS = ("ca", "cert", "key", "server_name", "verify")
@@ -38,7 +38,7 @@ class Address:
         it counts as lost.
     :param frame_max: Bytes of a frame at most, as far as the broker agrees.
     :param channel_max: Channels at most, as far as the broker agrees.
-    :param client_properties: What the broker is told of this client, beside the connection's name.
+    :param client_properties: What the broker learns of this client, beside the connection's name.
     :param external: Whether the certificate says who logs in, instead of ``login``.
     :param tls: ``None`` without TLS; else ``ca``, ``cert``, ``key`` (paths), ``verify``,
         ``server_name``.
@@ -158,22 +158,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
     hosts = _hosts_of(connection.host, int(connection.port or (5672 if tls is None else 5671)))
     if not hosts:
         raise ConnectionMissing(f"{shown} names no host")
-    management = extra.get("management_url")
-    if management is False or management == "false":
-        management = ""
-    if management is not None and not isinstance(management, str):
-        raise ConnectionMissing(
-            f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
-        )
-    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
-    if mechanism not in ("plain", "external"):
-        raise ConnectionMissing(f"{shown}: its extra 'auth_mechanism' must be plain or external")
-    external = mechanism == "external"
-    if external and not (tls or {}).get("cert"):
-        raise ConnectionMissing(
-            f"{shown}: its extra 'auth_mechanism' is external, which needs TLS with a certificate:"
-            " the extras 'tls_cert' and 'tls_key'"
-        )
+    external = _is_external(extra, tls, shown)
     properties = extra.get("client_properties", {})
     if not isinstance(properties, Mapping):
         raise ConnectionMissing(f"{shown}: its extra 'client_properties' must be an object")
@@ -193,7 +178,7 @@ def address_of(connection: Connection, *, name: str) -> Address:
         external=external,
         tls=tls,
         name=name,
-        management_url=management,
+        management_url=_management_url_of(extra, shown),
     )
 
 
@@ -221,6 +206,32 @@ def _tls_of(
     if tls is not None and not isinstance(tls, Mapping):
         raise ConnectionMissing(f"{shown}: its extra 'tls' must be true, false or an object")
     return None if tls is None else {**tls, **single}
+
+
+def _is_external(extra: Mapping[str, Any], tls: Mapping[str, Any] | None, shown: str) -> bool:
+    """Whether the certificate says who logs in."""
+    mechanism = str(extra.get("auth_mechanism", "plain")).lower()
+    if mechanism not in ("plain", "external"):
+        raise ConnectionMissing(f"{shown}: its extra 'auth_mechanism' must be plain or external")
+    external = mechanism == "external"
+    if external and not (tls or {}).get("cert"):
+        raise ConnectionMissing(
+            f"{shown}: its extra 'auth_mechanism' is external, which needs TLS with a certificate:"
+            " the extras 'tls_cert' and 'tls_key'"
+        )
+    return external
+
+
+def _management_url_of(extra: Mapping[str, Any], shown: str) -> str | None:
+    """See :class:`Address`."""
+    url = extra.get("management_url")
+    if url is False or url == "false":
+        return ""
+    if url is not None and not isinstance(url, str):
+        raise ConnectionMissing(
+            f"{shown}: its extra 'management_url' must be an address, http(s)://host:port, or false"
+        )
+    return url
 
 
 def _number(

@@ -18,6 +18,10 @@ __all__ = [
     "translate",
 ]
 
+#: AMQP's codes of a connection that another may replace: closed in order, closed by force (an
+#: operator, or the broker stops), an internal error of the broker.
+_MAY_COME_BACK = (200, 320, 541)
+
 
 class Refused(ProducerError):
     """The broker closed a channel instead of doing what it was asked.
@@ -66,47 +70,55 @@ def translate(error: BaseException, address: Address, *, opened: bool = False) -
     """
     if isinstance(error, ProducerError):
         return error
-    from pika import exceptions
-
     causes = _causes(error)
+    for cause in causes:
+        refusal = _refusal(cause, address)
+        if refusal is not None:
+            return refusal
     where = f"RabbitMQ at {address.shown}"
     for cause in causes:
-        if (
-            isinstance(
-                cause, (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
+        code = getattr(cause, "reply_code", 0)
+        if code:
+            kind = ProducerUnavailable if code in _MAY_COME_BACK else ProducerError
+            return kind(
+                f"{where} closed the connection: {getattr(cause, 'reply_text', '')} ({code})"
             )
-            or getattr(cause, "reply_code", 0) == 403
-        ):
-            if address.external:
-                return ProducerError(
-                    f"{where} refused the login by certificate: it knows no user of that name, or"
-                    " lacks the plugin rabbitmq_auth_mechanism_ssl"
-                )
+    return _loss(next((c for c in causes if isinstance(c, OSError)), causes[-1]), where, opened)
+
+
+def _refusal(cause: BaseException, address: Address) -> ProducerError | None:
+    """What it means if it says why the broker does not serve this user, or takes nothing."""
+    from pika import exceptions
+
+    where, code = f"RabbitMQ at {address.shown}", getattr(cause, "reply_code", 0)
+    logins = (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError)
+    if isinstance(cause, logins) or code == 403:
+        if address.external:
             return ProducerError(
-                f"{where} refused the login of user {address.login!r}: wrong name or password, or"
-                " a user that may come from the broker's own host only"
+                f"{where} refused the login by certificate: it knows no user of that name, or"
+                " lacks the plugin rabbitmq_auth_mechanism_ssl"
             )
-        if isinstance(cause, exceptions.ProbableAccessDeniedError) or (
-            getattr(cause, "reply_code", 0) == 530
-        ):
-            return ProducerError(
-                f"{where} refused user {address.login!r} the virtual host"
-                f" {address.virtual_host!r}: it does not exist, or the user has no permission there"
-            )
-        if isinstance(cause, ssl.SSLError):
-            return ProducerError(f"{where}: TLS failed: {cause}")
-        if isinstance(cause, exceptions.ConnectionBlockedTimeout):
-            return Blocked(
-                f"{where} is short of memory or disk, and has taken nothing from this connection"
-                f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
-            )
-    closed = next((c for c in causes if getattr(c, "reply_code", 0)), None)
-    if closed is not None:
-        code = closed.reply_code  # type: ignore[attr-defined]
-        text = closed.reply_text  # type: ignore[attr-defined]
-        kind = ProducerUnavailable if code in (200, 320, 541) else ProducerError
-        return kind(f"{where} closed the connection: {text} ({code})")
-    cause = next((c for c in causes if isinstance(c, OSError)), causes[-1])
+        return ProducerError(
+            f"{where} refused the login of user {address.login!r}: wrong name or password, or"
+            " a user that may come from the broker's own host only"
+        )
+    if isinstance(cause, exceptions.ProbableAccessDeniedError) or code == 530:
+        return ProducerError(
+            f"{where} refused user {address.login!r} the virtual host"
+            f" {address.virtual_host!r}: it does not exist, or the user has no permission there"
+        )
+    if isinstance(cause, ssl.SSLError):
+        return ProducerError(f"{where}: TLS failed: {cause}")
+    if isinstance(cause, exceptions.ConnectionBlockedTimeout):
+        return Blocked(
+            f"{where} is short of memory or disk, and has taken nothing from this connection"
+            f" for {address.blocked_timeout:.0f} s: make room there and clear the task"
+        )
+    return None
+
+
+def _loss(cause: BaseException, where: str, opened: bool) -> ProducerError:
+    """What it means if the broker said nothing."""
     text = str(cause) or type(cause).__name__
     if isinstance(cause, socket.gaierror):
         text = f"the host's name is not known ({text})"

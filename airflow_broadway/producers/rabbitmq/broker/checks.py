@@ -94,21 +94,21 @@ class Role:
     arguments: Mapping[str, Any] | None = None
 
 
-def roles_of(producer: RabbitMQOptions, *, lease: str = "") -> list[Role]:
+def roles_of(options: RabbitMQOptions, *, lease: str = "") -> list[Role]:
     """Every queue that a run may use.
 
     :param lease: The lease queue, if it is known; else one like it.
     """
-    queues, quorum = QueueNames(producer.queue), producer.queue_type == "quorum"
+    queues, quorum = QueueNames(options.queue), options.queue_type == "quorum"
     plain = queues.returns_arguments(quorum=quorum)
     found = [
         Role("source", queues.source),
         Role(
             "lease",
             lease or queues.lease("any"),
-            lease_arguments(queues, producer.lease, quorum=quorum),
+            lease_arguments(queues, options.lease, quorum=quorum),
         ),
-        Role("spares", queues.spares(producer.lease), plain),
+        Role("spares", queues.spares(options.lease), plain),
         Role("returns", queues.returns, plain),
         Role("quarantine", queues.quarantine, plain),
     ]
@@ -116,7 +116,7 @@ def roles_of(producer: RabbitMQOptions, *, lease: str = "") -> list[Role]:
         Role("delay", queues.delay(step), queues.delay_arguments(step, quorum=quorum))
         for step in LADDER
     ]
-    place = producer.dead_letter
+    place = options.dead_letter
     if place is None:
         found.append(Role("dead", queues.dead, plain))
     elif isinstance(place, str):
@@ -126,14 +126,14 @@ def roles_of(producer: RabbitMQOptions, *, lease: str = "") -> list[Role]:
     return found
 
 
-def refuse_version(version: str, producer: RabbitMQOptions, where: str) -> None:
+def refuse_version(version: str, options: RabbitMQOptions, where: str) -> None:
     """Refuse a broker whose quorum queues lose what lapses.
 
     :param version: As the broker says; empty if it does not.
     :raises ProducerError: If it is too old for the custody that is wanted.
     """
     known = _numbers(version)
-    if known and known < _NEEDED and producer.queue_type == "quorum":
+    if known and known < _NEEDED and options.queue_type == "quorum":
         raise ProducerError(
             f"RabbitMQ at {where} is {version}: its quorum queues lose messages that lapse, which"
             " 3.10 and later do not; upgrade it, or use custody='staged' with"
@@ -149,7 +149,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_queues(
-    producer: RabbitMQOptions,
+    options: RabbitMQOptions,
     address: Address,
     *,
     version: str = "",
@@ -164,8 +164,8 @@ def check_queues(
     """
     try:
         management = Management(address)
-        found = list(_look(producer, management, version, lease, there))
-        if producer.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
+        found = list(_look(options, management, version, lease, there))
+        if options.queue_type == "quorum" and not _numbers(version) >= _WITHOUT_FLAGS:
             found += _flags(management)
     except Unseen as error:
         return [_unseen(str(error))]
@@ -179,19 +179,19 @@ def _unseen(why: str) -> Finding:
 
 
 def _look(
-    producer: RabbitMQOptions, management: Management, version: str, lease: str, there: bool
+    options: RabbitMQOptions, management: Management, version: str, lease: str, there: bool
 ) -> Iterator[Finding]:
-    roles = roles_of(producer, lease=lease)
+    roles = roles_of(options, lease=lease)
     policies = matched(
         [*management.policies(operator=False), *management.policies(operator=True)],
         [role.queue for role in roles],
     )
     for role in roles:
-        kind, arguments = producer.queue_type, role.arguments
+        kind, arguments = options.queue_type, role.arguments
         if arguments is None:
             known = management.queue(role.queue)
             if known is None and role.name == "source" and not there:
-                known = dict(producer.declare or {})
+                known = dict(options.declare or {})
             if known is None:
                 if role.name == "source":
                     yield _unseen(
@@ -209,18 +209,19 @@ def _look(
                 )
         settings = effective(role.queue, kind, arguments, policies)
         yield from judge(role, kind, settings)
-        if (
-            role.name == "source"
-            and kind == "quorum"
-            and _numbers(version) >= _LIMITED
-            and not {"delivery-limit", "dead-letter-exchange"} & settings.keys()
-        ):
-            yield Finding(
-                WARNING,
-                role.queue,
-                "has no delivery-limit and no dead-letter exchange: what was returned to it more"
-                " than 20 times, also by runs that died, is dropped",
-            )
+        if role.name == "source" and kind == "quorum" and _numbers(version) >= _LIMITED:
+            yield from _of_default_limit(role, settings)
+
+
+def _of_default_limit(role: Role, settings: Mapping[str, Setting]) -> Iterator[Finding]:
+    """What a release means for the source that limits deliveries by itself."""
+    if not {"delivery-limit", "dead-letter-exchange"} & settings.keys():
+        yield Finding(
+            WARNING,
+            role.queue,
+            "has no delivery-limit and no dead-letter exchange: what was returned to it more"
+            " than 20 times, also by runs that died, is dropped",
+        )
 
 
 def _flags(management: Management) -> Iterator[Finding]:
