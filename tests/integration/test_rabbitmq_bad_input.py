@@ -232,7 +232,7 @@ def test_headers_that_are_no_text_harm_nobody(place: Place) -> None:
     connection.post(
         lambda: channel.raw.basic_publish("", place.name, b"odd", raw_properties(properties))
     )
-    channel.shut()
+    channel.flush_and_close()
     connection.close()
     place.send(b"plain")
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
@@ -276,7 +276,7 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) ->
     for name, headers in HOSTILE.items():
         raw = raw_properties(encode({"headers": headers}))
         connection.post(partial(channel.raw.basic_publish, "", place.name, name.encode(), raw))
-    channel.shut()
+    channel.flush_and_close()
     connection.close()
     place.send(b"plain")
     sent = sorted([*HOSTILE, "plain"])

@@ -84,7 +84,7 @@ def test_headers_that_pika_cannot_read_are_moved_away_too(place: Place) -> None:
     channel = connection.channel()
     queue = place.queues.returns
     connection.post(lambda: channel.raw.basic_publish("", queue, b"odd", raw_properties(raw)))
-    channel.shut()
+    channel.flush_and_close()
     connection.close()
     sent = place.give_back(b"1")
 

@@ -7,10 +7,12 @@
     message  = body_length:u32 properties_length:u32 attempt:u32 crashes:u8 flags:u8
                route_length:u16 id_length:u8 id route properties body
 
-Numbers are big-endian and unsigned.  ``route`` and ``properties`` are the bytes of the delivery:
-the exchange and routing key as short strings, the content header from its property flags on.  The
-flag 1 is ``redelivered``.  ``version`` is raised when an old reader could misread a bundle; a
-reader that meets another one leaves the bundle where it is.
+Numbers are big-endian and unsigned.  ``route`` and ``properties`` are bytes of the delivery: its
+exchange and routing key as short strings; its content header from the property flags on.  The flag
+1 is ``redelivered``.
+
+``version`` is raised when an old reader could misread a bundle.  A reader that does not know a
+bundle's version leaves the bundle where it is.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class BundleError(ProducerError):
 class Held(NamedTuple):
     """One message in a bundle.
 
+    :param message_id: Its id, kept from its first receipt.
+    :param attempt: The attempt it is on, from 1.
     :param crashes: How many processes died while they held it.
     :param route: As in :class:`~airflow_broadway.producers.rabbitmq.amqp.wire.Delivered`.
     """

@@ -1,13 +1,13 @@
 """What a message carries that was published again, and how it is read back as what it was.
 
-A message that is given back, retried or set aside keeps every property and header of its own, byte
-for byte.  Beside them stand our headers: ``x-broadway``, its :class:`Mark`, and
-``x-broadway-original``, with what had to leave its place because it would do harm there: the route
-it came by, ``user_id``, ``expiration``, ``x-death``, ``CC`` and ``BCC``.  Who receives it puts all
-of that back, so that callbacks and dead letters see the message as it was first received.
+A message that is released, retried or set aside keeps all its properties and headers, byte for
+byte.  Two headers of ours are added: ``x-broadway`` is its :class:`Mark`; ``x-broadway-original``
+has what would do harm in its own place: the route it came by, ``user_id``, ``expiration``,
+``x-death``, ``CC`` and ``BCC``.  The run that receives it puts all of that back, so callbacks and
+dead letters see the message as it was first received.
 
-The mark is bound to the message by a digest.  Its header on another message, copied by whoever
-answers or forwards messages, is no mark.
+A digest binds the mark to its message.  Programs that answer or forward messages copy headers: a
+mark on another message is none.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Mark(NamedTuple):
     """What a message says of itself that was published again.
 
     :param message_id: Its id, kept from its first receipt.
-    :param released_by: The generation that gave it back, which does not take it again.
+    :param released_by: The generation that published it again, and does not take it itself.  The
+        header calls it ``giver``.
     :param attempt: The attempt it is on.
     :param turn: Which settling of that generation published it: each publishes a message once.
     :param digest: What it is bound to; see :func:`is_of`.

@@ -19,8 +19,8 @@ _NAME = re.compile(r"[0-9a-f]+\.[0-9a-f]+")
 def load_staged(header: Header, journal: Journal) -> list[Held]:
     """The messages that a bundle of staged custody refers to.
 
-    Who may publish can have written the header: only the file of that generation and bundle is
-    read, and only if it has the size that was noted.
+    Anybody who may publish can have written the header: so only the file of that generation and
+    bundle is read, and only if it has the size that the header says.
 
     :raises BundleError: If the file is missing or is not what was written.
     :raises StagingError: If the staging folder cannot be read now.

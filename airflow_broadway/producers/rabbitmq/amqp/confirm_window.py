@@ -1,9 +1,11 @@
 """The confirm rule, as a value without a network.
 
-What was published may be relied on once it is confirmed and was not returned: a return comes before
-its confirm and cancels it, a nack is a refusal, and confirms come out of order.  A delivery may be
-acknowledged once everything up to its own last publication may be relied on: in the order of the
-deliveries, which is that of :meth:`ConfirmWindow.reserve`, and not that of publishing.
+A publication may be relied on when the broker has confirmed it and has not returned it.  A return
+comes before the confirm and cancels it; a nack is a refusal; confirms come in any order.
+
+A delivery may be acknowledged when all that was made of it, and of the deliveries before it, may be
+relied on.  Their order is that of :meth:`ConfirmWindow.reserve`, not that of publishing: a bundle
+that is staged first is published late.
 """
 
 from __future__ import annotations

@@ -47,11 +47,13 @@ def select_confirms(
 
 
 class ConfirmChannel:
-    """One channel's confirm rule at work; all but the constructor is for the connection's thread.
+    """Publishes what is made of deliveries, and acknowledges these once that is confirmed.
+
+    All but the constructor is for the connection's thread.
 
     :param multiple: Whether all deliveries up to one are acknowledged together.
-    :param secured: Called with the loads of what may newly be relied on, just before their
-        deliveries are acknowledged.
+    :param secured: Called with the loads of what has just become certain, before their deliveries
+        are acknowledged.
     :param failed: Called once, when nothing more may be taken.
     :param what: What bundles are published to, for errors.
     :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
@@ -81,8 +83,7 @@ class ConfirmChannel:
     def reserve(self, key: str, *, tag: int | None = None, load: Any = None) -> Place:
         """A place in the order of the deliveries, for what :meth:`send` is to publish later.
 
-        ``tag`` is acknowledged, and ``load`` handed over, when this and all before may be relied
-        on.
+        ``tag`` is acknowledged, and ``load`` handed over, when this and all before is confirmed.
         """
         return self.window.reserve(key, tag, load)
 
@@ -126,7 +127,7 @@ class ConfirmChannel:
                 self.channel.raw.basic_nack(tag, requeue=True)
 
     def done(self, tag: int) -> None:
-        """Acknowledge ``tag`` when all that was published so far may be relied on."""
+        """Acknowledge ``tag`` when all that was published so far is confirmed."""
         if not self.window.extend(tag) and self.failure is None and self.channel.raw.is_open:
             self._ack([tag])
 

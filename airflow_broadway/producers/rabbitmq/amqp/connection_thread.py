@@ -1,8 +1,8 @@
 """One connection to RabbitMQ, run by a thread of its own.
 
 The thread keeps heartbeats going while callbacks take their time.  pika is not thread-safe: every
-use of it happens in that thread, by :meth:`ConnectionThread.post`, and the other threads wait for
-replies.  One is opened once and, once lost, stays lost; who wants to go on opens another.
+use of it happens in that thread, by :meth:`ConnectionThread.post`, and other threads wait for
+replies.  A connection that is lost stays lost; whoever wants to go on opens another.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class Reply:
         return self._value
 
 
-def _quiet() -> None:
-    """Let pika keep to itself, unless somebody has set the level of its logger.
+def _silence_pika() -> None:
+    """Silence pika's logger, unless somebody has set its level.
 
-    It reports every step at INFO, a queue that is not there yet as a warning, and a refusal as
-    several errors with stack traces; whatever of it matters comes to us, and is logged in one line.
+    pika logs every step at INFO, a queue that is not there yet as a warning, and a refusal as
+    several errors with stack traces.  What matters of that is logged here, in one line.
     """
     logger = logging.getLogger("pika")
     if logger.level == logging.NOTSET:
@@ -98,7 +98,7 @@ class ConnectionThread:
         self._raw: Any = None
         self._done = threading.Event()
         self._parameters = address.parameters()
-        _quiet()
+        _silence_pika()
         self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
         self._thread.start()
         try:
@@ -130,7 +130,7 @@ class ConnectionThread:
 
     @property
     def version(self) -> str:
-        """The broker's, as it says; empty if it does not."""
+        """The broker's version, as it says itself; empty if it does not."""
         version = (self._raw.server_properties or {}).get("version", "")
         return version.decode("utf-8", "replace") if isinstance(version, bytes) else str(version)
 
@@ -141,8 +141,9 @@ class ConnectionThread:
 
     @property
     def blocked(self) -> bool:
-        """Whether the broker takes nothing from this connection, or did so until just now: then
-        what is awaited may still come.
+        """Whether the broker takes nothing from this connection, or took nothing until just now.
+
+        Then what is awaited may still come.
         """
         since = time.monotonic() - self._changed_at
         return self.lost is None and (self._blocked or since < self.address.timeout)
@@ -332,7 +333,7 @@ class Channel:
         """Wait until it is closed, or ``seconds`` have passed."""
         self._gone.wait(seconds)
 
-    def shut(self) -> None:
+    def flush_and_close(self) -> None:
         """Close it, and wait until the broker has done all that came before."""
         if self.lost is None and self.connection.lost is None:
             try:

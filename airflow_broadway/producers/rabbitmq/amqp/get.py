@@ -104,7 +104,7 @@ class Getter:
 
     def close(self) -> None:
         """Close the channel, and wait for it: what was acknowledged is."""
-        self._channel.shut()
+        self._channel.flush_and_close()
 
     def _answer(self, delivered: Delivered | None) -> None:
         # pika keeps waiting for the message itself unless it is told.

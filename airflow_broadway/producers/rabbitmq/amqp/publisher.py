@@ -1,4 +1,4 @@
-"""Publishes many messages with confirms, from the thread that settles."""
+"""Publishes many messages with confirms, for a thread that waits for them all at the end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The ids of one generation's messages: no two of them share one.
 
-An id is made at a message's first receipt and kept when it is published again, in its mark.  Marks
-can be copied, with other headers, by whoever publishes what a queue held: so an id that comes twice
-names two messages, and the second is given another.  Only what two turns of one settlement
-published, as the journal shows, is the same message once more.
+An id is made at a message's first receipt.  When the message is published again, its mark keeps the
+id.  Programs that copy messages copy marks too: so an id that comes twice names two messages, and
+the second is given another id.  There is one exception: what two turns of one settlement published,
+as the journal shows, is the same message once more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages whose process died: they come in ever smaller portions, each alone in its run.
+"""Messages whose process died again and again: a generation takes ever fewer of them at a time.
 
-In the end a message that still kills its process is alone in its portion, and so is known by
-itself: it is set aside.
+It takes nothing beside them.  In the end one message is alone in its generation; if the process
+dies once more, that message is to blame, and is set aside.
 """
 
 from __future__ import annotations
