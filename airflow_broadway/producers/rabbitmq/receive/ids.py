@@ -48,7 +48,7 @@ class Ids:
 
         :param content: A hash of all that its repetition has in common with it.
         :param turn: The turn of settling that published it.
-        :param turns: Those that its giver's journal names.
+        :param turns: Those that the journal of who released it names.
         """
         before = self._taken.get(hash(message_id))
         if before is not None:
