@@ -37,7 +37,6 @@ __all__ = [
     "Mark",
     "TooLarge",
     "buried",
-    "is_of",
     "mark_of",
     "publication_key",
     "republished",
@@ -91,7 +90,7 @@ class Mark(NamedTuple):
         header calls it ``giver``.
     :param attempt: The attempt it is on.
     :param turn: Which settling of that generation published it: each publishes a message once.
-    :param digest: What it is bound to; see :func:`is_of`.
+    :param digest: What it is bound to; see :meth:`belongs_to`.
     """
 
     message_id: str
@@ -99,6 +98,10 @@ class Mark(NamedTuple):
     attempt: int
     turn: str = ""
     digest: str = ""
+
+    def belongs_to(self, message: Content) -> bool:
+        """Whether the mark was made for this very message."""
+        return self.digest == _digest(message)
 
 
 def mark_of(properties: bytes) -> Mark | None:
@@ -130,11 +133,6 @@ def mark_of(properties: bytes) -> Mark | None:
     if longest > _MAX_ID or mark.attempt > _MAX_ATTEMPT:
         return None  # not one of ours
     return mark
-
-
-def is_of(mark: Mark, message: Content) -> bool:
-    """Whether the mark was made for this very message."""
-    return mark.digest == _digest(message)
 
 
 def _digest(message: Content) -> str:

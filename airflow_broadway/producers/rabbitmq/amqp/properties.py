@@ -27,9 +27,9 @@ __all__ = [
     "fields_of",
     "join_entries",
     "join_fields",
+    "json_value",
     "load",
     "message_id_of",
-    "plain",
 ]
 
 #: Names of properties by their bit, from the highest.
@@ -231,12 +231,12 @@ def load(text: str | None) -> tuple[bytes, bytes, bool]:
         raise ProducerError(f"staged properties cannot be read: {error}") from None
 
 
-def plain(value: object) -> Any:
+def json_value(value: object) -> Any:
     """A value of a table as JSON has it: bytes as text, instants as ISO 8601."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, datetime):

@@ -16,7 +16,7 @@ from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import Mark, is_of, mark_of, publication_key
+from airflow_broadway.producers.rabbitmq.marks import Mark, mark_of, publication_key
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler, OpenBundle
@@ -171,7 +171,7 @@ class Consumer:
             delivered = backlog[0]
             tag, redelivered, route, properties, body = delivered
             mark = mark_of(properties)
-            if mark is not None and not is_of(mark, delivered):
+            if mark is not None and not mark.belongs_to(delivered):
                 mark, redelivered = None, True  # another message's header: a message like any other
             if mark is not None and not self._may_take(mark):
                 break

@@ -11,7 +11,7 @@ from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, dump, plain
+from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, dump, json_value
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
@@ -99,4 +99,4 @@ class MetadataMaker:
         headers = known.get("headers")
         if headers:
             known["headers"] = {k: v for k, v in headers.items() if k not in (MARK, ORIGINAL)}
-        return {name: plain(known.get(name)) for name in self._names}
+        return {name: json_value(known.get(name)) for name in self._names}

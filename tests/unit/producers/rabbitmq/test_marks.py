@@ -23,7 +23,6 @@ from airflow_broadway.producers.rabbitmq.marks import (
     Mark,
     TooLarge,
     buried,
-    is_of,
     mark_of,
     republished,
     restored,
@@ -61,7 +60,7 @@ def test_what_is_published_again_carries_its_mark() -> None:
     found = mark_of(made)
     assert found is not None
     assert found._replace(digest="") == MARKED
-    assert is_of(found, message(made))
+    assert found.belongs_to(message(made))
     assert decode(made)["headers"]["colour"] == "red"
     assert decode(made)["message_id"] == "theirs"
     assert decode(made)["delivery_mode"] == 2
@@ -160,9 +159,9 @@ def test_a_mark_is_bound_to_its_message() -> None:
     assert mark is not None
     answer = encode({"correlation_id": "2", "headers": decode(made)["headers"]})
 
-    assert is_of(mark, message(made))
-    assert not is_of(mark, message(made, b"another body"))
-    assert not is_of(mark, message(answer))
+    assert mark.belongs_to(message(made))
+    assert not mark.belongs_to(message(made, b"another body"))
+    assert not mark.belongs_to(message(answer))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
     decode,
     dump,
     encode,
+    json_value,
     load,
-    plain,
 )
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
@@ -108,7 +108,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @given(damaged())
 def test_damaged_properties_are_an_error_or_properties_and_nothing_else(data: bytes) -> None:
     try:
-        json.dumps(plain(decode(data)))
+        json.dumps(json_value(decode(data)))
     except ProducerError:
         pass
     mark_of(data)
@@ -126,7 +126,7 @@ def test_a_timestamp_that_python_has_no_date_for_is_kept(seconds: int) -> None:
 
     assert decode(data) == {"headers": {"sent": seconds}}
     assert encode(decode(data)) == data
-    assert plain(decode(data)) == {"headers": {"sent": seconds}}
+    assert json_value(decode(data)) == {"headers": {"sent": seconds}}
 
 
 def test_tables_nested_beyond_reason_are_refused() -> None:
@@ -148,4 +148,6 @@ def test_staging_keeps_route_and_properties_byte_for_byte(
 def test_metadata_values_are_json() -> None:
     value = {"at": datetime(2026, 1, 1, tzinfo=UTC), "raw": b"\xff", "nan": float("nan")}
 
-    assert plain([value]) == [{"at": "2026-01-01T00:00:00+00:00", "raw": "\\xff", "nan": "nan"}]
+    assert json_value([value]) == [
+        {"at": "2026-01-01T00:00:00+00:00", "raw": "\\xff", "nan": "nan"}
+    ]
