@@ -146,7 +146,7 @@ class StateFiles:
     def size(self, name: str) -> int | None:
         """Bytes of a file, as of now; ``None`` if there is none.
 
-        :raises StagingError: If that cannot be told.
+        :raises StagingError: If that cannot be read.
         """
         path = f"{self._root}/{name}"
         try:

@@ -22,9 +22,14 @@ Sendable = (
 
 
 def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
-    """A message's body, attributes as JSON, and delay in microseconds."""
+    """A message's body, attributes as JSON, and delay in microseconds.
+
+    :param place: Its place among those sent, for errors.
+    :raises ProducerError: If one of them is not what it must be.
+    """
     attributes: Mapping[str, Any] | None = None
     delay: float = 0.0
+    body: Any = message
     if isinstance(message, tuple):
         if len(message) == 2:
             body, attributes = message
@@ -32,8 +37,12 @@ def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
             body, attributes, delay = message
         else:
             _bad(place, "a body, (body, attributes) or (body, attributes, delay)", message)
-    else:
-        body = message
+    if delay and not (isinstance(delay, (int, float)) and 0 <= delay < MAX_DELAY):
+        _bad(place, "a delay in seconds of at least 0", delay)
+    return _body(body, place), _attributes(attributes, place), micros_of(delay) if delay else 0
+
+
+def _body(body: Any, place: int) -> bytes:
     if isinstance(body, str):
         try:
             body = body.encode()
@@ -50,21 +59,20 @@ def parts(message: Sendable, place: int) -> tuple[bytes, str | None, int]:
             f"message {place} was not sent: its body has {len(body)} bytes, and a row holds at most"
             f" {MAX_BODY}: store it elsewhere, and send its address"
         )
-    text = None
-    if attributes is not None:
-        if not isinstance(attributes, Mapping):
-            _bad(place, "attributes in a mapping", attributes)
-        try:
-            text = json.dumps(dict(attributes), allow_nan=False) if attributes else None
-        except (TypeError, ValueError) as error:
-            raise ProducerError(
-                f"message {place} was not sent: its attributes are no JSON: {error}"
-            ) from None
-    if delay:
-        if not isinstance(delay, (int, float)) or not 0 <= delay < MAX_DELAY:
-            _bad(place, "a delay in seconds of at least 0", delay)
-        return body, text, micros_of(delay)
-    return body, text, 0
+    return bytes(body)
+
+
+def _attributes(attributes: Any, place: int) -> str | None:
+    if attributes is None:
+        return None
+    if not isinstance(attributes, Mapping):
+        _bad(place, "attributes in a mapping", attributes)
+    try:
+        return json.dumps(dict(attributes), allow_nan=False) if attributes else None
+    except (TypeError, ValueError) as error:
+        raise ProducerError(
+            f"message {place} was not sent: its attributes are no JSON: {error}"
+        ) from None
 
 
 def _bad(place: int, rule: str, got: object) -> NoReturn:

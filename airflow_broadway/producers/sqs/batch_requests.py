@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.producers.sqs.client import Told
+from airflow_broadway.producers.sqs.client import BatchAnswer
 from airflow_broadway.producers.sqs.errors import Refused, retryable
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 
@@ -39,13 +39,13 @@ GONE: Final = frozenset(
     }
 )
 #: How often an entry is sent, and the seconds before the second time; doubled for each more.
-_TRIES: Final = 6
-_PAUSE: Final = 0.1
+_MOST_SENDS: Final = 6
+_RESEND_INTERVAL: Final = 0.1
 #: Entries refused each on its own after which, if none was ever taken, all others are refused too.
 _HOPELESS: Final = 10
 
 #: One request: takes entries, returns what was said of each.
-Call = Callable[[Sequence[Any]], Told]
+Call = Callable[[Sequence[Any]], BatchAnswer]
 
 
 class Refusal(NamedTuple):
@@ -160,17 +160,21 @@ class BatchRequests:
     def _request(self, call: Call, request: list[tuple[str, dict[str, Any]]]) -> dict[str, Refusal]:
         refused: dict[str, Refusal] = {}
         left = request
-        pause = _PAUSE
-        for attempt in range(1, _TRIES + 1):
-            told = call([{"Id": str(place), **entry} for place, (_, entry) in enumerate(left)])
-            failed = {str(each.get("Id")): each for each in told.failed}
+        pause = _RESEND_INTERVAL
+        for attempt in range(1, _MOST_SENDS + 1):
+            answer = call([{"Id": str(place), **entry} for place, (_, entry) in enumerate(left)])
+            failed = {str(each.get("Id")): each for each in answer.failed}
             again = []
             for place, (key, entry) in enumerate(left):
                 said = failed.get(str(place))
-                if said is None and str(place) in told.done:
+                if said is None and str(place) in answer.done:
                     continue
                 refusal, fault = _refusal(said)
-                if attempt < _TRIES and refusal.code not in GONE and retryable(refusal.code, fault):
+                if (
+                    attempt < _MOST_SENDS
+                    and refusal.code not in GONE
+                    and retryable(refusal.code, fault)
+                ):
                     again.append((key, entry))
                 else:
                     refused[key] = refusal._replace(unclear=attempt > 1)

@@ -1,6 +1,7 @@
 """The way to one queue: boto3's client, opened by the connection, and its errors translated.
 
-Everything is bulk: one call here is one request.  The client may be used from several threads.
+One call here is one request, of up to ten entries where SQS takes them in a batch.  The client may
+be used from several threads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "BatchAnswer",
     "Queue",
-    "Told",
     "boto_client",
     "endpoint_of",
     "open_queue",
@@ -48,16 +49,16 @@ def endpoint_of(url: str) -> str | None:
     return f"{urlsplit(url).scheme}://{host}"
 
 
-class Told(NamedTuple):
+class BatchAnswer(NamedTuple):
     """What SQS answered to a request of several entries: by their ``Id``."""
 
     done: frozenset[str]
     failed: list[dict[str, Any]]
 
 
-def _told(answer: Any) -> Told:
+def _answer_of(answer: Any) -> BatchAnswer:
     done = frozenset(str(each.get("Id")) for each in answer.get("Successful") or ())
-    return Told(done, list(answer.get("Failed") or ()))
+    return BatchAnswer(done, list(answer.get("Failed") or ()))
 
 
 class Queue:
@@ -83,15 +84,15 @@ class Queue:
             raise self._translated(error, "ReceiveMessage") from error
         return answer.get("Messages") or []
 
-    def delete(self, entries: Sequence[Any]) -> Told:
+    def delete(self, entries: Sequence[Any]) -> BatchAnswer:
         """One ``DeleteMessageBatch``."""
         try:
             answer: Any = self.client.delete_message_batch(QueueUrl=self.url, Entries=entries)
         except Exception as error:
             raise self._translated(error, "DeleteMessage") from error
-        return _told(answer)
+        return _answer_of(answer)
 
-    def change(self, entries: Sequence[Any]) -> Told:
+    def change(self, entries: Sequence[Any]) -> BatchAnswer:
         """One ``ChangeMessageVisibilityBatch``."""
         try:
             answer: Any = self.client.change_message_visibility_batch(
@@ -99,15 +100,15 @@ class Queue:
             )
         except Exception as error:
             raise self._translated(error, "ChangeMessageVisibility") from error
-        return _told(answer)
+        return _answer_of(answer)
 
-    def send(self, entries: Sequence[Any]) -> Told:
+    def send(self, entries: Sequence[Any]) -> BatchAnswer:
         """One ``SendMessageBatch``."""
         try:
             answer: Any = self.client.send_message_batch(QueueUrl=self.url, Entries=entries)
         except Exception as error:
             raise self._translated(error, "SendMessage") from error
-        return _told(answer)
+        return _answer_of(answer)
 
     def attributes(self, *names: Any) -> dict[str, str]:
         """One ``GetQueueAttributes``."""
@@ -146,7 +147,7 @@ class Queue:
 
 
 def _date_of(answer: Mapping[str, Any]) -> datetime | None:
-    """The server's own time, where the answer tells it."""
+    """The server's own time, where the answer has it."""
     headers = (answer.get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
     try:
         found = parsedate_to_datetime(headers["date"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 #: A message is renewed once no more than this part of its lease is left: twice a lease, and with
 #: at least one more look to come should it fail.
 RENEW_AT: Final = 0.6
-#: Seconds before SQS holds no longer from which on that is told at the latest.
-_LATE: Final = 3600.0
+#: Seconds before SQS holds no longer: from then on, at the latest, that is logged and reported.
+_WARNING_SECONDS: Final = 3600.0
 
 
 class SqsCustodian:
@@ -46,7 +47,7 @@ class SqsCustodian:
         self._requests = BatchRequests(producer.receive_concurrency, env.clock)
         self._opened: Queue | None = None
         self._known: dict[str, Receipts] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     # -- holding -------------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ class SqsCustodian:
         seconds = min(self._producer.visibility, int(last - now) - 1)
         due = receipts.due(horizon)
         if due and now + seconds > until + 1:
-            self._foretell(lease, last, now)
+            self._warn_of_limit(lease, last, now)
             self._renew(receipts, due, seconds)
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
@@ -86,21 +87,21 @@ class SqsCustodian:
         gone = [key for key, refusal in refused.items() if refusal.gone]
         if gone:
             log.error(
-                "SQS holds %d of %d messages no longer for this run: they are delivered again,"
-                " marked as redelivered",
+                "SQS holds %d of %s no longer for this run: they are delivered again, marked as"
+                " redelivered",
                 len(gone),
-                len(due),
+                many(len(due), "message"),
             )
             receipts.lose(gone)
         others = {refusal.text for refusal in refused.values() if not refusal.gone}
         if others:
             raise ProducerError("; ".join(sorted(others)))
 
-    def _foretell(self, lease: Lease, last: float, now: float) -> None:
+    def _warn_of_limit(self, lease: Lease, last: float, now: float) -> None:
         """Say ahead of time when SQS will renew no more."""
         left = last - now
-        if left < max(2 * lease.seconds, _LATE) and lease.generation not in self._told:
-            self._told.add(lease.generation)
+        if left < max(2 * lease.seconds, _WARNING_SECONDS) and lease.generation not in self._warned:
+            self._warned.add(lease.generation)
             log.warning(
                 "SQS holds a message for 12 hours from its receipt at most: what generation %s"
                 " holds lapses at %s, in %.0f minutes, and cannot be renewed beyond that",
@@ -144,16 +145,16 @@ class SqsCustodian:
         return report + SettleReport(errors=self._nearly_lapsed(receipts))
 
     def _nearly_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
-        """Tell in the report too that there was little time left: the next run may have none."""
+        """Report, too, that there was little time left: the next run may have none."""
         now = self._clock.now().timestamp()
         left = (receipts.since or now) + LONGEST_VISIBILITY - now
-        if left >= _LATE:
+        if left >= _WARNING_SECONDS:
             return ()
-        told = (
+        warning = (
             f"settled {left / 60:.0f} minutes before SQS's limit of 12 hours from receipt: what is"
             " held longer lapses; bound a run by max_messages or max_seconds"
         )
-        return (told,)
+        return (warning,)
 
     def _why_lapsed(self, receipts: Receipts) -> tuple[str, ...]:
         now = self._clock.now().timestamp()

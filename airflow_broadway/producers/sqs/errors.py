@@ -97,6 +97,29 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
     code = str(response["Error"].get("Code", ""))
     text = str(response["Error"].get("Message", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) or 0)
+    refused = _of_access(code, text, status, action, queue, where)
+    if refused is not None:
+        return refused
+    if code in _OVER_LIMIT:
+        return InFlightLimit(
+            f"the SQS queue {queue!r} has as many messages in flight as it may have"
+            f" ({IN_FLIGHT:,}): nothing more is received until runs settle what they hold"
+        )
+    if code in _THROTTLED:
+        return ProducerUnavailable(
+            f"AWS throttles {action} on {queue!r}, still after retries: try again later, or with a"
+            " lower receive_concurrency"
+        )
+    if code in _TRANSIENT or status >= 500:
+        return ProducerUnavailable(f"SQS could not do {action} on {queue!r} just now ({code})")
+    shown = text if len(text) <= 300 else f"{text[:297]}..."
+    return Refused(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
+
+
+def _of_access(
+    code: str, text: str, status: int, action: str, queue: str, where: str
+) -> Exception | None:
+    """The error of whom AWS does not let in: no such queue, no right, no valid credentials."""
     if code in MISSING_QUEUE:
         return ProducerError(
             f"there is no SQS queue {queue!r} {where}: check the queue's name, its region and its"
@@ -122,20 +145,7 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
             f"AWS denies {action} on {queue!r}: allow sqs:{action} on this queue for these"
             " credentials (docs/sqs.md has the least policy)"
         )
-    if code in _OVER_LIMIT:
-        return InFlightLimit(
-            f"the SQS queue {queue!r} has as many messages in flight as it may have"
-            f" ({IN_FLIGHT:,}): nothing more is received until runs settle what they hold"
-        )
-    if code in _THROTTLED:
-        return ProducerUnavailable(
-            f"AWS throttles {action} on {queue!r}, still after retries: try again later, or with a"
-            " lower receive_concurrency"
-        )
-    if code in _TRANSIENT or status >= 500:
-        return ProducerUnavailable(f"SQS could not do {action} on {queue!r} just now ({code})")
-    shown = text if len(text) <= 300 else f"{text[:297]}..."
-    return Refused(f"SQS refuses {action} on {queue!r} {where} ({code}): {shown}")
+    return None
 
 
 def _of_client(error: Exception, action: str, queue: str, where: str) -> Exception:

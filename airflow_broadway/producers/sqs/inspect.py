@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.sqs.client import Queue, open_queue
 from airflow_broadway.producers.sqs.errors import Denied
 from airflow_broadway.producers.sqs.limits import IN_FLIGHT
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 #: A release counts as a receive: below this, dead runs alone soon make dead letters.
 FEWEST_RECEIVES = 5
-#: Seconds by which this machine's clock may differ from SQS's before that is told.
+#: Seconds by which this machine's clock may differ from SQS's before that is logged.
 SKEW = 60.0
 
 
@@ -76,12 +77,11 @@ def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
     fewest = max(FEWEST_RECEIVES, producer.retry.max_attempts) if retries else FEWEST_RECEIVES
     if most and most < fewest:
         log.warning(
-            "the redrive policy of %r makes a message a dead letter after %d receives%s: here what"
-            " a dead or stopped run gives back counts as one too; set maxReceiveCount to %d or"
-            " more",
+            "the redrive policy of %r makes a message a dead letter after %s%s: here what a dead or"
+            " stopped run gives back counts as one too; set maxReceiveCount to %d or more",
             queue.name,
-            most,
-            f", before its {producer.retry.max_attempts} attempts are used up"
+            many(most, "receive"),
+            f", before its {many(producer.retry.max_attempts, 'attempt')} are used up"
             if retries and most < producer.retry.max_attempts
             else "",
             fewest,
@@ -91,7 +91,7 @@ def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
 
 
 def _compare_clocks(queue: Queue, clock: Clock) -> None:
-    """Leases end by our own clocks, on several machines: one that is wrong is told."""
+    """Leases end by our own clocks, on several machines: one that is wrong is logged."""
     if queue.answered_at is None:
         return
     ahead = (clock.now() - queue.answered_at).total_seconds()
@@ -111,11 +111,11 @@ def look_at_empty(producer: SqsOptions, queue: Queue) -> None:
     flight as it may have: it looks empty.
     """
     try:
-        told = queue.attributes("All")
+        attributes = queue.attributes("All")
     except BroadwayError:  # may be denied, and nothing depends on it
         return
-    visible = int(told.get("ApproximateNumberOfMessages", 0))
-    hidden = int(told.get("ApproximateNumberOfMessagesNotVisible", 0))
+    visible = int(attributes.get("ApproximateNumberOfMessages", 0))
+    hidden = int(attributes.get("ApproximateNumberOfMessagesNotVisible", 0))
     if not visible:
         return
     if hidden >= IN_FLIGHT:
@@ -129,9 +129,9 @@ def look_at_empty(producer: SqsOptions, queue: Queue) -> None:
         )
     elif producer.fifo and hidden:
         log.warning(
-            "about %d messages of the FIFO queue %r wait behind about %d in flight of their"
-            " groups: they come when these are settled",
-            visible,
+            "about %s of the FIFO queue %r waiting behind about %d in flight of the same groups, to"
+            " come when these are settled",
+            many(visible, "message"),
             queue.name,
             hidden,
         )
@@ -142,7 +142,7 @@ def depth(producer: SqsOptions, env: ProducerEnv) -> QueueDepth | None:
     queue = open_queue(producer, env)
     try:
         try:
-            told = queue.attributes("All")
+            attributes = queue.attributes("All")
         except Denied:
             return None
         try:
@@ -150,9 +150,9 @@ def depth(producer: SqsOptions, env: ProducerEnv) -> QueueDepth | None:
         except BroadwayError:  # none, or not to be looked at
             letters = {}
         return QueueDepth(
-            ready=int(told.get("ApproximateNumberOfMessages", 0)),
-            delayed=int(told.get("ApproximateNumberOfMessagesDelayed", 0)),
-            leased=int(told.get("ApproximateNumberOfMessagesNotVisible", 0)),
+            ready=int(attributes.get("ApproximateNumberOfMessages", 0)),
+            delayed=int(attributes.get("ApproximateNumberOfMessagesDelayed", 0)),
+            leased=int(attributes.get("ApproximateNumberOfMessagesNotVisible", 0)),
             dead=int(letters.get("ApproximateNumberOfMessages", 0)),
             oldest_age=None,
         )

@@ -214,6 +214,12 @@ class SqsOptions(Producer):
             checked = self.check_action(name, value, f"SqsProducer.{name}")
             if checked != value:
                 object.__setattr__(self, name, checked)
+        self._check_queue()
+        self._default("lease", self.visibility_timeout or 900.0)
+        if not _is_open(self):
+            self._check_lease()
+
+    def _check_queue(self) -> None:
         if self.queue_url is not None and self.queue_name is not None:
             raise OptionsError(
                 "SqsProducer.queue_name",
@@ -225,15 +231,14 @@ class SqsOptions(Producer):
                 "SqsProducer.queue_url",
                 'SqsProducer(queue_name="orders"), or its whole address as queue_url',
             )
-        told = region_of(self.queue_url or "")
-        if told is not None and self.region_name not in (None, told) and not _is_open(self):
+        region = region_of(self.queue_url or "")
+        if region is not None and self.region_name not in (None, region) and not _is_open(self):
             raise OptionsError(
-                "SqsProducer.region_name", f"{told!r}, the region of queue_url", self.region_name
+                "SqsProducer.region_name", f"{region!r}, the region of queue_url", self.region_name
             )
+
+    def _check_lease(self) -> None:
         given = self.visibility_timeout
-        self._default("lease", given or 900.0)
-        if _is_open(self):
-            return
         if self.lease > LONGEST_VISIBILITY:
             raise OptionsError(
                 "SqsProducer.lease",

@@ -34,11 +34,11 @@ _KEYS: Final = ("MessageId", "ReceiptHandle")
 _SPAN: Final = "sqs.receive_messages"
 _EVENTS: Final = tuple(f"{_SPAN}.{end}" for end in ("start", "stop", "exception"))
 #: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
-_PATIENCE: Final = 120.0
+_RECEIVE_TIMEOUT: Final = 120.0
 #: The same of a run that was told to stop.
-_HURRIED: Final = 1.0
+_STOPPING_TIMEOUT: Final = 1.0
 #: Seconds between two looks at whether it was.
-_LOOK: Final = 0.2
+_STOP_CHECK_INTERVAL: Final = 0.2
 
 
 class Answer(NamedTuple):
@@ -117,13 +117,13 @@ class Polls:
 
         :raises Exception: What a receive raised, once all that was found before is taken.
         """
-        end = time.monotonic() + min(timeout, _PATIENCE)
+        end = time.monotonic() + min(timeout, _RECEIVE_TIMEOUT)
         with self._changed:
             while not self._answers and self._flying and self._error is None:
                 left = end - time.monotonic()
                 if left <= 0 or self._hurry():
                     return None
-                self._changed.wait(min(left, _LOOK))
+                self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
             if self._answers:
                 answer = self._answers.popleft()
                 self._waiting -= len(answer.messages)
@@ -160,15 +160,15 @@ class Polls:
         with self._changed:
             self._closed = True
             self._credit = 0
-            end = time.monotonic() + _PATIENCE
+            end = time.monotonic() + _RECEIVE_TIMEOUT
             hurried = False
             while self._flying:
                 if not hurried and self._hurry():
-                    hurried, end = True, min(end, time.monotonic() + _HURRIED)
+                    hurried, end = True, min(end, time.monotonic() + _STOPPING_TIMEOUT)
                 left = end - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(min(left, _LOOK))
+                self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
             answers = list(self._answers)
             self._answers.clear()
             self._waiting = 0
@@ -190,15 +190,13 @@ class Polls:
 
         :param scout: Whether it asks for all, because the queue is quiet.
         """
-        while True:
+        goes_on = True
+        while goes_on:
             with self._changed:
-                asked = min(self._most, self._credit)
-                in_vain = self._quiet and not scout  # found while this one started
-                if asked <= 0 or in_vain or self._closed or self._error is not None:
+                asked = self._claim(scout=scout)
+                if not asked:
                     self._end()
                     return
-                self._credit -= asked
-                self._asked += asked
                 early = not self._quiet
                 self._early += early
             at = self._clock.now().timestamp()
@@ -212,24 +210,40 @@ class Polls:
                 gone = self._gone
                 self._asked -= asked
                 self._early -= early
-                if error is not None:
-                    self._error = self._error or error
-                elif found:
-                    self._credit += asked - len(found)
-                    if not gone:
-                        self._waiting += len(found)
-                        self._answers.append(Answer(at, found))
-                    self._quiet, self._quiet_until = False, 0.0
+                self._take_in(Answer(at, found), asked, error)
+                goes_on = error is None and bool(found)
+                if goes_on:
+                    self._changed.notify_all()
                 else:
-                    self._credit += asked
-                    self._quiet = True
-                    self._quiet_until = self._clock.monotonic() + self._interval
-                if error is not None or not found:
                     self._end()
-                    return
-                self._changed.notify_all()
-            if gone:
+            if gone and found:
                 self._late(found)
+
+    def _claim(self, *, scout: bool) -> int:
+        """How many messages to ask for now; 0: none."""
+        asked = min(self._most, self._credit)
+        in_vain = self._quiet and not scout  # found while this one started
+        if asked <= 0 or in_vain or self._closed or self._error is not None:
+            return 0
+        self._credit -= asked
+        self._asked += asked
+        return asked
+
+    def _take_in(self, answer: Answer, asked: int, error: Exception | None) -> None:
+        """Keep what a receive found, for whoever takes it, and learn whether the queue is quiet."""
+        found = answer.messages
+        if error is not None:
+            self._error = self._error or error
+        elif found:
+            self._credit += asked - len(found)
+            if not self._gone:
+                self._waiting += len(found)
+                self._answers.append(answer)
+            self._quiet, self._quiet_until = False, 0.0
+        else:
+            self._credit += asked
+            self._quiet = True
+            self._quiet_until = self._clock.monotonic() + self._interval
 
     def _end(self) -> None:
         self._flying -= 1

@@ -23,7 +23,7 @@ from airflow_broadway.producers.kit.plan import plan_of
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import LAPSED, BatchRequests, Call, Refusal
-from airflow_broadway.producers.sqs.client import Queue, Told
+from airflow_broadway.producers.sqs.client import BatchAnswer, Queue
 from airflow_broadway.producers.sqs.inspect import dead_letter_queue
 from airflow_broadway.producers.sqs.limits import LONGEST_VISIBILITY, MAX_BODY
 from airflow_broadway.producers.sqs.receipts import Receipts, ReceiptsFolder
@@ -161,9 +161,9 @@ class QueueSettlement:
     def report(self, done: Iterable[Action]) -> SettleReport:
         """The report of what was done, and of what was refused on the way."""
         if self._cut:
-            self._tell(
+            self._note_error(
                 f"SQS hides a message for 12 hours from its receipt at most: the delay of"
-                f" {self._cut} messages was cut to the {self._left} s that remained"
+                f" {many(self._cut, 'message')} was cut to the {self._left:,} s that remained"
             )
         return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
 
@@ -191,14 +191,14 @@ class QueueSettlement:
     def _while_held(self, call: Call) -> Call:
         """The request, as long as the lease lasts; then every entry of it has lapsed."""
 
-        def checked(entries: Sequence[Any]) -> Told:
+        def checked(entries: Sequence[Any]) -> BatchAnswer:
             now = self._clock.now().timestamp()
             if now >= self._until:
                 self._until = self._held_until()
             if now < self._until:
                 return call(entries)
             failed = {"Code": LAPSED, "SenderFault": True, "Message": "the lease has lapsed"}
-            return Told(frozenset(), [{"Id": entry["Id"], **failed} for entry in entries])
+            return BatchAnswer(frozenset(), [{"Id": entry["Id"], **failed} for entry in entries])
 
         return checked
 
@@ -255,10 +255,10 @@ class QueueSettlement:
         """Where dead letters go, and how large they may be."""
         target = dead_letter_queue(self._producer, self._queue)
         try:
-            told = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
+            most = target.attributes("MaximumMessageSize").get("MaximumMessageSize")
         except BroadwayError:  # may be denied, and is not needed
-            told = None
-        return target, int(told or MAX_BODY)
+            most = None
+        return target, int(most or MAX_BODY)
 
     def _receipt(self, key: str) -> str:
         return self._receipts.handles.get(key) or self._entries[key].receipt
@@ -278,15 +278,15 @@ class QueueSettlement:
                 done[key] = action
                 return
             self._lapsed += 1
-            self._tell(
+            self._note_error(
                 f"SQS holds messages no longer for this run ({refusal.code}): they are delivered"
                 " again, marked as redelivered"
             )
             return
         self._failed += 1
-        self._tell(refusal.text if not refusal.code else f"{refusal.code}: {refusal.text}")
+        self._note_error(refusal.text if not refusal.code else f"{refusal.code}: {refusal.text}")
 
-    def _tell(self, error: str) -> None:
+    def _note_error(self, error: str) -> None:
         if error not in self._errors:
             log.warning("%s", error)
             self._errors.append(error)
@@ -312,9 +312,9 @@ class QueueSettlement:
                 receipts.blocked.add(group)
         if held:
             log.info(
-                "%d messages were handled after one of their message group that comes again: they"
-                " are given back, to be handled again in order.",
-                held,
+                "%s handled after one of their message group that comes again: given back, to be"
+                " handled again in order.",
+                many(held, "message"),
             )
         return made
 

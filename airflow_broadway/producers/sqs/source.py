@@ -16,6 +16,7 @@ from airflow_broadway.core.errors import (
     ProducerUnavailable,
 )
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.state_files import day_of
 from airflow_broadway.producers.sqs.batch_requests import BatchRequests
 from airflow_broadway.producers.sqs.client import open_queue
@@ -39,31 +40,25 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which a receive gathers, after its first message, what comes within its demand: a
 #: portion of receipts is a file, where they are written down.
-_GATHER, _GATHER_FILES = 0.05, 1.0
+_GATHER_TIMEOUT, _GATHER_TIMEOUT_FILES = 0.05, 1.0
 #: The part of a lease after which what waits in this process is renewed before it is handed out.
-_STALE: Final = 0.3
+_STALE_PART: Final = 0.3
 #: Messages up to which a demand is handed out whole.
-_SMALL: Final = 200
+_LARGEST_WHOLE_DEMAND: Final = 200
 #: Seconds for which SQS may be out of reach before the run ends with an error, and between tries.
-_OUTAGE, _AGAIN = 60.0, 2.0
+_OUTAGE_TIMEOUT, _RECEIVE_AGAIN_INTERVAL = 60.0, 2.0
 #: Seconds between two looks at why a queue seems empty.
-_LOOK: Final = 60.0
+_EMPTY_CHECK_INTERVAL: Final = 60.0
 #: The least seconds worth sleeping.
-_TICK: Final = 0.02
+_SHORTEST_SLEEP: Final = 0.02
 
 
 class SqsSource:
     """Receives for one generation."""
 
     def __init__(self, producer: SqsOptions, env: ProducerEnv) -> None:
-        if producer.visibility_timeout == 0:
-            raise ProducerError(
-                "visibility_timeout=0 hides a message from nobody, so no run can hold it: leave it"
-                " out, or give the seconds of a lease"
-            )
-        self._producer = producer
-        self._env = env
-        self._clock = env.clock
+        _check_visibility(producer)
+        self._producer, self._env, self._clock = producer, env, env.clock
         self._queue = open_queue(producer, env)
         try:
             check(producer, self._queue, env.clock)
@@ -94,11 +89,11 @@ class SqsSource:
         self._unsecured: tuple[dict[str, str], dict[str, str], float] | None = None
         #: Messages secured: all that the generation holds.
         self._secured = 0
-        self._gather = _GATHER_FILES if self._folder.durable else _GATHER
+        self._gather = _GATHER_TIMEOUT_FILES if self._folder.durable else _GATHER_TIMEOUT
         self._position = 0
         self._full = False
         self._trouble: float | None = None
-        self._told = False
+        self._warned_of_groups = False
         self._look_at = 0.0
         self._stopped = False
         self._closed = False
@@ -146,7 +141,7 @@ class SqsSource:
         """Once in a while, say why nothing comes if there is something."""
         now = self._clock.monotonic()
         if self._polls.quiet and not self._full and now >= self._look_at:
-            self._look_at = now + _LOOK
+            self._look_at = now + _EMPTY_CHECK_INTERVAL
             look_at_empty(self._producer, self._queue)
 
     def _collect(self, demand: int, end: float) -> None:
@@ -157,7 +152,7 @@ class SqsSource:
         clock, polls = self._clock, self._polls
         gathering: float | None = None
         # Of a large demand a half is handed out while the other half is on its way.
-        enough = demand if demand <= _SMALL else demand // 2
+        enough = demand if demand <= _LARGEST_WHOLE_DEMAND else demand // 2
         while len(self._ready) < enough and not self._env.stopping():
             if gathering is not None and clock.monotonic() >= gathering:
                 break
@@ -171,14 +166,14 @@ class SqsSource:
                 self._ready += [(answer.at, raw) for raw in answer.messages]
                 gathering = gathering or clock.monotonic() + self._gather
             elif self._trouble is not None:
-                clock.sleep(_AGAIN)
+                clock.sleep(_RECEIVE_AGAIN_INTERVAL)
             elif polls.flying:
                 if not patient:  # waited for as long as is left
                     break
             elif left <= 0 or self._ready:
                 break
             else:
-                clock.sleep(min(left, left if self._full else max(polls.pause, _TICK)))
+                clock.sleep(min(left, left if self._full else max(polls.pause, _SHORTEST_SLEEP)))
 
     def _answer(self, wait: float) -> Answer | None:
         """The next answer; ``None`` if there was none, or SQS is out of reach for now."""
@@ -193,7 +188,7 @@ class SqsSource:
         except ProducerUnavailable as error:
             now = self._clock.monotonic()
             self._trouble = now if self._trouble is None else self._trouble
-            if now - self._trouble >= _OUTAGE:
+            if now - self._trouble >= _OUTAGE_TIMEOUT:
                 raise
             log.warning("%s; trying again", error)
             return None
@@ -250,9 +245,11 @@ class SqsSource:
     def _still_held(self, taken: list[tuple[float, Any]], lease: int) -> list[tuple[float, Any]]:
         """``taken`` with what has waited here for long held anew, if it still can be."""
         now = self._clock.now().timestamp()
-        if now - taken[0][0] <= _STALE * lease:
+        if now - taken[0][0] <= _STALE_PART * lease:
             return taken
-        receipts = {raw["ReceiptHandle"]: raw for at, raw in taken if now - at > _STALE * lease}
+        receipts = {
+            raw["ReceiptHandle"]: raw for at, raw in taken if now - at > _STALE_PART * lease
+        }
         refused = self._requests.send(
             self._queue.change,
             ((each, {"ReceiptHandle": each, "VisibilityTimeout": lease}) for each in receipts),
@@ -267,8 +264,8 @@ class SqsSource:
         if not self._producer.fifo:
             return {}
         groups = {key: group_of(raw) for key, raw in fresh.items()}
-        if "" in groups.values() and not self._told:
-            self._told = True
+        if "" in groups.values() and not self._warned_of_groups:
+            self._warned_of_groups = True
             log.warning(
                 "messages of the FIFO queue %r carry no message group: they count as one group, in"
                 " order of arrival; send them with a MessageGroupId",
@@ -359,10 +356,10 @@ class SqsSource:
         try:
             refused = self._requests.send(self._queue.change, _shown(spare.items()))
         except BroadwayError as error:  # tried once more at the very end
-            log.warning("Could not give back %d unused messages: %s", len(spare), error)
+            log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
             return
         self._spare.clear()
-        log.info("Gave back %d messages unused.", len(spare) - len(refused))
+        log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
 
     def _give_back_late(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Give back what a receive found that nobody waited for any more; in its own thread."""
@@ -370,7 +367,7 @@ class SqsSource:
         try:
             self._queue.change([{"Id": key, **entry} for key, entry in entries])
         except BroadwayError as error:
-            log.warning("Could not give back %d unused messages: %s", len(found), error)
+            log.warning("Could not give back %s unused: %s", many(len(found), "message"), error)
 
     def close(self) -> None:
         if self._closed:
@@ -386,6 +383,18 @@ class SqsSource:
             if not self._polls.flying:  # else what it finds is still to be given back
                 self._queue.close()
             self._folder.close(self._env.generation)
+
+
+def _check_visibility(producer: SqsOptions) -> None:
+    """Refuse what makes no lease, though SQS takes it.
+
+    :raises ProducerError: If the visibility timeout is 0.
+    """
+    if producer.visibility_timeout == 0:
+        raise ProducerError(
+            "visibility_timeout=0 hides a message from nobody, so no run can hold it: leave it"
+            " out, or give the seconds of a lease"
+        )
 
 
 def _shown(receipts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:

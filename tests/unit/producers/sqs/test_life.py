@@ -73,7 +73,7 @@ def test_a_hundred_thousand_messages_are_held_for_twelve_hours_and_settled(
         assert report.total == COUNT
         cut, near = report.errors
         assert near.startswith("settled 30 minutes before SQS's limit of 12 hours from receipt")
-        assert "the delay of 1000 messages was cut" in cut
+        assert "the delay of 1,000 messages was cut" in cut
         assert fake.requests["DeleteMessage"] == (COUNT - 3000) / 10
         assert fake.left() == 3000
         assert len(fake.waiting()) == 2000

@@ -251,7 +251,7 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
 def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(polling, "_PATIENCE", 0.05)
+    monkeypatch.setattr(polling, "_RECEIVE_TIMEOUT", 0.05)
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         asked, go_on = threading.Event(), threading.Event()
 
@@ -283,7 +283,7 @@ def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(
     concurrency: int, wait: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
-    monkeypatch.setattr(polling, "_HURRIED", 0.05)
+    monkeypatch.setattr(polling, "_STOPPING_TIMEOUT", 0.05)
     told, go_on = threading.Event(), threading.Event()
     polls: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
     with halves(stopping=told.is_set, **polls) as run:
