@@ -154,7 +154,3 @@ def _read_work(files: Files, given: argparse.Namespace) -> Work:
             f" {__version__}: another copy stands before the one that was shipped on sys.path"
         )
     return work
-
-
-if __name__ == "__main__":
-    sys.exit(main())

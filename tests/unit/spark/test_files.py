@@ -37,28 +37,6 @@ def test_others_need_one_with_a_jvm(session: object) -> None:
         open_files("s3a://bucket/run", session)
 
 
-def test_an_object_that_is_half_written_is_given_up_and_never_closed() -> None:
-    # Given a store that publishes an object once its stream is closed
-    stream = mock.Mock()
-    files = object.__new__(HadoopFiles)
-    files._jvm = mock.Mock()
-    files._renames = False
-    writer = files._jvm.java.io.OutputStreamWriter.return_value
-
-    # When the text breaks off
-    def broken() -> Iterator[str]:
-        yield "half"
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        files._write(stream, broken())
-
-    # Then nothing is published
-    stream.abort.assert_called_once_with()
-    stream.close.assert_not_called()
-    writer.close.assert_not_called()
-
-
 def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:
     """The files of a store behind a JVM that is not there."""
     spark = mock.Mock()
@@ -68,6 +46,26 @@ def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:
     fs.exists.return_value = False
     spark._jvm.org.apache.hadoop.util.VersionInfo.getVersion.return_value = "3.3.4"
     return HadoopFiles(spark, uri)
+
+
+def test_an_object_that_is_half_written_is_given_up_and_never_closed() -> None:
+    # Given a store that publishes an object once its stream is closed
+    files = hadoop("gs://bucket/run", conditional=False)
+    stream = files._fs.create.return_value
+    writer = files._jvm.java.io.OutputStreamWriter.return_value
+
+    # When the text breaks off
+    def broken() -> Iterator[str]:
+        yield "half"
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        files.write_lines("a/b.jsonl", broken())
+
+    # Then nothing is published
+    stream.abort.assert_called_once_with()
+    stream.close.assert_not_called()
+    writer.close.assert_not_called()
 
 
 @pytest.mark.parametrize("uri", ["s3a://bucket/run", "s3://bucket/run"])

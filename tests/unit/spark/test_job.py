@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.formats.sums import sealed
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import job, launcher
 from airflow_broadway.spark.application import REFUSED
-from tests.unit.spark.plans import Planned, Staged, rows
 
 
 def work_file(root: Path, class_path: str) -> Work:
@@ -65,23 +60,6 @@ def test_a_driver_that_would_get_a_session_of_spark_connect_refuses(
     given = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1)]
     assert job.main([*given, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: Spark Connect is not supported yet" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("path", "../../../other"), ("path", "batches/other"), ("data", ["../../../other.parquet"])],
-)
-def test_a_plan_that_names_files_elsewhere_is_refused(
-    tmp_path: Path, name: str, value: object
-) -> None:
-    staged = Staged(tmp_path)
-    plan = staged.plan("default", [Planned("b0", rows(1))])
-    file = tmp_path / plan.path / "plan.jsonl"
-    head, *batches = file.read_text().splitlines()
-    changed = sealed({**json.loads(head), name: value})  # who may write here may seal, too
-    file.write_text("\n".join([changed, *batches]))
-    with pytest.raises(StagingError, match="names files outside its folder"):
-        BatchPlan.read(staged.files, plan.path)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.4.9", False), ("3.5.0", True)])
