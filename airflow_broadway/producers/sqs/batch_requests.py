@@ -26,7 +26,7 @@ __all__ = ["GONE", "LAPSED", "BatchRequests", "Call", "Refusal"]
 
 log = logging.getLogger(__name__)
 
-#: Ours, for what is not asked of SQS any more because the lease is over.
+#: Our own code: an entry was not sent, because the lease is over.
 LAPSED: Final = "LeaseLapsed"
 #: Codes that say: this receipt holds the message no longer.
 GONE: Final = frozenset(
@@ -38,10 +38,10 @@ GONE: Final = frozenset(
         "ReceiptHandleIsInvalid",
     }
 )
-#: How often an entry is sent, and the seconds before the second time; doubled for each more.
+#: How often an entry is sent; and the seconds before the second time, doubled for each more.
 _MOST_SENDS: Final = 6
 _RESEND_INTERVAL: Final = 0.1
-#: Entries refused each on its own after which, if none was ever taken, all others are refused too.
+#: Entries that were refused, each sent alone, and none taken: then all others are refused too.
 _HOPELESS: Final = 10
 
 #: One request: takes entries, returns what was said of each.
@@ -51,7 +51,7 @@ Call = Callable[[Sequence[Any]], BatchAnswer]
 class Refusal(NamedTuple):
     """Why SQS did not do what an entry asked.
 
-    :param unclear: Whether it was asked before, and SQS did not say clearly what it did.
+    :param unclear: Whether the entry was sent before, and SQS may have carried it out then.
     """
 
     code: str

@@ -29,8 +29,8 @@ __all__ = ["SqsCustodian"]
 
 log = logging.getLogger(__name__)
 
-#: A message is renewed once no more than this part of its lease is left: twice a lease, and with
-#: at least one more look to come should it fail.
+#: A message is renewed when so much of its lease is left: about twice a lease, and early enough
+#: for another look, should one fail.
 RENEW_AT: Final = 0.6
 #: Seconds before SQS holds no longer: from then on, at the latest, that is logged and reported.
 _WARNING_SECONDS: Final = 3600.0

@@ -97,7 +97,7 @@ class Polls:
         self._early = 0
 
     def want(self, demand: int) -> None:
-        """Let ``demand`` messages be in flight or waiting, all told."""
+        """Let ``demand`` messages be in flight or waiting, in all."""
         with self._changed:
             self._credit = demand - self._waiting - self._asked
             if self._closed or self._error is not None or self._credit <= 0:

@@ -101,7 +101,10 @@ class Reader:
         at: datetime,
         position: int,
     ) -> Message:
-        """The message; raises whatever its contents make fail."""
+        """The message.
+
+        :raises Exception: Any, if SQS's answer lacks what every message has.
+        """
         body = raw["Body"].encode("utf-8", "surrogatepass")
         delivery = Delivery(payload=body, properties=properties_of(raw))
         return Message(

@@ -44,7 +44,7 @@ _NO_BODY: Final = (
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
 #: What SQS removes for good.
 _REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
-#: What behind such a message becomes a release.
+#: Verdicts that become a release behind a message of their group that comes again.
 _ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
@@ -294,9 +294,10 @@ class QueueSettlement:
     # -- FIFO ----------------------------------------------------------------------------------
 
     def _held_back(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-        """The verdicts with all given back that follow one which comes again, in their group: they
-        are handled again after it, in order.  So are those that failed: they may have, because it
-        had, and their attempt is not used up.
+        """The verdicts, with what follows a message that comes again given back, in each group.
+
+        It is handled again after that message, in order.  What failed is given back too: it may
+        have failed because the one before it did, and so uses up no attempt.
         """
         receipts = self._receipts
         made = dict(verdicts)

@@ -38,16 +38,16 @@ __all__ = ["SqsSource"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which a receive gathers, after its first message, what comes within its demand: a
-#: portion of receipts is a file, where they are written down.
+#: Seconds for which a receive waits for more messages after its first; longer where their receipts
+#: are written to a file.
 _GATHER_TIMEOUT, _GATHER_TIMEOUT_FILES = 0.05, 1.0
 #: The part of a lease after which what waits in this process is renewed before it is handed out.
 _STALE_PART: Final = 0.3
-#: Messages up to which a demand is handed out whole.
+#: A larger demand is handed out in halves: one while the other is on its way.
 _LARGEST_WHOLE_DEMAND: Final = 200
 #: Seconds for which SQS may be out of reach before the run ends with an error, and between tries.
 _OUTAGE_TIMEOUT, _RECEIVE_AGAIN_INTERVAL = 60.0, 2.0
-#: Seconds between two looks at why a queue seems empty.
+#: Seconds between two looks at why a queue seems empty though it may not be.
 _EMPTY_CHECK_INTERVAL: Final = 60.0
 #: The least seconds worth sleeping.
 _SHORTEST_SLEEP: Final = 0.02
