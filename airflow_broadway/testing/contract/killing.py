@@ -20,18 +20,23 @@ class Killing(ContractBase):
 
     def test_killed_between_receive_and_settle_nothing_is_lost(self, harness: Harness) -> None:
         harness.send(bodies(500))
+        began = harness.clock.monotonic()
         with Child(harness, "hold", "killed", "300") as child:
             held = child.line()
             assert len(held["ids"]) == 300
             child.kill()
 
-        before = ids(self.rest_of_queue(harness, "before the lapse"))
+        before = self.rest_of_queue(harness, "before the lapse")
+        held_still = harness.clock.monotonic() - began < harness.lease
         harness.pass_time(harness.lease * 1.1)
         after = self.rest_of_queue(harness, "after the lapse")
 
-        assert len(before) == 200
-        assert sorted(ids(after)) == sorted(held["ids"])
-        assert all(message.redelivered for message in after)
+        if held_still:  # else the machine is so busy that the lease lapsed before
+            assert len(before) == 200
+        again = [message for message in [*before, *after] if message.message_id in held["ids"]]
+        assert sorted(ids(again)) == sorted(held["ids"])
+        assert all(message.redelivered for message in again)
+        assert len(before) + len(after) == 500
 
     @pytest.mark.parametrize("seed", range(5))
     def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
