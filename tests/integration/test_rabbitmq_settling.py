@@ -126,7 +126,7 @@ def test_two_settlements_at_once_lose_nothing_and_both_reports_are_true(
     [woken] = reports
     assert second.total == woken.total == 1_500
     assert second.lapsed > 0
-    assert "were not in the lease queue" in second.errors[0]
+    assert "not in the lease queue" in second.errors[0]
     assert woken == replace(SettleReport(acked=500, dead_lettered=500, released=500), errors=ANY)
     again, _ = place.settle("g2")
     assert sorted(message.data for message in again) == [message.data for message in open_]

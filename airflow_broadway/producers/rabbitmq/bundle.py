@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
 
 __all__ = [
     "MAX_BYTES",
@@ -211,7 +212,7 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
     messages = list(unpack_messages(data, at))
     if header.staged is None and len(messages) != header.count:
         raise BundleError(
-            f"a bundle is damaged: it holds {len(messages)} of {header.count} messages"
+            f"a bundle is damaged: it holds {len(messages)} of {many(header.count, 'message')}"
         )
     return header, messages
 

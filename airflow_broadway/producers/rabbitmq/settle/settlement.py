@@ -23,6 +23,7 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
@@ -300,11 +301,12 @@ class LeaseSettlement:
         errors = [*read.errors, *self._outbox.guard.errors()]
         counted = self._lease.state.get("bundles", 0)
         if held and settlement.expected is not None and (lapsed or unseen):
+            missing = max(0, counted - len(read.bundles))
             errors.append(
-                f"{max(0, counted - len(read.bundles))} of {counted} bundles were not in the lease"
-                f" queue {self._queue!r}: another process has them in hand, they have lapsed, or"
-                f" somebody emptied it; {len(unseen)} of their messages were settled from staging,"
-                f" and {lapsed} come back if their bundles do"
+                f"{missing:,} of {many(counted, 'bundle')} {'was' if missing == 1 else 'were'} not"
+                f" in the lease queue {self._queue!r}: another process has what is missing in hand,"
+                f" it has lapsed, or somebody emptied it; of its messages {len(unseen):,} settled"
+                f" from staging, and {lapsed:,} to come back with it"
             )
         report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
         return report + unreported(self._now, settlement)
@@ -331,8 +333,9 @@ class LeaseSettlement:
         deleted = self._topology.delete(self._connection, self._queue)
         if deleted != depth:
             error = (
-                f"the lease queue {self._queue!r} held {deleted} bundles when it was deleted, and"
-                f" {depth} were to be there: another process settled the same, or published to it"
+                f"the lease queue {self._queue!r} held {many(deleted, 'bundle')} when it was"
+                f" deleted, and {depth} were to be there: another process settled the same, or"
+                " published to it"
             )
             log.error("%s", error, extra={"code": "lease_queue_count"})
             report += SettleReport(errors=(error,))
