@@ -33,8 +33,8 @@ __all__ = [
     "BundleError",
     "Header",
     "Held",
+    "grouped",
     "pack",
-    "parts",
     "read_header",
     "unpack",
 ]
@@ -131,7 +131,7 @@ def pack_messages(messages: Iterable[Held]) -> bytes:
     return b"".join(parts)
 
 
-def parts(messages: Sequence[Held], capacity: int) -> Iterator[list[Held]]:
+def grouped(messages: Sequence[Held], capacity: int) -> Iterator[list[Held]]:
     """``messages`` in portions that are bundles: each of some messages, and no more bytes."""
     part: list[Held] = []
     size = 0

@@ -36,7 +36,7 @@ __all__ = [
     "ORIGINAL",
     "Mark",
     "TooLarge",
-    "buried",
+    "dead_lettered",
     "mark_of",
     "publication_key",
     "republished",
@@ -191,7 +191,7 @@ def republished(
     )
 
 
-def buried(
+def dead_lettered(
     message: Content,
     mark: Mark,
     *,

@@ -20,7 +20,6 @@ __all__ = [
     "FIELDS",
     "decode",
     "decode_entry",
-    "dump",
     "encode",
     "encode_entry",
     "entries_of",
@@ -28,8 +27,9 @@ __all__ = [
     "join_entries",
     "join_fields",
     "json_value",
-    "load",
     "message_id_of",
+    "staged_delivery",
+    "staged_text",
 ]
 
 #: Names of properties by their bit, from the highest.
@@ -204,7 +204,7 @@ def decode_entry(raw: bytes) -> Any:
 # -- JSON for staging ------------------------------------------------------------------------------
 
 
-def dump(route: bytes, properties: bytes, redelivered: bool) -> str:
+def staged_text(route: bytes, properties: bytes, redelivered: bool) -> str:
     """The text that staging keeps of a message: its route and properties, byte for byte.
 
     :param redelivered: Whether it may have been handed out before.
@@ -216,10 +216,10 @@ def dump(route: bytes, properties: bytes, redelivered: bool) -> str:
     return json.dumps({**value, "redelivered": True} if redelivered else value)
 
 
-def load(text: str | None) -> tuple[bytes, bytes, bool]:
-    """Route, properties and whether it may have been handed out before, as :func:`dump` wrote them.
+def staged_delivery(text: str | None) -> tuple[bytes, bytes, bool]:
+    """What :func:`staged_text` was given: route, properties, ``redelivered``.
 
-    :raises ProducerError: If it did not.
+    :raises ProducerError: If the text is another.
     """
     if text is None:
         return b"\x00\x00", b"\x00\x00", True

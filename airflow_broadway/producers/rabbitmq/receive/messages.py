@@ -11,7 +11,12 @@ from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.amqp.properties import FIELDS, decode, dump, json_value
+from airflow_broadway.producers.rabbitmq.amqp.properties import (
+    FIELDS,
+    decode,
+    json_value,
+    staged_text,
+)
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import MARK, ORIGINAL
@@ -55,7 +60,7 @@ class MessageMaker:
             if text is None:
                 if len(texts) > 10_000:
                     texts.clear()
-                text = texts[key] = dump(*key)
+                text = texts[key] = staged_text(*key)
             body = each.body
             made.append(
                 Message(

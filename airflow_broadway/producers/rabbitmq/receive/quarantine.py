@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.marks import Content, Mark, buried
+from airflow_broadway.producers.rabbitmq.marks import Content, Mark, dead_lettered
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
 __all__ = ["Aside", "Quarantine"]
@@ -68,5 +68,5 @@ class Quarantine:
         load: Any,
     ) -> None:
         limit = channel.channel.connection.max_properties
-        properties = buried(message, mark, reason=reason, stage=stage, limit=limit)
+        properties = dead_lettered(message, mark, reason=reason, stage=stage, limit=limit)
         channel.publish(*place, properties, message.body, key=mark.message_id, tag=tag, load=load)

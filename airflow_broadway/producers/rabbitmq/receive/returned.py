@@ -191,7 +191,7 @@ class ReturnsReader:
             return
         if division.take:
             open_lease()
-        rests = list(bundles.parts(division.later, self._bundler.capacity))
+        rests = list(bundles.grouped(division.later, self._bundler.capacity))
         if division.alone:
             self.alone, self.left = True, 0
         elif division.take:  # there was no room for them: they come again, behind the others
@@ -249,7 +249,7 @@ class ReturnsReader:
         taken = [
             held._replace(message_id=self._ids.returned(held.message_id)) for held in division.take
         ]
-        *others, last = [*bundles.parts(taken, self._bundler.capacity)] or [[]]
+        *others, last = [*bundles.grouped(taken, self._bundler.capacity)] or [[]]
         for part in others:
             self._bundler.publish(channel, part, None)
         if last:  # relied on only when those before it are

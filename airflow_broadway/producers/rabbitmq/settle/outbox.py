@@ -16,7 +16,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.amqp.properties import encode, load
+from airflow_broadway.producers.rabbitmq.amqp.properties import encode, staged_delivery
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker.names import rung
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
@@ -24,7 +24,7 @@ from airflow_broadway.producers.rabbitmq.bundle import Header, Held
 from airflow_broadway.producers.rabbitmq.marks import (
     Mark,
     TooLarge,
-    buried,
+    dead_lettered,
     publication_key,
     republished,
 )
@@ -44,14 +44,14 @@ _BUNDLE_HEADER_BYTES = 4096
 
 def held_of(entry: Entry) -> Held:
     """A staged message as a bundle would hold it."""
-    route, properties, again = load(entry.properties)
+    route, properties, again = staged_delivery(entry.properties)
     return Held(entry.message_id, entry.attempt, 0, again, route, properties, entry.payload or b"")
 
 
 def staged(entry: Entry) -> bool:
     """Whether staging has all that it takes to publish the message."""
     try:
-        load(entry.properties)
+        staged_delivery(entry.properties)
     except ProducerError:
         return False
     return entry.payload is not None
@@ -168,13 +168,13 @@ class Outbox:
         if held.redelivered or repeats or again:
             # Retries need no such mark: what bears our header is received as redelivered.
             extra["x-broadway-redelivered"] = True
-        return buried(
+        return dead_lettered(
             held, mark, reason=verdict.reason, stage=verdict.stage, extra=extra, limit=limit
         )
 
     def release(self, header: Header, messages: Sequence[Held]) -> None:
         """Put released messages into the returns queue."""
-        for number, part in enumerate(bundles.parts(messages, self._capacity)):
+        for number, part in enumerate(bundles.grouped(messages, self._capacity)):
             name = f"{header.bundle}.released" + (f".{number}" if number else "")
             again = header.released_part(name, len(part))
             self._publish_bundle(again, part, key=name)

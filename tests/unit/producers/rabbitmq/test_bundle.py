@@ -12,8 +12,8 @@ from airflow_broadway.producers.rabbitmq.bundle import (
     BundleError,
     Header,
     Held,
+    grouped,
     pack,
-    parts,
     read_header,
     unpack,
     weight_of,
@@ -113,7 +113,7 @@ def test_a_message_without_a_proper_route_is_refused(route: bytes) -> None:
 def test_portions_hold_all_messages_and_no_more_bytes_than_they_may(
     messages: list[Held], capacity: int
 ) -> None:
-    portions = list(parts(messages, capacity))
+    portions = list(grouped(messages, capacity))
 
     assert [held for portion in portions for held in portion] == messages
     for portion in portions:

@@ -22,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.marks import (
     ORIGINAL,
     Mark,
     TooLarge,
-    buried,
+    dead_lettered,
     mark_of,
     republished,
     restored,
@@ -188,7 +188,9 @@ def test_hostile_bytes_are_an_error_or_a_mark_and_nothing_else(data: bytes) -> N
 
 
 def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
-    made = buried(message({"headers": {"a": 1}}), MARKED, reason="Bob \ud83d", stage="process")
+    made = dead_lettered(
+        message({"headers": {"a": 1}}), MARKED, reason="Bob \ud83d", stage="process"
+    )
 
     headers = decode(made)["headers"]
     assert headers["x-broadway-reason"] == "Bob \\ud83d"
@@ -202,7 +204,7 @@ def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
 def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> None:
     def dead(size: int) -> dict[str, Any]:
         sent = message({"headers": {"large": b"x" * size}, "delivery_mode": 2})
-        made = buried(sent, MARKED, reason="y" * 500, stage="batch", limit=10_000)
+        made = dead_lettered(sent, MARKED, reason="y" * 500, stage="batch", limit=10_000)
         assert len(made) <= 10_000
         return {k: v for k, v in decode(made)["headers"].items() if k != "large"}
 
