@@ -7,30 +7,24 @@ messages that their lease gives back.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
-from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
-from airflow_broadway.core.custody.in_process import (
-    check_settled,
-    done_of,
-    entry_of,
-    settle_at_once,
-)
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
+from airflow_broadway.core.custody.in_process import settle_at_once
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Custodian, Lease, Settlement, Source
+from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import settling_trouble
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE
-from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, StagingError
+from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.failures import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
@@ -38,6 +32,7 @@ from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
+from airflow_broadway.runs.chunk_stager import ChunkStager
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.staging.run_folder import StagedRun
@@ -82,18 +77,10 @@ class Process:
             min(pipeline.shutdown, ports.max_shutdown),
             interrupts=ports.interrupts,
         )
-        self._failed = 0
-        self._reasons = Reasons()
-        self._settled_now = SettleReport()
-        #: What callbacks have settled at once, until their chunk is done.
-        self._now: set[str] = set()
-        #: Held while something is settled at once, and to close: nothing is settled so afterwards.
-        self._settling = threading.Lock()
-        self._closed = False
         self._custodian: Custodian | None = None
         #: Why people should look at what was settled here; empty if nothing is wrong with it.
         self.trouble = ""
-        self._intake_now: Receiving | None = None
+        self._receiving: Receiving | None = None
         self._renewed: Lease | None = None
 
     def stop(self, reason: str) -> None:
@@ -122,13 +109,15 @@ class Process:
             )
             try:
                 with (
-                    self._keeper(source) as keeper,
+                    self._renewer(source) as renewer,
                     ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
                 ):
-                    intake = self._handle_all(source, writer)
-                    keeper.check()
+                    stager = ChunkStager(self._pipeline, writer, self._settle_at_once)
+                    receiving = self._handle_all(source, stager)
+                    renewer.check()
                     lease = self._lease_now(source)
-                    manifest = self._publish(lease, writer, intake, started.isoformat())
+                    written = writer.close()
+                    manifest = self._publish(lease, written, stager, receiving, started)
             except BaseException:  # a kill and a time-out too; raised again
                 # Nothing of this execution counts: give back now what would else wait for the
                 # lease to lapse.
@@ -143,12 +132,13 @@ class Process:
         self._finish(manifest)
         return self._reference(manifest)
 
-    def _keeper(self, source: Source) -> LeaseRenewer:
+    def _renewer(self, source: Source) -> LeaseRenewer:
         producer = self._pipeline.producer
 
         def held() -> list[Lease]:
-            intake = self._intake_now
-            return [source.lease] if producer.renews and intake and intake.received else []
+            receiving = self._receiving
+            holds = receiving is not None and bool(receiving.received)
+            return [source.lease] if producer.renews and holds else []
 
         return LeaseRenewer(
             lambda: producer.custodian(self._env),
@@ -161,7 +151,7 @@ class Process:
         self._renewed = lease
 
     def _lease_now(self, source: Source) -> Lease:
-        """The lease as last extended: by a receipt, or since then by the keeper."""
+        """The lease as last extended: by a receipt, or since then by the renewer."""
         given, renewed = source.lease, self._renewed
         return (
             given
@@ -171,93 +161,46 @@ class Process:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def _handle_all(self, source: Source, writer: ProcessWriter) -> Receiving:
-        acknowledger = RunAcknowledger(self._pipeline.producer, _Sink(self, writer))
+    def _handle_all(self, source: Source, stager: ChunkStager) -> Receiving:
+        acknowledger = RunAcknowledger(self._pipeline.producer, stager)
         # Verdicts are kept when a result is staged: one that nobody takes has none.
         pool = ProcessorPool(
             self._pipeline, ack=_later, convert=RowConverter, stop=self._stop, traces=False
         )
-        intake = self._intake_now = self._intake(source, acknowledger)
+        receiving = self._receiving = self._open_receiving(source, acknowledger)
         self._stop.bound(self._budget.max_seconds)
         try:
-            for chunk, result in self._results(pool, intake):
+            for chunk, result in self._results(pool, receiving):
                 if chunk:
-                    self._stage(chunk, result, writer)
+                    stager.stage(chunk, result)
                 elif self._stop.over():
                     break
         finally:
             done, rest = pool.left()
-            with self._settling:
-                self._closed = True
+            stager.close()
             pool.close()
         for chunk, result in done:
-            self._stage(chunk, result, writer)
-        for message in (*rest, *intake.stop()):
-            self._not_done(message, writer)
-        if intake.error is not None:
-            raise intake.error
+            stager.stage(chunk, result)
+        stager.give_back([*rest, *receiving.stop()])
+        if receiving.error is not None:
+            raise receiving.error
         self.timed_out = self._stop.reason() == "interrupted"
-        return intake
+        return receiving
 
     def _results(
-        self, pool: ProcessorPool, intake: Receiving
+        self, pool: ProcessorPool, receiving: Receiving
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Each chunk with its result; a time-out while callbacks are at work ends them."""
         try:
-            yield from pool.map(intake, wait=lambda: _LOOK)
+            yield from pool.map(receiving, wait=lambda: _LOOK)
         except self._interrupts:
-            if intake.receiving:  # nobody knows what the source gave, or was about to give
+            if receiving.receiving:  # nobody knows what the source gave, or was about to give
                 raise
             self._stop.request("interrupted", at_once=True)
             # What other processors were at ends with their present message.
             yield from pool.map([], wait=lambda: _LOOK)
 
-    def _stage(self, chunk: list[Message], result: ChunkResult, writer: ProcessWriter) -> None:
-        if self._now:
-            result = ChunkResult(*(self._settled_at_once(messages) for messages in result))
-        self._forget_settled(result)
-        self._failed += len(result.failed)
-        self._reasons.add(result.failed)
-        ack_messages_or_raise([] if self._pipeline.batchers else result.successful, result.failed)
-        if self._pipeline.batchers:
-            writer.messages(result.successful)
-        else:
-            self._note_settled(result.successful, writer)
-        self._note_settled(result.failed, writer)
-        for message in _unaccounted(chunk, result):
-            self._not_done(message, writer)
-        if self._pipeline.defines("handle_failed"):  # else nobody could ask for them till now
-            for message in result.failed:
-                forget_trace(message.status.reason)
-
-    def _settled_at_once(self, messages: list[Message]) -> list[Message]:
-        """Mark what was settled while others of the same call were refused: its callback, which
-        heard of an error, does not know.
-        """
-        return [
-            message.with_acknowledger(NO_ACK) if message.message_id in self._now else message
-            for message in messages
-        ]
-
-    def _not_done(self, message: Message, writer: ProcessWriter) -> None:
-        """Give back what has no outcome, unless a callback settled it at once."""
-        at_once = message.message_id in self._now
-        self._now.discard(message.message_id)
-        writer.entries([entry_of(message, ACK if at_once else RELEASE)], settled=at_once)
-
-    def _forget_settled(self, result: ChunkResult) -> None:
-        """Take what a callback settled at once, and returned, from what is still to be told."""
-        if self._now:
-            self._now.difference_update(each.message_id for some in result for each in some)
-
-    @staticmethod
-    def _note_settled(messages: list[Message], writer: ProcessWriter) -> None:
-        """Keep a line for each message that a callback settled and that goes no further."""
-        writer.entries(
-            (entry_of(message, ACK) for message in messages if is_settled(message)), settled=True
-        )
-
-    def _intake(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
+    def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
         producer = self._pipeline.producer
         return Receiving(
             source,
@@ -275,29 +218,26 @@ class Process:
             stop=self._stop.reason,
         )
 
-    def settle_now(self, judged: list[Judged]) -> None:
-        """Carry verdicts out at the broker, for ``ack_immediately``."""
-        with self._settling:
-            if self._closed:
-                raise LeaseLapsed("the run has ended and given this message back")
-            source, custodian = self._source, self._open_custodian()
-            entries = [entry_of(*each) for each in judged if each[0].message_id not in self._now]
-            report, done, _ = settle_at_once(custodian, self._lease_now(source), entries)
-            # What is done counts, though the callback hears of an error.
-            self._settled_now += done_of(report)
-            self._now.update(entry.message_id for entry in done)
-        check_settled(report)
+    def _settle_at_once(
+        self, entries: list[Entry]
+    ) -> tuple[SettleReport, list[Entry], list[Entry]]:
+        lease = self._lease_now(self._source)
+        return settle_at_once(self._open_custodian(), lease, entries)
 
     # -- the end -------------------------------------------------------------------------------
 
     def _publish(
-        self, lease: Lease, writer: ProcessWriter, intake: Receiving, started_at: str
+        self,
+        lease: Lease,
+        written: Written,
+        stager: ChunkStager,
+        receiving: Receiving,
+        started: datetime,
     ) -> Manifest:
-        written: Written = writer.close()
         staged = sum(written.batchers.values()) + written.entry_count
-        if staged != intake.received:
+        if staged != receiving.received:
             raise StagingError(
-                f"received {many(intake.received, 'message')} and staged {staged}: all of them"
+                f"received {many(receiving.received, 'message')} and staged {staged}: all of them"
                 " are given back; this is an error in airflow-broadway, please report it"
             )
         manifest = Manifest(
@@ -305,21 +245,21 @@ class Process:
             root_id=self._run.store.root_id(),
             host=host_name(),
             lease=lease.to_json(),
-            received=intake.received,
-            received_bytes=intake.received_bytes,
-            failed=self._failed,
-            settled_now=self._settled_now.to_json(),
+            received=receiving.received,
+            received_bytes=receiving.received_bytes,
+            failed=stager.failed,
+            settled_now=stager.settled_now.to_json(),
             batchers=written.batchers,
             files=written.files,
             entries=written.entries,
             sums=written.sums,
             configured=written.configured,
             dropped=written.dropped,
-            stopped=intake.ended or self._stop.reason(),
-            started_at=started_at,
+            stopped=receiving.ended or self._stop.reason(),
+            started_at=started.isoformat(),
             ended_at=self._clock.now().isoformat(),
             seconds={
-                "receive": round(intake.seconds, 3),
+                "receive": round(receiving.seconds, 3),
                 "total": round(self._clock.monotonic() - self._tick, 3),
             },
         )
@@ -334,7 +274,7 @@ class Process:
             manifest.batchers or "none",
             manifest.stopped,
         )
-        self._reasons.log_table(log, "the process stage")
+        stager.reasons.log_table(log, "the process stage")
         if manifest.dropped:
             log.warning("Columns that the schema lacks were dropped: %s.", manifest.dropped)
         return manifest
@@ -402,25 +342,3 @@ class Process:
 
 def _later(successful: list[Message], failed: list[Message]) -> None:
     """Settle nothing in a processor's thread."""
-
-
-class _Sink:
-    """Keeps the verdicts of the process stage: in entries, or at the broker at once."""
-
-    def __init__(self, process: Process, writer: ProcessWriter) -> None:
-        self._process = process
-        self._writer = writer
-
-    def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        self._writer.entries(entry_of(*judged) for judged in (*successful, *failed))
-
-    def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
-        self._process.settle_now([*successful, *failed])
-
-
-def _unaccounted(chunk: list[Message], result: ChunkResult) -> list[Message]:
-    """Those of a chunk that no callback returned: they must not be taken for successes."""
-    if len(chunk) == len(result.successful) + len(result.failed):
-        return []  # a stage returns each of its messages once at most, and no other
-    seen = {message.message_id for some in result for message in some}
-    return [message for message in chunk if message.message_id not in seen]
