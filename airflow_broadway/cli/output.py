@@ -105,18 +105,18 @@ def cut(text: object, limit: int = MAX_TEXT) -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table; numbers to the right, ``None`` as ``-``."""
-    told = [list(row) for row in rows]
-    texts = [["-" if cell is None else one_line(cell) for cell in row] for row in told]
+    cells = [list(row) for row in rows]
+    texts = [["-" if cell is None else one_line(cell) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
     numeric = [
-        bool(told) and all(isinstance(row[i], (int, float)) or row[i] is None for row in told)
+        bool(cells) and all(isinstance(row[i], (int, float)) or row[i] is None for row in cells)
         for i in range(len(heads))
     ]
 
-    def line(cells: Sequence[str]) -> str:
+    def line(texts: Sequence[str]) -> str:
         padded = (
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
+            for cell, width, right in zip(texts, widths, numeric, strict=True)
         )
         return "  ".join(padded).rstrip()
 

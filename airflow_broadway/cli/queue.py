@@ -94,7 +94,7 @@ def _send(opened: SqliteQueue, given: argparse.Namespace) -> int:
         if not sent:
             raise
         raise CommandError(f"sent {many(sent, 'message')}, then: {error}") from error
-    return _tell(given, {"sent": sent}, f"Sent {many(sent, 'message')} to {opened.name!r}.")
+    return _say_result(given, {"sent": sent}, f"Sent {many(sent, 'message')} to {opened.name!r}.")
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _letter(letter: DeadLetter) -> dict[str, Any]:
 def _requeue(opened: SqliteQueue, given: argparse.Namespace) -> int:
     unknown = _unknown(opened, given)
     count = opened.requeue_dead(given.message_id)
-    return _tell_letters(
+    return _say_letters(
         given,
         {"requeued": count},
         f"Put {many(count, 'dead letter')} back into {opened.name!r}.",
@@ -201,10 +201,10 @@ def _purge(opened: SqliteQueue, given: argparse.Namespace) -> int:
             raise CommandError("--message-id names dead letters: give it with --dead")
         count = opened.purge()
         text = f"Deleted {many(count, 'message')} of {opened.name!r} that no run holds."
-        return _tell(given, {"purged": count}, text)
+        return _say_result(given, {"purged": count}, text)
     unknown = _unknown(opened, given)
     count = opened.purge_dead(given.message_id)
-    return _tell_letters(
+    return _say_letters(
         given,
         {"purged": count},
         f"Deleted {many(count, 'dead letter')} of {opened.name!r}.",
@@ -219,18 +219,18 @@ def _unknown(opened: SqliteQueue, given: argparse.Namespace) -> list[str]:
     return [each for each in named if each not in known]
 
 
-def _tell_letters(
+def _say_letters(
     given: argparse.Namespace, value: dict[str, Any], text: str, unknown: list[str]
 ) -> int:
-    """Tell what was done; 1 if some of the ids that were named are no dead letters."""
+    """Print what was done; 1 if some of the ids that were named are no dead letters."""
     if unknown:
         value["unknown"] = unknown
         text += f"\nThese are no dead letters of it: {', '.join(unknown)}."
-    _tell(given, value, text)
+    _say_result(given, value, text)
     return int(bool(unknown))
 
 
-def _tell(given: argparse.Namespace, value: dict[str, Any], text: str) -> int:
+def _say_result(given: argparse.Namespace, value: dict[str, Any], text: str) -> int:
     if given.json:
         say_json(value)
     else:

@@ -25,7 +25,7 @@ __all__ = ["remove", "runs", "show"]
 
 #: Batches that a table shows; JSON has all.
 SHOWN = 50
-#: Runs that a table shows unless told; JSON has all.
+#: Runs that a table shows unless --limit says otherwise; JSON has all.
 NEWEST = 50
 
 

@@ -34,7 +34,7 @@ from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.runs.outcomes import is_settled, tell_settled
+from airflow_broadway.runs.outcomes import is_settled, log_settled
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.submit.environment import check_master
@@ -116,7 +116,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise AirflowSkipException("No batcher has a batch.")
         if not plans.left:
             self.log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
-            tell_settled(self.log, run, plans.heads)
+            log_settled(self.log, run, plans.heads)
             return self._reference(plans)
         void = plans.void()
         if len(void) == plans.left:
@@ -142,7 +142,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 " before they were handled.",
                 many(len(void), "batch"),
             )
-            tell_settled(self.log, run, plans.heads)
+            log_settled(self.log, run, plans.heads)
             return self._reference(plans)
         raise AirflowFailException(
             f"{many(len(void), 'batch')} without an outcome that cannot get one:"

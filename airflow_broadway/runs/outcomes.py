@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
@@ -13,34 +14,30 @@ from airflow_broadway.core.formats.plan import BatchPlan
 if TYPE_CHECKING:
     from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["is_settled", "outcomes", "tell_settled"]
+__all__ = ["is_settled", "log_settled", "outcomes"]
 
-#: Batches of which the log says one by one how they were settled.
-TOLD = 100
+#: Batches that the log names one by one, with what became of each.
+MAX_LOGGED: Final = 100
 
 
-def tell_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
-    """Say when and how batches were settled, and how to run them again all the same."""
+def log_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
+    """Log when and how batches were settled, and how to run them again all the same."""
     generations = sorted({name for head in heads for name in head.generations})
     settled = {name: _how_settled(run, name) for name in generations}
     if not any(settled.values()):
         return
-    told = 0
-    for head in heads:
-        for outcome in outcomes(run, head):
-            told += 1
-            if told > TOLD:
-                break
-            log.info(
-                "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
-                outcome.batcher,
-                outcome.batch_id,
-                outcome.successful,
-                outcome.failed,
-                f" ({outcome.error})" if outcome.error else "",
-                outcome.writer,
-                outcome.started_at,
-            )
+    found = (outcome for head in heads for outcome in outcomes(run, head))
+    for outcome in itertools.islice(found, MAX_LOGGED):
+        log.info(
+            "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
+            outcome.batcher,
+            outcome.batch_id,
+            outcome.successful,
+            outcome.failed,
+            f" ({outcome.error})" if outcome.error else "",
+            outcome.writer,
+            outcome.started_at,
+        )
     for name, when in settled.items():
         log.info("Generation %s: %s.", name, when or "not settled yet")
     log.info(

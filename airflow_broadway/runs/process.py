@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import settle_at_once
@@ -42,7 +42,7 @@ from airflow_broadway.staging.writer import ProcessWriter, Written
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether the run is to stop, while processors are at work.
-_LOOK = 0.5
+_LOOK_INTERVAL: Final = 0.5
 
 
 class Process:
@@ -192,13 +192,13 @@ class Process:
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Each chunk with its result; a time-out while callbacks are at work ends them."""
         try:
-            yield from pool.map(receiving, wait=lambda: _LOOK)
+            yield from pool.map(receiving, wait=lambda: _LOOK_INTERVAL)
         except self._interrupts:
             if receiving.receiving:  # nobody knows what the source gave, or was about to give
                 raise
             self._stop.request("interrupted", at_once=True)
             # What other processors were at ends with their present message.
-            yield from pool.map([], wait=lambda: _LOOK)
+            yield from pool.map([], wait=lambda: _LOOK_INTERVAL)
 
     def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
         producer = self._pipeline.producer

@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
@@ -45,7 +46,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks at whether to stop, while batches are at work.
-_LOOK = 0.5
+_LOOK_INTERVAL: Final = 0.5
 
 
 class PythonBatches:
@@ -53,8 +54,9 @@ class PythonBatches:
 
     ``concurrency`` batches at a time; those of one partition or key one after another, in order.
 
-    :param name: The task's name in the staging folder: a later run of the task, which may overlap
-        one that Airflow has lost, fences it off.  Without a name nobody is fenced off.
+    :param name: The task's name in the staging folder.  An earlier execution of the task, which the
+        host may have lost though it still works, is fenced off by it: it records nothing any more.
+        Without a name nobody is fenced off.
     """
 
     def __init__(
@@ -101,24 +103,7 @@ class PythonBatches:
             [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
         )
         try:
-            for planned in self._batches():
-                if planned.batch_id in recorded:
-                    _count(counts, [recorded[planned.batch_id]])
-                    continue
-                lane: int | None = None
-                keys: Sequence[str] = ()
-                if planned.partition is None:
-                    keys = sorted(chains(planned, merged=options.merge_keys))
-                else:  # a plan stands, though the options may have changed since
-                    lane = planned.partition % options.concurrency
-                while not self._stop.reason() and not pool.put(planned, lane, keys, _LOOK):
-                    _count(counts, (outcome for _, outcome in pool.take()))
-                if self._stop.reason():
-                    break
-                _count(counts, (outcome for _, outcome in pool.take()))
-            while pool.under_way and not self._stop.late():
-                pool.wait(_LOOK)
-                _count(counts, (outcome for _, outcome in pool.take()))
+            self._feed(pool, recorded, counts)
         except BaseException:  # a kill and a time-out too; it goes on at once
             self._stop.request("error", at_once=True)  # what waits for a worker is not begun
             raise
@@ -131,6 +116,35 @@ class PythonBatches:
         counts["without_outcome"] += self.plan.batches - counts["batches"]
         counts["batches"] = self.plan.batches
         return counts
+
+    def _feed(
+        self,
+        pool: WorkerPool[PlannedBatch, Outcome | None],
+        recorded: Mapping[str, Outcome],
+        counts: dict[str, int],
+    ) -> None:
+        """Give the pool each batch without an outcome, and count what comes of all."""
+        for planned in self._batches():
+            if planned.batch_id in recorded:
+                _count(counts, [recorded[planned.batch_id]])
+                continue
+            lane, keys = self._place(planned)
+            while not self._stop.reason() and not pool.put(planned, lane, keys, _LOOK_INTERVAL):
+                _count(counts, (outcome for _, outcome in pool.take()))
+            if self._stop.reason():
+                break
+            _count(counts, (outcome for _, outcome in pool.take()))
+        while pool.under_way and not self._stop.late():
+            pool.wait(_LOOK_INTERVAL)
+            _count(counts, (outcome for _, outcome in pool.take()))
+
+    def _place(self, planned: PlannedBatch) -> tuple[int | None, Sequence[str]]:
+        """Which worker a batch goes to, if only one may take it; and the keys it waits for."""
+        options = self.pipeline.batchers[self.plan.batcher]
+        if planned.partition is None:
+            return None, sorted(chains(planned, merged=options.merge_keys))
+        # A plan stands, though the options may have changed since.
+        return planned.partition % options.concurrency, ()
 
     def _begin(self) -> BatchRecorder:
         """Take ownership from whatever runs of this task there were before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow.providers.common.compat.sdk import (
     AirflowException,
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 
 __all__ = ["BroadwayAckSensor"]
 
-#: The longest default interval between two looks.
-MAX_POKE_INTERVAL = 15.0
+#: The longest interval between two looks, in seconds, unless another is given.
+MAX_POKE_INTERVAL: Final = 15.0
 
-#: In reschedule mode it stays at its worker while the run is younger than this, in seconds, unless
-#: no watched task has been running for so long.
-YOUNG, QUIET = 60.0, 5.0
+#: In reschedule mode it stays at its worker for so many seconds from the start of a run, unless no
+#: watched task has been running for ``QUIET_TIMEOUT``.
+STAY_TIMEOUT: Final = 60.0
+QUIET_TIMEOUT: Final = 5.0
 
 #: The least seconds for which it is rescheduled, unless its ``poke_interval`` is shorter.  The
 #: supervisor of a task may outlive it by ``[workers] min_heartbeat_interval``, which is 5.
-RESCHEDULE = 10.0
+MIN_RESCHEDULE_INTERVAL: Final = 10.0
 
 #: States of a watched task that make the run fail.
-FAILED = frozenset({"failed", "upstream_failed"})
+FAILED: Final = frozenset({"failed", "upstream_failed"})
 
 
 class BroadwayAckSensor(BaseSensorOperator):
@@ -154,7 +155,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         elapsed = self._elapsed(context)
         if self.mode == "reschedule" and elapsed < self.timeout:
             # In dag.test() nothing else runs beside it.
-            least = 1.0 if _runs_inline() else RESCHEDULE
+            least = 1.0 if _runs_inline() else MIN_RESCHEDULE_INTERVAL
             wait = min(max(least, elapsed / 4), self.poke_interval)
             again = timezone.utcnow() + timedelta(seconds=wait)
             raise AirflowRescheduleException(again)  # type: ignore[no-untyped-call]
@@ -165,9 +166,9 @@ class BroadwayAckSensor(BaseSensorOperator):
 
         A short run then ends within a second of its last task, and nothing is started for each
         look.  Rescheduled as often, the sensor would be taken for killed now and then: Airflow
-        tells two looks of one try apart only by having seen the end of the first.
+        knows two looks of one try apart only once it has seen the end of the first.
         """
-        if _runs_inline() or self._elapsed(context) >= YOUNG or _over(self._states(context)):
+        if _runs_inline() or self._elapsed(context) >= STAY_TIMEOUT or _over(self._states(context)):
             return False
         started = busy = time.monotonic()
         while time.monotonic() - started < self.poke_interval:
@@ -177,7 +178,7 @@ class BroadwayAckSensor(BaseSensorOperator):
                 return True
             if "running" in states.values():  # so this task does not keep that one from its slot
                 busy = time.monotonic()
-            elif time.monotonic() - busy > QUIET:
+            elif time.monotonic() - busy > QUIET_TIMEOUT:
                 return False
         return True
 

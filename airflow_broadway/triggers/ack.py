@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 from asgiref.sync import sync_to_async
@@ -12,12 +12,14 @@ from asgiref.sync import sync_to_async
 __all__ = ["BroadwayAckTrigger"]
 
 #: States in which a task is through, unless somebody clears it.
-FINISHED = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
+FINISHED: Final = frozenset({"success", "failed", "skipped", "upstream_failed", "removed"})
 
-
-#: Seconds before the first look: a task that is resumed before its supervisor has ended, which may
-#: take ``[workers] min_heartbeat_interval``, is taken for killed.
-FIRST = 6.0
+#: Seconds before the first look.  Airflow takes a task for killed that is resumed before its
+#: supervisor has ended, which may take ``[workers] min_heartbeat_interval``.
+FIRST_LOOK_INTERVAL: Final = 6.0
+#: Seconds from one look to the next: at first, and at most.
+LOOK_INTERVAL: Final = 1.0
+MAX_LOOK_INTERVAL: Final = 5.0
 
 
 class BroadwayAckTrigger(BaseTrigger):
@@ -63,12 +65,12 @@ class BroadwayAckTrigger(BaseTrigger):
 
         count = sync_to_async(RuntimeTaskInstance.get_ti_count)
         waited = 0.0
-        step, later = FIRST, 1.0
+        step, later = FIRST_LOOK_INTERVAL, LOOK_INTERVAL
         while waited < self.poke_interval:
             step = min(step, self.poke_interval - waited)
             await asyncio.sleep(step)
             waited += step
-            step, later = later, min(later * 1.5, 5.0)
+            step, later = later, min(later * 1.5, MAX_LOOK_INTERVAL)
             finished = await count(
                 dag_id=self.dag_id,
                 run_ids=[self.run_id],

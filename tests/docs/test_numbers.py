@@ -38,7 +38,7 @@ MIB = 1024 * 1024
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
         ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),
         ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
-        ("operators.md", "Keep that at {:g} or more", ack.RESCHEDULE),
+        ("operators.md", "Keep that at {:g} or more", ack.MIN_RESCHEDULE_INTERVAL),
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
