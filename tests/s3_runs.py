@@ -9,7 +9,7 @@ from typing import Any
 from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core.clock import Clock
 from tests.s3_server import Requests, S3Server
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 __all__ = ["Small", "requests_of_a_run"]
 

@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.testing.contract import CustodyContract, Harness, entry_of, settlement_of
 from tests.contract.folder_producer import Folder, FolderProducer
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 ONCE = FolderProducer(path="/replaced", retry=RetryPolicy(max_attempts=1))
 

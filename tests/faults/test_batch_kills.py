@@ -19,7 +19,7 @@ import pytest
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.staging.store import Folder, Store
 from tests.s3_server import S3Server, s3_server
-from tests.unit.operators.steps import Run
+from tests.unit.runs.steps import Run
 
 pytestmark = pytest.mark.faults
 

@@ -10,7 +10,7 @@ import pytest
 from airflow_broadway.testing import ManualClock
 from tests.s3_runs import Small, requests_of_a_run
 from tests.s3_server import Requests, S3Server, s3_server
-from tests.unit.operators.steps import Run
+from tests.unit.runs.steps import Run
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")

@@ -16,7 +16,7 @@ from airflow_broadway.operators.pull import BUDGET_DEFAULTS, budget_of
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.task_group import make_params
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
 

@@ -12,7 +12,7 @@ from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports
-from tests.unit.operators.steps import Run
+from tests.unit.runs.steps import Run
 
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
 

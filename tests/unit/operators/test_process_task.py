@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.unit.operators.context import task_context
-from tests.unit.operators.steps import PlainSums, Sums
+from tests.unit.runs.steps import PlainSums, Sums
 
 
 class Task:

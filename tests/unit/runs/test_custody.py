@@ -34,7 +34,7 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
-from tests.unit.operators.steps import Point, Run, Sums, dies
+from tests.unit.runs.steps import Point, Run, Sums, dies
 
 
 class Mute(Exception):

@@ -9,7 +9,7 @@ import pytest
 from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.staging.settlement_journal import record_settled
-from tests.unit.operators.steps import Run
+from tests.unit.runs.steps import Run
 
 
 def files(run: Run) -> set[str]:

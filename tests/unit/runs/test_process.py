@@ -26,7 +26,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import PUBLISHED, SETTLED
-from tests.unit.operators.steps import PlainSums, Run, Sums
+from tests.unit.runs.steps import PlainSums, Run, Sums
 
 COUNT = 40
 

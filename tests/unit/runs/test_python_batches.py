@@ -15,7 +15,7 @@ from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 
 @pytest.fixture

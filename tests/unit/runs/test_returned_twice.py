@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Message
-from tests.unit.operators.steps import PlainSums, Run, Sums
+from tests.unit.runs.steps import PlainSums, Run, Sums
 
 
 class Twice(Sums):

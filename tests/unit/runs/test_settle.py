@@ -10,7 +10,7 @@ import pytest
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from tests.unit.operators.steps import PlainSums, Point, Run, Sums, dies
+from tests.unit.runs.steps import PlainSums, Point, Run, Sums, dies
 
 COUNT = 60
 SEVENS = [n for n in range(COUNT) if n % 7 == 0]
@@ -30,7 +30,7 @@ PROCESS = [
     Point(f"{_FOLDER}.create", "before", when=creates("_open/")),
     Point(f"{_FOLDER}.create", "after", when=creates("_open/")),
     Point(f"{_FOLDER}.create", "after", when=creates("generations/")),
-    Point("tests.unit.operators.steps:Sums.handle_message", "before", 37),
+    Point("tests.unit.runs.steps:Sums.handle_message", "before", 37),
     Point("airflow_broadway.staging.writer:ProcessWriter.close", "after"),
     Point(f"{_FOLDER}.create", "before", when=creates("manifest.json")),
     Point(f"{_FOLDER}.create", "after", when=creates("manifest.json")),
@@ -39,8 +39,8 @@ BATCH = [
     Point(f"{_FOLDER}.create_own", "after"),
     Point(f"{_FOLDER}.create", "before", when=creates("tries/")),
     Point(f"{_FOLDER}.create", "after", when=creates("tries/")),
-    Point("tests.unit.operators.steps.note", "before", 2),
-    Point("tests.unit.operators.steps.note", "after", 2),
+    Point("tests.unit.runs.steps.note", "before", 2),
+    Point("tests.unit.runs.steps.note", "after", 2),
     Point(f"{_FOLDER}.create", "before", 2, when=creates("outcomes/")),
     Point(f"{_FOLDER}.create", "after", 2, when=creates("outcomes/")),
     Point(f"{_FOLDER}.create", "before", when=creates("gathered-")),
@@ -134,7 +134,7 @@ def test_a_batcher_killed_beside_a_file_of_its_exceptions(
 def test_a_batcher_killed_runs_the_same_batches_though_its_options_have_changed(run: Run) -> None:
     # Given a batcher that was killed in its first batch, before any outcome
     reference = run.process()
-    dies(lambda: run.batch(reference), Point("tests.unit.operators.steps.note", "after", 1))
+    dies(lambda: run.batch(reference), Point("tests.unit.runs.steps.note", "after", 1))
     seen = {call.batch_id for call in run.calls()}
 
     # When its retry finds another batch_size

@@ -23,7 +23,7 @@ from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 COUNT = 120
 BATCHES = 11

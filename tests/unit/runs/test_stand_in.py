@@ -14,7 +14,7 @@ from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.submit.plans import OpenPlans
-from tests.unit.operators.steps import Run
+from tests.unit.runs.steps import Run
 
 
 def filled(run: Run, count: int = 10) -> Run:

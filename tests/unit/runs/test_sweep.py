@@ -9,7 +9,7 @@ import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteQueue
-from tests.unit.operators.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums
 
 
 @pytest.fixture

@@ -219,7 +219,7 @@ def test_a_password_in_an_address_is_not_printed(capsys: Capsys) -> None:
     assert "nowhere://***@host" in done.error
 
 
-GUIDE = Path(__file__).parents[2] / "docs" / "cli.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 def shown() -> list[list[str]]:
