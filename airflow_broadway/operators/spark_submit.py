@@ -35,7 +35,6 @@ from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.runs.outcomes import is_settled, log_settled
-from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.submit.environment import check_master
 from airflow_broadway.submit.hook import SubmitHook
@@ -191,6 +190,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
         A paused Dag's sensor is not rescheduled, and Spark may work for hours.
         """
+        from airflow_broadway.runs.stand_in import StandIn
+
         pipeline, ports = load_pipeline(self.pipeline, context), ports_of(context)
         stand_in = StandIn(run, pipeline, plans.generations, ports=ports)
         stand_in.start()

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Final
 
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.pipeline import Pipeline
-
-if TYPE_CHECKING:
-    from airflow_broadway.runs.ports import Ports
-    from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["StandIn"]
 
 log = logging.getLogger(__name__)
+
+#: Seconds of a lease where there is none to renew.
+_NO_LEASE: Final = 3600.0
 
 
 class StandIn:
@@ -37,35 +39,31 @@ class StandIn:
         *,
         ports: Ports | None = None,
     ) -> None:
-        from airflow_broadway.runs.watch import RunWatcher
-
-        self._settler = RunWatcher(run, pipeline, generations=generations, ports=ports)
-        records = [run.generation(each) for each in generations]
-        open_ones = [each for each in records if each.published]
-        if not pipeline.producer.renews:
-            open_ones = []
-        leases = [run.lease(each.generation) for each in open_ones]
+        self._watcher = RunWatcher(run, pipeline, generations=generations, ports=ports)
+        renews = pipeline.producer.renews
+        published = [each for each in generations if renews and run.generation(each).published]
+        leases = [run.lease(each) for each in published]
         self._renewer = LeaseRenewer(
-            self._settler.custodian,
-            min((lease.seconds for lease in leases), default=3600.0),
-            lambda: [] if self._settler.heartbeat.is_fresh() else leases,
+            self._watcher.custodian,
+            min((lease.seconds for lease in leases), default=_NO_LEASE),
+            lambda: [] if self._watcher.heartbeat.is_fresh() else leases,
             renewed=run.put_lease,
             at_once=True,
         )
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Begin to renew, wherever no sensor does."""
         self._renewer.start()
 
     def finish(self) -> None:
         """Stop renewing; settle whatever is done, unless a sensor is there to do it."""
         self._renewer.stop()
         try:
-            if not self._settler.heartbeat.is_fresh():
+            if not self._watcher.heartbeat.is_fresh():
                 log.info("No ack sensor has looked after this run lately: settling here.")
-                self._settler.settle(final=False)
+                self._watcher.settle(final=False)
         except (BroadwayError, OSError) as error:
             # The outcomes stand; the sensor or the next run's sweep settles by them.
             log.error("Could not settle here: %s", error)
         finally:
-            self._settler.close()
+            self._watcher.close()

@@ -182,7 +182,7 @@ def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
     settler.close()
 
 
-def test_a_guard_looks_after_the_generations_of_its_own_batches_alone(tmp_path: Path) -> None:
+def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_path: Path) -> None:
     # Given two task groups of one pipeline in a run, on two queues
     run = filled(Run(tmp_path))
     other = Run(tmp_path)
@@ -197,9 +197,9 @@ def test_a_guard_looks_after_the_generations_of_its_own_batches_alone(tmp_path: 
     run.batch(own)
 
     # When the one's batches end and no sensor looks
-    guard = StandIn(run.staged, run.pipeline, [own["generation"]])
-    guard.start()
-    guard.finish()
+    stand_in = StandIn(run.staged, run.pipeline, [own["generation"]])
+    stand_in.start()
+    stand_in.finish()
 
     # Then it settles its own, and does not begin with the other's
     assert run.staged.state(own["generation"]) == "settled"

@@ -328,7 +328,7 @@ def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(run: Run) -> No
     check(run, run.ack())
 
 
-def test_a_sensor_and_a_guard_that_settle_at_once_agree(run: Run) -> None:
+def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(run: Run) -> None:
     reference = run.process()
     run.batch(reference)
     settle = Run.ack
