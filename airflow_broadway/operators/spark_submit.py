@@ -115,7 +115,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise AirflowSkipException("No batcher has a batch.")
         if not plans.left:
             self.log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
-            log_settled(self.log, run, plans.heads)
+            log_settled(run, plans.heads)
             return self._reference(plans)
         void = plans.void()
         if len(void) == plans.left:
@@ -141,7 +141,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 " before they were handled.",
                 many(len(void), "batch"),
             )
-            log_settled(self.log, run, plans.heads)
+            log_settled(run, plans.heads)
             return self._reference(plans)
         raise AirflowFailException(
             f"{many(len(void), 'batch')} without an outcome that cannot get one:"

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.settlement_journal import settled_journal
 
-if TYPE_CHECKING:
-    from airflow_broadway.staging.run_folder import StagedRun
+__all__ = ["is_settled", "log_settled"]
 
-__all__ = ["is_settled", "log_settled", "outcomes"]
+log = logging.getLogger(__name__)
 
 #: Batches that the log names one by one, with what became of each.
 MAX_LOGGED: Final = 100
 
 
-def log_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
-    """Log when and how batches were settled, and how to run them again all the same."""
+def is_settled(run: StagedRun, generation: str) -> bool:
+    """Whether somebody has begun to settle a generation."""
+    return run.files.exists(paths.intent(generation)) or run.files.exists(paths.settled(generation))
+
+
+def log_settled(run: StagedRun, heads: Sequence[BatchPlan]) -> None:
+    """Log when and how batches were settled, and how to run them again all the same.
+
+    Logs nothing while none of their generations is settled.
+
+    :param heads: The plans of the batches.
+    """
     generations = sorted({name for head in heads for name in head.generations})
     settled = {name: _how_settled(run, name) for name in generations}
     if not any(settled.values()):
         return
-    found = (outcome for head in heads for outcome in outcomes(run, head))
-    for outcome in itertools.islice(found, MAX_LOGGED):
+    recorded = Recorded(run)
+    outcomes = (outcome for head in heads for _, outcome in recorded.outcomes(head) if outcome)
+    for outcome in itertools.islice(outcomes, MAX_LOGGED):
         log.info(
             "%s %s: %d succeeded, %d failed%s, recorded by %s at %s.",
             outcome.batcher,
@@ -38,8 +51,8 @@ def log_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
             outcome.writer,
             outcome.started_at,
         )
-    for name, when in settled.items():
-        log.info("Generation %s: %s.", name, when or "not settled yet")
+    for name, how in settled.items():
+        log.info("Generation %s: %s.", name, how or "not settled yet")
     log.info(
         "The messages are settled, so clearing this task runs nothing.  To handle the batches"
         " again from staging: airflow-broadway replay --dag-id %s --run-id %s",
@@ -48,22 +61,8 @@ def log_settled(log: Any, run: StagedRun, heads: Sequence[BatchPlan]) -> None:
     )
 
 
-def outcomes(run: StagedRun, head: BatchPlan) -> Iterator[Outcome]:
-    """The recorded outcomes of a plan's batches, in order."""
-    from airflow_broadway.staging.plan_choice import Recorded
-
-    return (outcome for _, outcome in Recorded(run).outcomes(head) if outcome is not None)
-
-
-def is_settled(run: StagedRun, generation: str) -> bool:
-    """Whether somebody has begun to settle a generation."""
-    return run.files.exists(paths.intent(generation)) or run.files.exists(paths.settled(generation))
-
-
 def _how_settled(run: StagedRun, generation: str) -> str:
     """How a generation was settled, for people; empty if it was not."""
-    from airflow_broadway.staging.settlement_journal import settled_journal
-
     journal = settled_journal(run, generation)
     if journal is None:
         return "being settled" if run.files.exists(paths.intent(generation)) else ""
