@@ -54,9 +54,9 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
     with run.queue() as queue:
         queue.send([b"1", b"5", b"7"])
     reference = run.process()
-    settler = run.settler()
-    settler.renew()
-    settler.close()
+    watcher = run.watcher()
+    watcher.renew()
+    watcher.close()
     run.batch(reference)
 
     # When it is settled

@@ -197,15 +197,15 @@ class Run:
 
     def ack(self, *, final: bool = True) -> dict[str, Any]:
         """The last look of the ack sensor; returns the report."""
-        settler = self.settler()
+        watcher = self.watcher()
         try:
-            settler.heartbeat.beat()
-            settler.settle(final=final)
-            return settler.report(failed_tasks=[])
+            watcher.heartbeat.beat()
+            watcher.settle(final=final)
+            return watcher.report(failed_tasks=[])
         finally:
-            settler.close()
+            watcher.close()
 
-    def settler(self) -> RunWatcher:
+    def watcher(self) -> RunWatcher:
         return RunWatcher(self.staged, self.pipeline, ports=self.ports)
 
     # -- evidence ------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
 ) -> None:
     run = filled(Run(tmp_path))
     run.process()
-    settler = run.settler()
+    watcher = run.watcher()
 
     def away(*_: object, **__: object) -> Any:
         raise ProducerUnavailable("locked")
@@ -170,16 +170,16 @@ def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
     # When neither the heartbeat can be written nor the lease renewed
     with monkeypatch.context() as patch:
         patch.setattr("airflow_broadway.producers.sqlite.queue.SqliteQueue.renew", away)
-        settler.renew()
+        watcher.renew()
     with monkeypatch.context() as patch:
         patch.setattr("airflow_broadway.staging.store.Folder.replace", full)
-        settler.heartbeat.beat()
-        settler.renew()
+        watcher.heartbeat.beat()
+        watcher.renew()
 
     # Then that is told, and no more: a lease outlasts several renewals
     assert "locked" in caplog.text
     assert "no room" in caplog.text
-    settler.close()
+    watcher.close()
 
 
 def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_path: Path) -> None:
@@ -264,10 +264,10 @@ def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> No
     run = filled(Run(tmp_path))
     run.process()
     clock = ManualClock()
-    settler = RunWatcher(run.staged, run.pipeline, clock=clock)
+    watcher = RunWatcher(run.staged, run.pipeline, clock=clock)
 
     def look(*failed: str) -> Any:
-        return settler.look(over=bool(failed), failed=failed, hold_failed=3600.0)
+        return watcher.look(over=bool(failed), failed=failed, hold_failed=3600.0)
 
     assert look("handle_batches") is None
     clock.advance(3000.0)

@@ -352,6 +352,24 @@ def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(run: Run) -> None:
     assert nested[0]["totals"] == report["totals"]
 
 
+@pytest.mark.faults
+def test_what_a_sensor_began_to_settle_a_stand_in_finishes(run: Run) -> None:
+    # Given a run none of whose batches has an outcome, and a sensor that died at its last look
+    run.process()
+    dies(run.ack, Point(f"{_FOLDER}.create", "after", when=creates("journal-intent")))
+
+    # When somebody settles who else settles only what has an outcome
+    watcher = run.watcher()
+    watcher.settle(final=False)
+    watcher.close()
+
+    # Then all is given back: nothing more will be recorded
+    assert [each.state for each in run.staged.generations()] == ["settled"]
+    report = run.ack()
+    assert report["balanced"]
+    assert report["totals"]["released"] == COUNT - len(SEVENS)
+
+
 def test_the_last_look_gives_back_what_a_running_process_task_holds(run: Run) -> None:
     from airflow_broadway.core.errors import BroadwayError
 

@@ -59,9 +59,9 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
     plans = OpenPlans(run.staged, [head.path for head in heads])
     context = context_of(run, datetime.now(UTC), {})
     if watched:
-        settler = run.settler()
-        settler.heartbeat.beat()
-        settler.close()
+        watcher = run.watcher()
+        watcher.heartbeat.beat()
+        watcher.close()
     with run.queue() as queue:
         [before] = queue.leases()
 
