@@ -6,8 +6,9 @@ import argparse
 from typing import Any
 
 from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.cli.output import CommandError, say, say_json, table
-from airflow_broadway.cli.replay import add_dag_folders, read_reference
+from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.run_info import RunInfo

@@ -7,11 +7,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from airflow.providers.common.compat.sdk import conf
-
+from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_json, table
 from airflow_broadway.core.formats.plan import BatchPlan
@@ -29,7 +27,7 @@ from airflow_broadway.runs.replay import (
 from airflow_broadway.runs.replay import replay as replay_batches
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["add_dag_folders", "read_reference", "replay"]
+__all__ = ["read_reference", "replay"]
 
 #: Failed messages that are shown; JSON has more.
 SHOWN = 20
@@ -130,22 +128,6 @@ def read_reference(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise CommandError(f"--pipeline is no JSON: {error}") from None
-
-
-def add_dag_folders() -> None:
-    """Let this process import what lies beside Dag files, as Airflow's own processes do."""
-    try:
-        bundles = json.loads(conf.get("dag_processor", "dag_bundle_config_list", fallback="[]"))
-    except ValueError:
-        bundles = []
-    folders = [
-        conf.get("core", "dags_folder", fallback=""),
-        *((each.get("kwargs") or {}).get("path") for each in bundles if isinstance(each, Mapping)),
-        conf.get("core", "plugins_folder", fallback=""),
-    ]
-    for folder in folders:
-        if folder and folder not in sys.path and Path(folder).is_dir():
-            sys.path.append(str(folder))
 
 
 # -- what came of it -------------------------------------------------------------------------------
