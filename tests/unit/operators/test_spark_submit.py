@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -407,7 +408,7 @@ def settle(world: World) -> None:
 
 @pytest.mark.parametrize("handled", [True, False])
 def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
-    world: World, handled: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, handled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = world.plan()
     if handled:
@@ -415,20 +416,11 @@ def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
     settle(world)
     world.staged.lease(seconds=-1)
     world.commands.clear()
-    lines: list[str] = []
     operator = world.operator({"plan": plan.path})
-    monkeypatch.setattr(
-        type(operator),
-        "log",
-        SimpleNamespace(
-            info=lambda text, *more: lines.append(text % more),
-            error=lambda text, *more: lines.append(text % more),
-            warning=lambda *more: None,
-        ),
-    )
-    assert operator.execute(world.context)["batches"] == (3 if handled else 0)
+    with caplog.at_level(logging.INFO):
+        assert operator.execute(world.context)["batches"] == (3 if handled else 0)
     assert world.commands == []
-    text = "\n".join(lines)
+    text = "\n".join(caplog.messages)
     assert "settled at 2026-01-01T00:00:00+00:00 by ack try 1: acked 6" in text
     assert "airflow-broadway replay --dag-id d --run-id r" in text
     assert ("b0: 2 succeeded, 0 failed" in text) is handled
