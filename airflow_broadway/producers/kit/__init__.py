@@ -1,1 +1,1 @@
-"""What two brokers or more need."""
+"""What two brokers or more need; ``docs/producers.md`` lists it."""

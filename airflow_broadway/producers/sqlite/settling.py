@@ -269,7 +269,7 @@ class _Work:
         ``delay``, ``stage`` and ``reason`` are expressions in the columns of ``messages``.
         """
         values = {**self.values, **values}
-        give_back = "UPDATE messages SET lease = NULL, giver = :lease"
+        release = "UPDATE messages SET lease = NULL, giver = :lease"
         if code == _CODES[Action.ACK]:
             self.db.execute(
                 f"DELETE FROM bodies WHERE id IN (SELECT id FROM messages WHERE {chosen})", values
@@ -277,7 +277,7 @@ class _Work:
             statement = f"DELETE FROM messages WHERE {chosen}"
         elif code == _CODES[Action.RETRY]:
             statement = (
-                f"{give_back}, attempt = attempt + 1, ready_at = :now + {delay} WHERE {chosen}"
+                f"{release}, attempt = attempt + 1, ready_at = :now + {delay} WHERE {chosen}"
             )
         elif code == _CODES[Action.DEAD_LETTER]:
             self.db.execute(
@@ -287,9 +287,9 @@ class _Work:
             )
             statement = f"DELETE FROM messages WHERE {chosen}"  # its body stays
         elif code == _CODES[Action.LEAVE]:
-            statement = f"{give_back}, ready_at = :left_until WHERE {chosen}"
+            statement = f"{release}, ready_at = :left_until WHERE {chosen}"
         else:
-            statement = f"{give_back} WHERE {chosen}"
+            statement = f"{release} WHERE {chosen}"
         return _report([(code, self.db.execute(statement, values).rowcount)])
 
 

@@ -77,7 +77,7 @@ class SqsSource:
             concurrency=producer.receive_concurrency,
             interval=producer.receive_interval,
             clock=env.clock,
-            late=self._give_back_late,
+            late=self._release_late,
             hurry=env.stopping,
         )
         self._requests = BatchRequests(producer.receive_concurrency, env.clock)
@@ -343,12 +343,12 @@ class SqsSource:
             key = raw["MessageId"]
             held = self._receipts.knows(key) and key not in self._receipts.now
             (newer if held else self._spare)[key] = raw["ReceiptHandle"]
-        self._give_back()
+        self._release_spare()
         # Received again, and settled by their newest receipts.
         self._hold(newer, {}, min((at for at, _ in ready), default=0.0))
         return []
 
-    def _give_back(self) -> None:
+    def _release_spare(self) -> None:
         """Show everybody at once what was received and is not held."""
         if not self._spare:
             return
@@ -361,7 +361,7 @@ class SqsSource:
         self._spare.clear()
         log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
 
-    def _give_back_late(self, found: Sequence[Mapping[str, Any]]) -> None:
+    def _release_late(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Give back what a receive found that nobody waited for any more; in its own thread."""
         entries = _shown((str(place), raw["ReceiptHandle"]) for place, raw in enumerate(found))
         try:
@@ -375,7 +375,7 @@ class SqsSource:
         self._closed = True
         try:
             self.stop()
-            self._give_back()
+            self._release_spare()
         except BroadwayError as error:
             log.warning("Could not note newer receipts: %s", error)
         finally:
