@@ -57,17 +57,6 @@ def test_a_lease_that_is_a_template_is_no_bound() -> None:
     assert sensor(pipeline=Orders(producer={"lease": "{{ var.value.x }}"})).poke_interval == 15.0
 
 
-def test_an_interval_too_long_to_renew_the_lease_is_refused() -> None:
-    with pytest.raises(OptionsError, match=r"at most half of the producer's lease \(40 s"):
-        sensor(poke_interval=21.0)
-
-
-@pytest.mark.parametrize("given", [{"watch": "process"}, {"watch": []}, {"hold_failed": -1.0}])
-def test_nonsense_is_refused_while_the_dag_is_parsed(given: dict[str, Any]) -> None:
-    with pytest.raises(OptionsError):
-        sensor(**given)
-
-
 def test_a_number_of_producers_cannot_be_a_template() -> None:
     with pytest.raises(OptionsError, match=r"producer\.concurrency.*not a template"):
         Orders(producer={"concurrency": "{{ var.value.many }}"}).dag("orders")
@@ -233,11 +222,6 @@ def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
 def test_a_run_with_a_failed_task_is_red() -> None:
     with pytest.raises(AirflowFailException, match=r"tasks failed: \['broadway\.batch\.late'\]"):
         sensor()._conclude({**report_of(acked=4), "failed_tasks": ["broadway.batch.late"]})
-
-
-def test_a_bound_that_is_none_is_refused_while_the_dag_is_parsed() -> None:
-    with pytest.raises(OptionsError, match=r"ack\.fail_when.*'all', 'never', a number"):
-        sensor(fail_when=1.0)
 
 
 def test_mapped_tasks_are_told_as_the_ui_tells_them() -> None:

@@ -156,11 +156,10 @@ def test_a_lease_that_cannot_be_renewed_outlasts_what_is_known_of_the_run(
         FixedOrders.dag("orders", **given)
 
 
-def test_a_mapped_class_is_stored_as_its_reference_only() -> None:
+@pytest.mark.parametrize("operator", [BroadwayProcessorOperator, BroadwayRunOperator])
+def test_a_class_given_to_a_mapped_operator_is_stored_as_its_reference_only(operator: Any) -> None:
     with DAG("mapped", schedule=None) as dag:
-        BroadwayProcessorOperator.partial(task_id="pull", pipeline=PythonOrders).expand(
-            producer_index=[0, 1]
-        )
+        operator.partial(task_id="pull", pipeline=PythonOrders).expand(producer_index=[0, 1])
 
     text = json.dumps(DagSerialization.to_dict(dag))
 
@@ -222,6 +221,16 @@ def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
                 task_id="a", pipeline=PythonOrders, watch=["p"], hold_failed=-1.0
             ),
             "invalid value for option 'a.hold_failed'",
+        ),
+        (
+            lambda: BroadwayAckSensor(task_id="a", pipeline=PythonOrders, watch="p"),
+            "invalid value for option 'a.watch': expected a list of task ids, got: 'p'",
+        ),
+        (
+            lambda: BroadwayAckSensor(
+                task_id="ack", pipeline=PythonOrders, watch=["p"], fail_when=1.0
+            ),
+            "'ack.fail_when': expected 'all', 'never', a number",
         ),
         (
             lambda: PythonOrders.dag("orders", spark={"conn_id": "spark"}),
@@ -346,18 +355,6 @@ class Templated(Broadway):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         return messages
-
-
-def test_a_class_given_to_a_mapped_run_operator_is_stored_as_its_reference_only() -> None:
-    with DAG("mapped_runs", schedule=None) as dag:
-        BroadwayRunOperator.partial(task_id="run", pipeline=PythonOrders).expand(
-            producer_index=[0, 1]
-        )
-
-    text = json.dumps(DagSerialization.to_dict(dag))
-
-    assert "PythonOrders" in text
-    assert "def handle_message" not in text
 
 
 class Mute(Broadway):

@@ -564,19 +564,6 @@ def test_the_serialized_task_holds_only_a_reference() -> None:
     assert "handle_batch(" not in text
 
 
-def test_a_class_of_a_dag_file_is_refused_with_the_cure() -> None:
-    name = "unusual_prefix_0123456789abcdef0123456789abcdef01234567_my_dag"
-    module = type(sys)(name)
-    cls = type("InDag", (Counting,), {"__module__": name, "__qualname__": "InDag"})
-    module.InDag = cls  # type: ignore[attr-defined]
-    sys.modules[name] = module
-    try:
-        with pytest.raises(OptionsError, match="move the class InDag to a module of its own"):
-            BroadwaySparkSubmitOperator(task_id="t", pipeline=cls, batches=[])
-    finally:
-        del sys.modules[name]
-
-
 def test_two_applications_never_take_each_other_for_a_later_try(world: World) -> None:
     # Given batchers whose names differ in a sign that no name of a file may hold
     plan = world.plan()

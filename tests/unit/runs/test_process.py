@@ -128,6 +128,7 @@ def test_an_empty_run_is_settled_by_its_process_task(tmp_path: Path) -> None:
     assert report["balanced"]
     left = [path.name for path in Path(run.staged.files.full("")).rglob("*") if path.is_file()]
     assert left == ["report.json"]
+    assert len(run.staged.dag.list("_balanced")) == 1
     assert run.ack() == report
     # A task that is cleared receives as ever
     run.send([1])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import ACK
-from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue, queue, receive
+from airflow_broadway.producers.sqlite import SqliteQueue, receive
 from airflow_broadway.producers.sqlite import send as sending
-from airflow_broadway.testing.clock import ManualClock
 
 
 @pytest.fixture
@@ -34,32 +31,6 @@ def test_the_largest_body_and_the_largest_receive_are_those_of_the_guide() -> No
     assert receive.MAX_RECEIVE_BYTES == 64 * 1024 * 1024
 
 
-def test_a_body_of_the_largest_size_is_sent_and_one_byte_more_is_not(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue, "MAX_BODY", 100)
-    monkeypatch.setattr(sending, "MAX_BODY", 100)
-    with SqliteQueue(path, "q") as made:
-        made.send([b"x" * 100])
-        with pytest.raises(ProducerError, match="100"):
-            made.send([b"x" * 101])
-        assert made.depth().ready == 1
-
-
-def test_metadata_say_queue_and_time_and_the_attributes_if_there_are_any(path: Path) -> None:
-    clock = ManualClock()
-    with SqliteQueue(path, "q", clock=clock) as made:
-        made.send([b"a", (b"b", {"source": "import"})])
-        plain, attributed = made.receive("g", 10)
-
-    assert set(plain.metadata) == {"queue", "enqueued_at"}
-    assert plain.metadata["queue"] == "q"
-    told = datetime.fromisoformat(plain.metadata["enqueued_at"])
-    assert told.utcoffset() == timedelta(0)
-    assert told == clock.now().astimezone(UTC)
-    assert attributed.metadata["attributes"] == {"source": "import"}
-
-
 def test_free_pages_are_used_again(path: Path) -> None:
     def filled_and_emptied(made: SqliteQueue, generation: str) -> int:
         made.send([b"x" * 10_000] * 200)
@@ -73,13 +44,4 @@ def test_free_pages_are_used_again(path: Path) -> None:
     assert first > 2_000_000
     assert [filled_and_emptied(made, f"g{run}") for run in range(2, 6)] == pytest.approx(
         [first] * 4, rel=0.05
-    )
-
-
-def test_without_a_path_the_default_connection_is_asked() -> None:
-    producer = SqliteProducer(queue="q")
-    assert (producer.conn_id, producer.lease, producer.busy_timeout) == (
-        "broadway_sqlite_default",
-        900.0,
-        30.0,
     )

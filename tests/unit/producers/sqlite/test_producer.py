@@ -29,7 +29,9 @@ def env(**changes: Any) -> ProducerEnv:
 
 
 def test_the_connection_is_the_default_source_of_the_path() -> None:
-    assert SqliteProducer(queue="q").conn_id == "broadway_sqlite_default"
+    producer = SqliteProducer(queue="q")
+    assert producer.conn_id == "broadway_sqlite_default"
+    assert (producer.lease, producer.busy_timeout) == (900.0, 30.0)
     assert SqliteProducer(queue="q", path="/q.db").conn_id is None
     assert SqliteProducer(queue="q", conn_id="mine").path is None
 
