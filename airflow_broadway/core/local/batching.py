@@ -20,15 +20,12 @@ from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.stages.failures import log_stuck
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, placed_message
-from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 __all__ = ["Batch", "LocalBatcher", "make_batch"]
 
 _EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
-
-#: Seconds for which it waits at most without looking whether it is to stop.
-STOP_CHECK_INTERVAL: Final = 0.5
 
 
 class Batch(NamedTuple):

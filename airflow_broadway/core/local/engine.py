@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.local.batching import STOP_CHECK_INTERVAL, Batch, LocalBatcher
+from airflow_broadway.core.local.batching import Batch, LocalBatcher
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -23,7 +23,7 @@ from airflow_broadway.core.stages.failures import Reasons
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.staged_row import DirectConverter
-from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 
 __all__ = ["Engine", "check_engines"]
 

@@ -14,9 +14,11 @@ from typing import Final
 
 from airflow_broadway.core.clock import Clock
 
-__all__ = ["Stop"]
+__all__ = ["STOP_CHECK_INTERVAL", "Stop"]
 
 _NEVER: Final = float("inf")
+#: Seconds for which a run waits at most without looking whether it is to stop.
+STOP_CHECK_INTERVAL: Final = 0.5
 #: Seconds between two looks at what ``asked`` says, while messages are handled.
 _ASK_INTERVAL: Final = 0.05
 #: Seconds for which a run whose time is over waits for processors that are at a message.

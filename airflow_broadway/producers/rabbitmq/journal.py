@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _DUE = re.compile(r"(-?\d+)-([0-9a-f]+)\.json")
 #: Generations whose turns are kept at a time.
-_KEPT = 1_000
+_KEPT_GENERATIONS = 1_000
 
 
 class Due(NamedTuple):
@@ -297,6 +297,6 @@ class Turns:
         """Read its journal, unless that was done just now."""
         if generation in self._known:
             return
-        if len(self._known) >= _KEPT:
+        if len(self._known) >= _KEPT_GENERATIONS:
             del self._known[next(iter(self._known))]
         self._known[generation] = self._journal.turns(generation)

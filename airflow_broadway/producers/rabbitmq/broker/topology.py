@@ -36,7 +36,7 @@ _TRIES = 3
 #: Names of lease queues that are read until one can be used: strangers may have written some.
 _TOKENS = 10
 #: Seconds that a queue which may be dead may take to answer.
-_PATIENCE = 5.0
+_GET_TIMEOUT = 5.0
 #: Seconds for which a look at the broker's policies counts.
 _CHECKED = 600.0
 
@@ -242,7 +242,7 @@ class Topology:
                 return None
             try:
                 getter = Getter(link, self._spares)
-                got = getter.get(_PATIENCE)
+                got = getter.get(_GET_TIMEOUT)
             except ProducerUnavailable:
                 self._spares_answer = False
                 return None
@@ -292,7 +292,7 @@ class Topology:
         """Whether there is nothing to get from a queue; ``None`` if it does not answer."""
         try:
             getter = Getter(link, name)
-            empty = getter.get(_PATIENCE) is None
+            empty = getter.get(_GET_TIMEOUT) is None
         except ProducerUnavailable:
             return None
         getter.close()

@@ -67,7 +67,7 @@ def test_ids_stay_apart_when_no_more_are_remembered(monkeypatch: pytest.MonkeyPa
 def test_the_turns_of_few_generations_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_KEPT", 3)
+    monkeypatch.setattr(journal_module, "_KEPT_GENERATIONS", 3)
     journal = Journal(f"file://{tmp_path}", "q")
     name, _ = journal.note_turn("g0", whole=True)
     turns = Turns(journal)
