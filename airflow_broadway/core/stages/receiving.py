@@ -173,7 +173,7 @@ class Receiving:
         self.seconds = 0.0
         #: Whether messages are on their way from the source to where they wait, the transformer's
         #: work included: what ends that from outside leaves no account.
-        self.receiving = False
+        self.under_way = False
         #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
         #: ``rate_limiting``, ``error``, or what ``stop`` said.
         self.ended = ""
@@ -323,13 +323,13 @@ class Receiving:
     def _collect(self, work: Callable[[], Sequence[Message]]) -> Sequence[Message]:
         """Account for what the source gives by ``work``, and let it wait for a processor."""
         started = self._clock.monotonic()
-        self.receiving = True
+        self.under_way = True
         messages = work()
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
         self.seconds += self._clock.monotonic() - started
         self._enqueue(messages)
-        self.receiving = False
+        self.under_way = False
         return messages
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
