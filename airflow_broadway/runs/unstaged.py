@@ -52,7 +52,7 @@ class UnstagedTask:
     """Receives within a budget, handles, batches and settles, all in this task.
 
     :param index: Which of the pipeline's producers it is, from 0.
-    :param fail_when: See :func:`airflow_broadway.core.custody.account.failures_trouble`.
+    :param fail_when: See :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
     """
 
     def __init__(

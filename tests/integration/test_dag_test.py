@@ -15,6 +15,7 @@ from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 
 from airflow_broadway import Batcher, Message, Processors
+from airflow_broadway.core.formats.record_batch import OpenBatch
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
@@ -494,7 +495,6 @@ def test_a_batcher_that_fails_runs_only_what_has_no_outcome(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(25))
-    from airflow_broadway.core.formats.record_batch import OpenBatch
 
     record = OpenBatch.record
     left = [2]
@@ -521,9 +521,7 @@ def test_a_batcher_that_fails_for_good_loses_nothing_and_the_run_is_red(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(8))
-    monkeypatch.setattr(
-        "airflow_broadway.runs.python_batches.PythonBatches._record", _raise_no_room
-    )
+    monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
 
     ran = world.run(dag_of(Puppets))
 
@@ -538,9 +536,7 @@ def test_hold_failed_keeps_the_lease_and_then_gives_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.numbers(range(8))
-    monkeypatch.setattr(
-        "airflow_broadway.runs.python_batches.PythonBatches._record", _raise_no_room
-    )
+    monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
     held: list[int] = []
     from airflow_broadway.runs.heartbeat import Hold
 
