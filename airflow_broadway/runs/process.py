@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import settle_at_once
@@ -30,7 +30,7 @@ from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
 from airflow_broadway.core.stages.staged_row import RowConverter
-from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.chunk_stager import ChunkStager
 from airflow_broadway.runs.ports import Ports
@@ -40,9 +40,6 @@ from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.writer import ProcessWriter, Written
 
 log = logging.getLogger(__name__)
-
-#: Seconds between two looks at whether the run is to stop, while processors are at work.
-_LOOK_INTERVAL: Final = 0.5
 
 
 class Process:
@@ -192,13 +189,13 @@ class Process:
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Each chunk with its result; a time-out while callbacks are at work ends them."""
         try:
-            yield from pool.map(receiving, wait=lambda: _LOOK_INTERVAL)
+            yield from pool.map(receiving, wait=lambda: STOP_CHECK_INTERVAL)
         except self._interrupts:
-            if receiving.receiving:  # nobody knows what the source gave, or was about to give
+            if receiving.under_way:  # nobody knows what the source gave, or was about to give
                 raise
             self._stop.request("interrupted", at_once=True)
             # What other processors were at ends with their present message.
-            yield from pool.map([], wait=lambda: _LOOK_INTERVAL)
+            yield from pool.map([], wait=lambda: STOP_CHECK_INTERVAL)
 
     def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
         producer = self._pipeline.producer

@@ -8,7 +8,6 @@ import os
 import socket
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
@@ -35,7 +34,7 @@ from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batch_order import chains
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.stages.failures import Reasons
-from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.ports import Ports, producer_env
@@ -44,9 +43,6 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
 log = logging.getLogger(__name__)
-
-#: Seconds between two looks at whether to stop, while batches are at work.
-_LOOK_INTERVAL: Final = 0.5
 
 
 class PythonBatches:
@@ -129,13 +125,15 @@ class PythonBatches:
                 _count(counts, [recorded[planned.batch_id]])
                 continue
             lane, keys = self._place(planned)
-            while not self._stop.reason() and not pool.put(planned, lane, keys, _LOOK_INTERVAL):
+            while not self._stop.reason() and not pool.put(
+                planned, lane, keys, STOP_CHECK_INTERVAL
+            ):
                 _count(counts, (outcome for _, outcome in pool.take()))
             if self._stop.reason():
                 break
             _count(counts, (outcome for _, outcome in pool.take()))
         while pool.under_way and not self._stop.late():
-            pool.wait(_LOOK_INTERVAL)
+            pool.wait(STOP_CHECK_INTERVAL)
             _count(counts, (outcome for _, outcome in pool.take()))
 
     def _place(self, planned: PlannedBatch) -> tuple[int | None, Sequence[str]]:
