@@ -43,7 +43,7 @@ class PollingSource(ABC):
 
     @abstractmethod
     def take(self, demand: int, position: int, deadline: datetime) -> Sequence[Message]:
-        """Take at most ``demand`` messages that are ready now, without waiting.
+        """Take at most ``demand`` messages, at least 1, that are ready now, without waiting.
 
         :param position: The first message's; the others count on from it.
         :param deadline: Until when to hold them, and all that was taken before.
@@ -56,14 +56,14 @@ class PollingSource(ABC):
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         end = self._clock.monotonic() + timeout
         pause = _SHORTEST_PAUSE
-        while not self._stopped:
+        while demand > 0 and not self._stopped:
             deadline = self._clock.now() + timedelta(seconds=self._lease.seconds)
             messages = self.take(demand, self._received, deadline)
             if messages or not self._received:  # what holds nothing cannot lapse
                 self._lease = replace(self._lease, deadline=deadline)
             self._received += len(messages)
             left = end - self._clock.monotonic()
-            if messages or demand < 1 or left < 1e-6:  # a clock may have no finer step
+            if messages or left < 1e-6:  # a clock may have no finer step
                 return messages
             self._clock.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
