@@ -34,9 +34,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+#: The report's file, in the run's folder.
 REPORT: Final = "report.json"
-#: Characters of a reason that a report names.
-_REASON: Final = 200
+#: Characters of a reason in a report; longer ones that begin alike count as one.
+_REASON_LENGTH: Final = 200
 
 
 def keep_report(
@@ -48,7 +49,10 @@ def keep_report(
     failed_tasks: Sequence[str],
     at: datetime,
 ) -> dict[str, Any]:
-    """Account for the executions of a run, and keep it in the run's folder.
+    """Account for the executions of a run, and keep the report in the run's folder.
+
+    A run that balances is marked so, which lets retention remove it; an empty one leaves its report
+    and no other file.
 
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
@@ -85,7 +89,7 @@ def keep_report(
 
 
 def kept_report(run: StagedRun) -> dict[str, Any] | None:
-    """The report that was kept before; ``None`` without one."""
+    """The report that was kept before; ``None`` if there is none that can be read."""
     try:
         report: dict[str, Any] = json.loads(run.files.read(REPORT))
     except (FileNotFoundError, ValueError):
@@ -114,7 +118,7 @@ def trouble_of(
 
 
 def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
-    """Leave an empty run's report alone: of most queues, most runs are empty."""
+    """Remove an empty run's files but for its report: of most queues, most runs are empty."""
     try:
         for record in records:
             run.forget(record.generation)
@@ -189,7 +193,7 @@ def reasons_of(
         for line in recorded.entries(path, total):
             verdict = line.entry.verdict
             if verdict.reason:
-                counts[verdict.stage, verdict.reason[:_REASON]] += 1
+                counts[verdict.stage, verdict.reason[:_REASON_LENGTH]] += 1
     shown: list[dict[str, Any]] = [
         {"count": count, "stage": stage, "reason": reason}
         for (stage, reason), count in counts.most_common(SHOWN_REASONS)

@@ -38,6 +38,8 @@ MAX_POKE_INTERVAL: Final = 15.0
 #: watched task has been running for ``QUIET_TIMEOUT``.
 STAY_TIMEOUT: Final = 60.0
 QUIET_TIMEOUT: Final = 5.0
+#: Seconds between two looks at the states of tasks meanwhile.
+STAY_INTERVAL: Final = 1.0
 
 #: The least seconds for which it is rescheduled, unless its ``poke_interval`` is shorter.  The
 #: supervisor of a task may outlive it by ``[workers] min_heartbeat_interval``, which is 5.
@@ -162,22 +164,25 @@ class BroadwayAckSensor(BaseSensorOperator):
         return False
 
     def _stay(self, context: Context) -> bool:
-        """Wait here while the run is young and its tasks are at work; whether to look again here.
+        """Wait at this worker while the run is young and its tasks are at work.
 
         A short run then ends within a second of its last task, and nothing is started for each
-        look.  Rescheduled as often, the sensor would be taken for killed now and then: Airflow
-        knows two looks of one try apart only once it has seen the end of the first.
+        look.  Were the sensor rescheduled as often, Airflow would now and then take it for killed:
+        it knows two looks of one try apart only once it has seen the end of the first.
+
+        :returns: Whether to look again here; else the sensor is rescheduled.
         """
         if _runs_inline() or self._elapsed(context) >= STAY_TIMEOUT or _over(self._states(context)):
             return False
         started = busy = time.monotonic()
         while time.monotonic() - started < self.poke_interval:
-            time.sleep(1.0)
+            time.sleep(STAY_INTERVAL)
             states = self._states(context)
             if _over(states):
                 return True
-            if "running" in states.values():  # so this task does not keep that one from its slot
+            if "running" in states.values():
                 busy = time.monotonic()
+            # While none runs, one may be waiting for the slot that this task holds.
             elif time.monotonic() - busy > QUIET_TIMEOUT:
                 return False
         return True
