@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,16 @@ class Submitted:
             )
 
     def driver(self) -> int:
-        """The Python that runs the job: the oldest of the JVM's children.
+        """The Python that runs the job.
 
-        Hadoop starts others, such as ``chmod``, and process ids begin anew at their limit.
+        The JVM has other children: what Hadoop starts, such as ``chmod``, and a zombie of the
+        shell that became it, if that did not wait for its own.
         """
-        children = psutil.Process(self.process.pid).children()
-        return min(children, key=psutil.Process.create_time).pid
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.Error):  # it is gone, or a zombie
+                if "--work" in child.cmdline():
+                    return child.pid
+        raise AssertionError("the JVM has no driver")
 
     def wait(self, seconds: float = 120) -> int:
         return self.process.wait(seconds)
