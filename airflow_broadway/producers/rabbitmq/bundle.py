@@ -132,7 +132,10 @@ def pack_messages(messages: Iterable[Held]) -> bytes:
 
 
 def grouped(messages: Sequence[Held], capacity: int) -> Iterator[list[Held]]:
-    """``messages`` in portions that are bundles: each of some messages, and no more bytes."""
+    """``messages`` in their order, in groups that each make a bundle.
+
+    :param capacity: Bytes of messages in a bundle; a single larger message is a group of its own.
+    """
     part: list[Held] = []
     size = 0
     for held in messages:

@@ -1,9 +1,9 @@
 """Reads deliveries straight from the socket's bytes, and hands all else to pika.
 
-pika makes five objects of every delivery and decodes all its properties: more work than the rest of
-a run has with a message, and a message whose headers it cannot decode costs it the connection.
-Here a delivery is one tuple that keeps the properties as the bytes they came in; they are decoded
-when somebody asks (``properties``), so that hostile headers fail their own message alone.
+pika makes five objects of every delivery and decodes all its properties.  That is more work than
+all else a run does with a message; and headers that pika cannot decode cost it the connection.
+Here a delivery is one tuple, with the properties as the bytes they came in.  They are decoded when
+somebody asks (module ``properties``), so that hostile headers fail their own message alone.
 """
 
 from __future__ import annotations

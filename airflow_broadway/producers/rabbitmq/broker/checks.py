@@ -1,8 +1,8 @@
-"""What a run's queues come to with the policies of their broker: whether messages are safe in them.
+"""Whether the broker's policies make a run's queues lose messages.
 
-What our own queues are declared with is checked by declaring them: the broker refuses other
-arguments.  Policies come on top, by name, and may make any queue lose what it holds.  Only the
-management API tells of them; where it does not answer, that is a warning, and nothing fails.
+The arguments of our own queues are checked by declaring them: the broker refuses others.  Policies
+apply on top of arguments, by a queue's name, and may make any queue lose what it holds.  Only the
+management API shows them; where it does not answer, that is a warning, and nothing fails.
 
 ==============  =============================  =============================================
 queue           an error                       a warning

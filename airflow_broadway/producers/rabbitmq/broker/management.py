@@ -1,8 +1,8 @@
 """The management API of a broker, as far as it is needed: reads, each within a short time.
 
-It is another server than the broker's, on another port, often out of reach or forbidden to the
-user; so whoever asks it must do without an answer too, which :class:`Unseen` says.  No redirect is
-followed and no proxy used: the password goes to the host that the connection names, and no other.
+It is a server of its own, on another port, often out of reach or forbidden to the user.  So whoever
+asks it must do without an answer too: :class:`Unseen` says that there is none.  No redirect is
+followed and no proxy used: the password goes to no host but the one that the connection names.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@
 ``broadway.leases``               the exchange by which bundles reach their lease queue
 ================================  =================================================================
 
-A lease queue is reached through an exchange, so that unbinding it fences its holder off: what a
-process that is taken for dead still publishes is returned to it, and it keeps its deliveries.
+Bundles reach a lease queue through an exchange.  So unbinding the queue fences its holder off: a
+process that was taken for dead and goes on publishing gets its bundles returned, and acknowledges
+nothing.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class QueueNames:
     def own_lease(self, name: object) -> str:
         """``name``, if it is that of a lease queue of this source.
 
-        To be asked of every such name that was read: senders may write to queues, and others to the
-        staging folder, while lease queues are emptied and deleted.
+        Every such name that was read is to be checked: strangers may write to queues and to the
+        staging folder, and lease queues are emptied and deleted.
 
         :raises ProducerError: If it is not.
         """
@@ -93,7 +94,7 @@ class QueueNames:
 
     @property
     def quarantine(self) -> str:
-        """Where goes what the returns queue held and nobody can read."""
+        """Where that goes which lay in the returns queue and is no bundle that can be read."""
         return self._name("broadway.quarantine", "")
 
     @property

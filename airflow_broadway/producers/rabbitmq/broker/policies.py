@@ -1,11 +1,11 @@
-"""Policies, and what a queue's arguments come to with them: RabbitMQ's own rules.
+"""Policies, and what applies to a queue with them: https://www.rabbitmq.com/docs/parameters.
 
-Of the users' policies, and of the operators', the one with the highest priority whose pattern
-matches applies, alone.  Where it and an argument of the queue set the same limit, the lower one
-counts; of all else the argument counts.  https://www.rabbitmq.com/docs/parameters
+Among the users' policies whose pattern matches the queue, the one with the highest priority
+applies, alone; so among the operators'.  Where a policy and an argument of the queue set the same
+limit, the lower one applies; in all else, the argument.
 
-A pattern may be written so that matching it takes for ever.  So all but the plainest are matched in
-a process of its own, which is ended when it takes too long.
+A pattern can be written so that matching it takes for ever.  So all but the plainest patterns are
+matched in a process of its own, which is ended when it takes too long.
 """
 
 from __future__ import annotations
