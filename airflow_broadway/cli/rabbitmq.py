@@ -16,6 +16,7 @@ from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.checks import (
     ERROR,
     NOTE,
@@ -24,7 +25,6 @@ from airflow_broadway.producers.rabbitmq.broker.checks import (
     refuse_version,
     roles_of,
 )
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["check"]
@@ -83,7 +83,6 @@ def _look(producer: RabbitMQOptions, address: Address) -> tuple[str, _Depths, li
 
     :raises CommandError: If the source queue is not there.
     """
-    topology = Topology(producer)
     connection = ConnectionThread.to(address)
     try:
         version = connection.version
@@ -94,7 +93,7 @@ def _look(producer: RabbitMQOptions, address: Address) -> tuple[str, _Depths, li
             findings.append(Finding(ERROR, "", str(error)))
         # Lease queues have names of their own; any stands for all.
         depths = [
-            (role.queue, role.name, topology.depth(connection, role.queue))
+            (role.queue, role.name, queue_calls.depth(connection, role.queue))
             for role in roles_of(producer)
             if role.name != "lease"
         ]

@@ -192,6 +192,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     from airflow_broadway.producers.rabbitmq.amqp.address import address_for
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+    from airflow_broadway.producers.rabbitmq.journal import Journal
 
     host = server.url.rpartition("@")[2].rstrip("/")
     queue = new_queue(server, count)
@@ -200,9 +201,9 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
-    topology = Topology(producer)
-    topology.ensure_returns(connection)
-    topology.leave_spare(connection)
+    topology = Topology(producer, Journal(None, queue))
+    topology.standing.ensure_returns(connection)
+    topology.leases.leave_spare(connection)
     connection.close()
     return {"folder": str(folder), "ref": ref}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.testing.contract import CustodyContract
 from tests.contract.rabbitmq_harness import RabbitHarness
 from tests.rabbitmq_fixtures import wanted_server
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.broker
 @pytest.fixture(autouse=True)
 def young_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody kills this broker: its queues may be used at once."""
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
 
 
 def harness_of(

@@ -22,7 +22,7 @@ from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.options import METADATA_FIELDS
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place, manage, marked
@@ -286,7 +286,7 @@ def test_a_lease_queue_that_ends_every_connection_which_asks_it_is_asked_once(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a broker that has left a lease queue without a process: a get closes the connection
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     place.declare()
     place.send(b"1")
     dead = place.queues.lease("g1")

@@ -16,7 +16,11 @@ from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdi
 from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import (
+    lease_queues,
+    queue_calls,
+    standing_queues,
+)
 from airflow_broadway.testing.contract import ids, settlement_of
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place, manage
@@ -27,7 +31,7 @@ pytestmark = pytest.mark.broker
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     # Nobody kills this broker: the first lease queue of a test may be used at once.
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     made = Place(wanted_server(), tmp_path)
     made.declare()
     return made
@@ -169,14 +173,15 @@ class Waited:
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Waited:
     made = Waited()
-    monkeypatch.setattr(topology, "time", made)
+    for module in (queue_calls, standing_queues, lease_queues):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
 def test_only_the_first_run_on_a_queue_waits_for_its_lease_queue_to_be_old_enough(
     place: Place, monkeypatch: pytest.MonkeyPatch, waited: Waited
 ) -> None:
-    monkeypatch.setattr(topology, "_SETTLED", 2.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
 
     def receive(generation: str) -> None:
         place.send(b"1")
@@ -197,7 +202,7 @@ def test_a_queue_that_was_left_just_now_is_waited_for_too(
 ) -> None:
     place.send(b"1")
     place.settle("g1", on_failure="retry")
-    monkeypatch.setattr(topology, "_SETTLED", 2.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
     waited.pass_time(0.5)
 
     place.send(b"2")
@@ -236,7 +241,7 @@ class TestQueuesThatStay:
     def ready(self, place: Place, waited: Waited, monkeypatch: pytest.MonkeyPatch) -> None:
         place.send(b"0")
         place.settle("first", on_failure="retry")  # declares all but queues of delays
-        monkeypatch.setattr(topology, "_SETTLED", 2.0)
+        monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 2.0)
 
     def test_only_the_first_to_use_one_waits(self, place: Place, waited: Waited) -> None:
         assert self.settle(place, waited, "g1") == 2.0
@@ -264,14 +269,14 @@ class TestQueuesThatStay:
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Given a queue that was declared and never answers, however often it is made anew
-        monkeypatch.setattr(topology, "_SETTLED", 0.0)
+        monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
         made: list[str] = []
 
         def silent(connection: Any, name: str) -> bool | None:
             made.append(name)
             return None if "delay" in name else True
 
-        monkeypatch.setattr(topology.Topology, "_is_empty", staticmethod(silent))
+        monkeypatch.setattr(queue_calls, "is_empty", silent)
         place.send(b"1")
         with place.source("g1", on_failure="retry") as source:
             messages = place.take(source)

@@ -25,7 +25,8 @@ from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, join_fields
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.lease_queues import LeaseQueues
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.marks import MARK
 from airflow_broadway.producers.rabbitmq.settle import custodian
@@ -159,16 +160,16 @@ def test_a_settlement_that_finds_the_queue_just_deleted_publishes_nothing_again(
     place.declare()
     lease, messages = hold(place, "g1", 10)
     settlement = settlement_of(messages, {messages[0].message_id: DEAD})
-    inside = topology.Topology.depth
+    inside = queue_calls.depth
     first: list[SettleReport | None] = []
 
-    def depth(self: Any, connection: ConnectionThread, name: str) -> int | None:
+    def depth(connection: ConnectionThread, name: str) -> int | None:
         if name == lease.state["lease_queue"] and not first:
             first.append(None)
             first[0] = place.carry_out(lease, settlement)  # another, from its begin to its end
-        return inside(self, connection, name)
+        return inside(connection, name)
 
-    monkeypatch.setattr(topology.Topology, "depth", depth)
+    monkeypatch.setattr(queue_calls, "depth", depth)
 
     second = place.carry_out(lease, settlement)
 
@@ -256,13 +257,13 @@ def test_bundles_that_nobody_counted_are_told_when_their_queue_is_deleted(
     # Given a bundle that comes between the last look at the lease queue and its end
     place.declare()
     lease, messages = hold(place, "g1", 3)
-    inside = topology.Topology.delete
+    inside = LeaseQueues.delete
 
     def delete(self: Any, connection: ConnectionThread, name: str) -> int:
         publish_raw(place, name, (b"one more", b"\x00\x00"))
         return inside(self, connection, name)
 
-    monkeypatch.setattr(topology.Topology, "delete", delete)
+    monkeypatch.setattr(LeaseQueues, "delete", delete)
 
     report = place.carry_out(lease, settlement_of(messages))
 

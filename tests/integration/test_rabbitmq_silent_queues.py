@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place
@@ -34,14 +37,53 @@ def test_a_lease_queue_is_deleted_only_when_it_answers(place: Place) -> None:
         lease = source.lease
     queue = lease.state["lease_queue"]
     place.server.stop_queue(queue)
-    link = ConnectionThread.to(address_for(place.producer(), place.env()))
+    connection = ConnectionThread.to(address_for(place.producer(), place.env()))
 
     # When it is deleted, then it is not: RabbitMQ may end the dead-letter workers of all queues
-    topology = Topology(place.producer())
+    topology = Topology(place.producer(), Journal(None, place.name))
     with pytest.raises(ProducerUnavailable, match="INTERNAL_ERROR"):
-        topology.delete(link, queue)
-    link.close()
+        topology.leases.delete(connection, queue)
+    connection.close()
 
     # And as soon as it answers it can be
     place.server.start_queue(queue)
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
+
+
+class TestQueuesThatStay:
+    """One that a run declared, and that ends each connection on which it is asked for anything."""
+
+    def delayed(self, place: Place, *, noted: bool) -> tuple[str, Callable[[], SettleReport]]:
+        """The queue of a delay in that state, and what gives it a message.
+
+        :param noted: Whether it is known that nobody relied on it yet.
+        """
+        place.send(b"1")
+        with place.source("g1") as source:
+            messages = place.take(source) + list(source.stop())
+            lease = source.lease
+        queue = place.queues.delay(60)
+        if noted:
+            Journal(place.env().staging, place.name).note_declared(queue)
+        with place.channel() as channel:
+            channel.queue_declare(queue, durable=True, arguments=place.queues.delay_arguments(60))
+        place.server.stop_queue(queue)
+        later = Verdict(Action.RETRY, 60.0, "why", "process")
+        options = {"backoff_min": 0.01, "backoff_max": 0.1, "reconnect_timeout": 3.0}
+        return queue, lambda: place.carry_out(lease, settlement_of(messages, rest=later), **options)
+
+    def test_it_is_made_anew_on_the_next_connection(self, place: Place) -> None:
+        queue, settle = self.delayed(place, noted=True)
+
+        assert settle() == SettleReport(requeued=1)
+
+        assert place.get(queue) is not None
+
+    def test_it_is_kept_if_it_may_hold_something(self, place: Place) -> None:
+        queue, settle = self.delayed(place, noted=False)
+
+        with pytest.raises(ProducerUnavailable, match=r"'broadway\.delay.*does not answer"):
+            settle()
+
+        place.server.start_queue(queue)
+        assert settle() == SettleReport(requeued=1)

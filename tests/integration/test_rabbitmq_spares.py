@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import lease_queues
 from tests.rabbitmq_place import Place, manage
 
 pytestmark = pytest.mark.broker
 
 
-def lease_queues(place: Place) -> list[str]:
+def lease_queues_of(place: Place) -> list[str]:
     names = (each["name"] for each in manage(place.server, "GET", "queues/%2F?columns=name"))
     return [name for name in names if name.startswith(f"broadway.lease.{place.name}.")]
 
@@ -31,7 +31,7 @@ def test_runs_of_two_leases_on_one_queue_leave_one_lease_queue_each(place: Place
         run(place, f"long-{turn}", lease=3600.0)
         run(place, f"short-{turn}", lease=600.0)
 
-    assert len(lease_queues(place)) == 2
+    assert len(lease_queues_of(place)) == 2
 
 
 def test_each_of_several_producers_finds_a_lease_queue(
@@ -53,9 +53,9 @@ def test_each_of_several_producers_finds_a_lease_queue(
     # Given a run of two producers
     place.declare()
     before = used("g1", "g2")
-    left = set(lease_queues(place)) - before
+    left = set(lease_queues_of(place)) - before
     assert len(left) == 2
 
     # When the next takes place, both find one, and declare none for themselves
-    monkeypatch.setattr(topology, "_TRIES", 0)
+    monkeypatch.setattr(lease_queues, "_MAX_TRIES", 0)
     assert used("g3", "g4") == left

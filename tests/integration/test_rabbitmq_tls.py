@@ -16,7 +16,7 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server
@@ -74,7 +74,7 @@ def server(
 
 @pytest.fixture
 def place(server: SecuredServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(topology, "_SETTLED", 0.0)
+    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     made = Place(server, tmp_path)
     made.declare()
     return made

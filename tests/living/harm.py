@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from airflow_broadway.producers.kit.state_files import StateFiles
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.staging.disk import Disk
 
 __all__ = ["harmed"]
@@ -101,5 +101,5 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
         for name in ("send", "sendall"):
             change(socket.socket, name, sending(getattr(socket.socket, name)))
         if harm.get("young_queues"):
-            change(topology, "_SETTLED", 0.0)
+            change(queue_calls, "_RELIABLE_AGE", 0.0)
         yield writes

@@ -9,8 +9,8 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.names import LADDER
-from airflow_broadway.producers.rabbitmq.broker.topology import Topology
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["depth"]
@@ -33,13 +33,12 @@ def depth(all_options: Iterable[RabbitMQOptions], env: ProducerEnv) -> QueueDept
 
 
 def _depth(options: RabbitMQOptions, env: ProducerEnv) -> QueueDepth:
-    topology = Topology(options)
+    queues = QueueNames(options.queue)
     connection = ConnectionThread.to(address_for(options, env))
     try:
-        queues = topology.queues
 
         def count(name: str) -> int:
-            return topology.depth(connection, name) or 0
+            return queue_calls.depth(connection, name) or 0
 
         place: Any = options.dead_letter
         dead = place if isinstance(place, str) else queues.dead

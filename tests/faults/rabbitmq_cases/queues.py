@@ -11,7 +11,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import lease_queues
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
 from tests.faults.found import Found
 from tests.faults.rabbitmq_cases.place import Place
@@ -76,7 +76,7 @@ def the_lease_queue_refuses(place: Place, name: str) -> Found:
         return {**lease_arguments(queues, seconds, quorum=quorum), "x-max-length": 2}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topology, "lease_arguments", small)
+        patch.setattr(lease_queues, "lease_arguments", small)
         source = place.source("g1")
         with pytest.raises(BroadwayError, match="takes no more messages"):  # noqa: PT012
             while True:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from airflow_broadway.core.errors import BroadwayError, ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Due, Journal
@@ -100,7 +101,7 @@ def _forget(
     returns = topology.queues.returns
     held = counted(returns)
     if held is None:
-        held = topology.depth(connection, returns) or 0
+        held = queue_calls.depth(connection, returns) or 0
         if not held and not due.empty:
             journal.put_off(due, now + _NEXT_LOOK_INTERVAL, gone=True, empty=True)
             return
@@ -131,7 +132,7 @@ def counting(address: Address) -> Callable[[str], int | None]:
 
 def _look_at(connection: ConnectionThread, topology: Topology, queue: str) -> bool:
     """Whether a lease queue is gone now."""
-    depth = topology.depth(connection, queue)
+    depth = queue_calls.depth(connection, queue)
     if depth:
         log.warning(
             "The lease queue %r still holds %d bundles long after they should have lapsed: look"
@@ -142,10 +143,10 @@ def _look_at(connection: ConnectionThread, topology: Topology, queue: str) -> bo
         )
         return False
     if depth is not None:
-        if not topology.is_empty(connection, queue):
+        if not topology.leases.is_empty(connection, queue):
             log.warning("The lease queue %r does not say that it is empty: it is kept.", queue)
             return False
-        topology.ensure_returns(connection)
-        topology.delete(connection, queue)
+        topology.standing.ensure_returns(connection)
+        topology.leases.delete(connection, queue)
         log.info("Deleted the lease queue %r of a dead generation.", queue)
     return True

@@ -47,8 +47,8 @@ class LeaseQueue:
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
         now = self._clock.now().timestamp()
-        self._topology.check(connection, self._journal, self._generation, now)
-        name = self._topology.open_lease(connection, self._journal, self._generation)
+        self._topology.check(connection, self._generation, now)
+        name = self._topology.open_lease(connection, self._generation)
         self.deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one
         # that never answers again, and nobody must wait for that one.

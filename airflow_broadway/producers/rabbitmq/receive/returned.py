@@ -22,6 +22,7 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import Journal
@@ -122,7 +123,7 @@ class ReturnsReader:
         """Begin to read, on a new connection; nothing happens if nothing came back."""
         self.confirm_channel = self._getter = None
         self._taken, self._put_off = {}, []
-        self.left = 0 if self.alone else self._topology.depth(connection, self._queue) or 0
+        self.left = 0 if self.alone else queue_calls.depth(connection, self._queue) or 0
         if not self.left:
             return
         channel = connection.channel()
@@ -197,7 +198,7 @@ class ReturnsReader:
         elif division.take:  # there was no room for them: they come again, behind the others
             self.left += len(rests)
         self._buffer.add_under_way(len(division.take))
-        self._topology.ensure_dead(connection, bool(division.crashed))
+        self._topology.standing.ensure_dead(connection, bool(division.crashed))
         connection.post(lambda: self._secure(channel, delivered.tag, read, division, rests))
 
     def _next(self, connection: ConnectionThread, getter: Getter) -> Delivered | None:
@@ -218,7 +219,7 @@ class ReturnsReader:
     ) -> None:
         """Move what cannot be read out of the way, and say so."""
         place = self._topology.queues.quarantine
-        self._topology.ensure_quarantine(connection)
+        self._topology.standing.ensure_quarantine(connection)
         log.error(
             "What lay in %r cannot be read, and is moved to %r: %s.",
             self._queue,

@@ -130,7 +130,7 @@ class Session:
         connection = ConnectionThread.to(self.address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self.found_messages = self._topology.prepare(connection, channel, self._options) > 0
+            self.found_messages = self._topology.prepare(connection, channel) > 0
             self.consumer = Consumer(
                 channel,
                 self._options,

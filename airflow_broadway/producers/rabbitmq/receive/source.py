@@ -293,7 +293,7 @@ class RabbitSource:
         connection = self._session.connection
         try:
             if self._lease_queue.declared and connection.lost is None:
-                self._topology.leave_spare(connection)
+                self._topology.leases.leave_spare(connection)
         except BroadwayError as error:  # the next run then waits for a queue of its own
             log.warning("No lease queue could be declared for the next run: %s", error)
         connection.close()

@@ -19,6 +19,7 @@ from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import Journal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
@@ -52,7 +53,7 @@ class RabbitCustodian:
         self._clock = env.clock
         self._journal = Journal(env.staging, options.queue)
         self._opened: ConnectionThread | None = None
-        self._known_topology: Topology | None = None
+        self._topology = Topology(options, self._journal)
         self._turns: dict[str, Turn] = {}
         self._unreachable = False
 
@@ -70,7 +71,7 @@ class RabbitCustodian:
             return False
         if not self._was_declared(lease):
             return True
-        return self._topology.depth(self._connection, self._queue_of(lease)) is not None
+        return queue_calls.depth(self._connection, self._queue_of(lease)) is not None
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
@@ -81,7 +82,7 @@ class RabbitCustodian:
         noted = self._journal.settled(lease.generation)
         if noted is not None:
             if noted.details["bundles"] is None:  # killed before the queue was deleted
-                self._topology.delete(self._connection, self._queue_of(lease))
+                self._topology.leases.delete(self._connection, self._queue_of(lease))
             return noted.report
         report = self._settle(lease, settlement)
         if self._journal.settled(lease.generation) is None:
@@ -92,7 +93,7 @@ class RabbitCustodian:
         expected = settlement.expected
         depth = None
         if self._was_declared(lease):
-            depth = self._topology.depth(self._connection, self._queue_of(lease))
+            depth = queue_calls.depth(self._connection, self._queue_of(lease))
         work = self._settlement_of(lease)
         held = self._is_held(lease)
         if depth is None:
@@ -197,7 +198,6 @@ class RabbitCustodian:
                 return work()
             except ProducerUnavailable as error:
                 self.close()
-                self._known_topology = None  # it knows what queues were declared by a connection
                 self._turns.clear()
                 if self._clock.monotonic() - began > self._options.reconnect_timeout:
                     attempts.worked()
@@ -243,7 +243,7 @@ class RabbitCustodian:
         wanted = int(lease.state.get("bundles", 0))
         while depth < wanted and time.monotonic() < end:
             time.sleep(0.1)
-            depth = self._topology.depth(self._connection, self._queue_of(lease)) or 0
+            depth = queue_calls.depth(self._connection, self._queue_of(lease)) or 0
         return depth
 
     def _checked(self, lease: Lease) -> Lease:
@@ -259,12 +259,6 @@ class RabbitCustodian:
             self._clock,
             lambda: self._journal.note_turn(lease.generation, whole=True),
         )
-
-    @property
-    def _topology(self) -> Topology:
-        if self._known_topology is None:
-            self._known_topology = Topology(self._options, self._journal)
-        return self._known_topology
 
     @property
     def _connection(self) -> ConnectionThread:

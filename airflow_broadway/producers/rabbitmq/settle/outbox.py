@@ -143,7 +143,7 @@ class Outbox:
         """Exchange and routing key."""
         delay = 0.0
         if verdict.action is Action.DEAD_LETTER:
-            self._topology.ensure_dead(self._connection)
+            self._topology.standing.ensure_dead(self._connection)
             return self._topology.dead_for(held.route)
         if verdict.action is Action.RETRY:
             delay = verdict.delay
@@ -152,7 +152,7 @@ class Outbox:
         step = rung(delay)
         if step is None:
             return "", self._topology.queues.source
-        return "", self._topology.ensure_delay(self._connection, step)
+        return "", self._topology.standing.ensure_delay(self._connection, step)
 
     def _properties(self, held: Held, verdict: Verdict, again: bool) -> bytes:
         turn, repeats = self._turn = self._turn or self._ask()
@@ -185,7 +185,7 @@ class Outbox:
         self._publish_bundle(header.released_part(header.bundle, 1), [held], key=key)
 
     def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
-        self._topology.ensure_returns(self._connection)
+        self._topology.standing.ensure_returns(self._connection)
         self._publisher.publish(
             "",
             self._topology.queues.returns,

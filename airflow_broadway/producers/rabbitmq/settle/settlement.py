@@ -178,8 +178,8 @@ class LeaseSettlement:
         """
         published = settlement.expected is not None
         if not published:
-            self._topology.fence(self._connection, self._queue)
-        self._topology.ensure_returns(self._connection)
+            self._topology.leases.fence(self._connection, self._queue)
+        self._topology.standing.ensure_returns(self._connection)
         getter = Getter(self._connection, self._queue)
         read = self._settle_bundles(settlement, getter, held=held, crashed=crashed)
         other = self._journal.settled(self._lease.generation)  # by another, meanwhile
@@ -330,7 +330,7 @@ class LeaseSettlement:
         note(generation, report, bundles_done, messages=messages)
         if depth is None:
             return report
-        deleted = self._topology.delete(self._connection, self._queue)
+        deleted = self._topology.leases.delete(self._connection, self._queue)
         if deleted != depth:
             error = (
                 f"the lease queue {self._queue!r} held {many(deleted, 'bundle')} when it was"

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import (
-    StagingError,
-)
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep
 from airflow_broadway.producers.rabbitmq.journal import Journal, digest
 
 HOUR, DAY = 3600.0, 86_400.0
 LEASE = QueueNames("q").lease("g1")
-LINK: Any = None
 #: From when on the lease queue may be looked at, and from when on it may be deleted unasked.
 DUE, SURE = due_at(1_000.0, 60.0)
 
@@ -32,9 +30,7 @@ class Broker:
         self.queues = QueueNames("q")
         #: Those that do not answer, or have more than they count.
         self.silent: set[str] = set()
-
-    def depth(self, connection: Any, name: str) -> int | None:
-        return self.depths.get(name)
+        self.standing = self.leases = self
 
     def is_empty(self, connection: Any, name: str) -> bool:
         return self.depths.get(name) == 0 and name not in self.silent
@@ -44,6 +40,12 @@ class Broker:
 
     def delete(self, connection: Any, name: str) -> int:
         return self.depths.pop(name)
+
+
+@pytest.fixture(autouse=True)
+def depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker is its own connection."""
+    monkeypatch.setattr(queue_calls, "depth", lambda broker, name: broker.depths.get(name))
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -59,9 +61,9 @@ def test_a_lease_queue_is_deleted_an_hour_after_its_last_bundle_can_have_lapsed(
 ) -> None:
     broker: Any = Broker(lease=0)
 
-    sweep(LINK, broker, journal, SURE - 1, unknown)
+    sweep(broker, broker, journal, SURE - 1, unknown)
     assert LEASE in broker.depths
-    sweep(LINK, broker, journal, SURE, unknown)
+    sweep(broker, broker, journal, SURE, unknown)
 
     assert SURE >= 1_000.0 + 60.0 + HOUR
     assert LEASE not in broker.depths
@@ -79,9 +81,9 @@ def test_it_is_deleted_sooner_where_the_management_api_counts_what_lapses(
         asked.append(queue)
         return 0
 
-    sweep(LINK, broker, journal, DUE - 1, counted)
+    sweep(broker, broker, journal, DUE - 1, counted)
     assert (asked, LEASE in broker.depths) == ([], True)
-    sweep(LINK, broker, journal, DUE, counted)
+    sweep(broker, broker, journal, DUE, counted)
 
     assert (asked, LEASE in broker.depths) == ([LEASE], False)
 
@@ -90,8 +92,8 @@ def test_what_hides_in_the_dead_letter_worker_keeps_its_queue(journal: Journal) 
     # AMQP's count is 0, the management API's is not.
     broker: Any = Broker(lease=0)
 
-    sweep(LINK, broker, journal, DUE, lambda queue: 150)
-    sweep(LINK, broker, journal, SURE - 1, unknown)
+    sweep(broker, broker, journal, DUE, lambda queue: 150)
+    sweep(broker, broker, journal, SURE - 1, unknown)
 
     assert LEASE in broker.depths
 
@@ -101,33 +103,33 @@ def test_a_lease_queue_that_only_counts_nothing_stays(journal: Journal) -> None:
     broker: Any = Broker(lease=0)
     broker.silent.add(LEASE)
 
-    sweep(LINK, broker, journal, 10 * HOUR, unknown)
+    sweep(broker, broker, journal, 10 * HOUR, unknown)
     assert LEASE in broker.depths
 
     broker.silent.clear()
-    sweep(LINK, broker, journal, 20 * DAY, unknown)
+    sweep(broker, broker, journal, 20 * DAY, unknown)
     assert LEASE not in broker.depths
 
 
 def test_a_lease_queue_that_is_not_empty_stays(journal: Journal) -> None:
     broker: Any = Broker(lease=3)
 
-    sweep(LINK, broker, journal, 10 * HOUR, unknown)
+    sweep(broker, broker, journal, 10 * HOUR, unknown)
 
     assert broker.depths[LEASE] == 3
 
 
 def test_a_journal_outlives_its_queue_by_a_week(journal: Journal) -> None:
     broker: Any = Broker()
-    sweep(LINK, broker, journal, 10 * HOUR, unknown)
-    sweep(LINK, broker, journal, 10 * HOUR + 6 * 86_400, unknown)
+    sweep(broker, broker, journal, 10 * HOUR, unknown)
+    sweep(broker, broker, journal, 10 * HOUR + 6 * 86_400, unknown)
     assert journal.settled("g1") is not None
     if not journal.durable:
         return
 
-    sweep(LINK, broker, journal, 10 * HOUR + 8 * DAY, unknown)
+    sweep(broker, broker, journal, 10 * HOUR + 8 * DAY, unknown)
     assert journal.settled("g1") is not None  # a run may have a bundle in its hands
-    sweep(LINK, broker, journal, 10 * HOUR + 9 * DAY, unknown)
+    sweep(broker, broker, journal, 10 * HOUR + 9 * DAY, unknown)
 
     assert journal.settled("g1") is None
     assert journal.due(1e12) == []
@@ -139,20 +141,20 @@ def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: 
     journal.note_opened("g1", LEASE, DUE, SURE)
     journal.put(f"{digest('g1')}/1.bundle", b"messages")
     broker: Any = Broker()
-    sweep(LINK, broker, journal, 10 * HOUR, unknown)
+    sweep(broker, broker, journal, 10 * HOUR, unknown)
 
     # When bundles lie in the returns queue for weeks, ready or in a run's hands
     broker.depths[broker.queues.returns] = 1
-    sweep(LINK, broker, journal, 30 * DAY, unknown)
+    sweep(broker, broker, journal, 30 * DAY, unknown)
     broker.depths[broker.queues.returns] = 0
-    sweep(LINK, broker, journal, 40 * DAY, lambda queue: 1)
-    sweep(LINK, broker, journal, 50 * DAY, unknown)
+    sweep(broker, broker, journal, 40 * DAY, lambda queue: 1)
+    sweep(broker, broker, journal, 50 * DAY, unknown)
     broker.depths[broker.queues.returns] = 1
-    sweep(LINK, broker, journal, 60 * DAY, unknown)
+    sweep(broker, broker, journal, 60 * DAY, unknown)
 
     # Then what they refer to is there, until the broker counts none
     assert journal.get(f"{digest('g1')}/1.bundle") == b"messages"
-    sweep(LINK, broker, journal, 70 * DAY, lambda queue: 0)
+    sweep(broker, broker, journal, 70 * DAY, lambda queue: 0)
     assert journal.due(1e12) == []
     with pytest.raises(StagingError):
         journal.get(f"{digest('g1')}/1.bundle")
@@ -164,7 +166,7 @@ def test_what_is_no_lease_queue_of_this_source_is_not_looked_at(journal: Journal
     broker.depths[foreign] = 0
     journal.note_opened("forged", foreign, DUE, SURE)
 
-    sweep(LINK, broker, journal, SURE, unknown)
+    sweep(broker, broker, journal, SURE, unknown)
 
     assert foreign in broker.depths
     assert LEASE not in broker.depths
@@ -190,7 +192,7 @@ def test_a_stray_file_does_not_keep_lease_queues_from_being_swept(
     [folder] = (tmp_path / "rabbitmq").iterdir()
     (folder / "due" / name).write_text(text)
 
-    sweep(LINK, broker, journal, SURE, unknown)
+    sweep(broker, broker, journal, SURE, unknown)
 
     assert LEASE not in broker.depths
 

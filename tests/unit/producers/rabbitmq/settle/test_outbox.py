@@ -78,15 +78,20 @@ class Broker:
         return made
 
 
-class Topology:
-    """The queues of ``orders``; all are there."""
-
-    queues = QUEUES
+class StandingQueues:
+    """All are there."""
 
     def ensure_dead(self, connection: Any) -> None:
         pass
 
     ensure_returns = ensure_dead
+
+
+class Topology:
+    """The queues of ``orders``."""
+
+    queues = QUEUES
+    standing = StandingQueues()
 
     def dead_for(self, route: bytes) -> tuple[str, str]:
         return "", QUEUES.dead
