@@ -33,6 +33,7 @@ from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Folder, Store
 
 __all__ = [
+    "REPLAY_MARK",
     "BatchSummary",
     "GenerationSummary",
     "OutcomeSummary",
@@ -46,6 +47,7 @@ __all__ = [
     "read_replay_mark",
     "show_run",
     "staged_batches",
+    "summary_of",
 ]
 
 #: What makes a folder that of a replay; in it: what was replayed, and what came of it.

@@ -1,0 +1,51 @@
+"""What a task is to staging and to its broker, and what it has of a host that lends it nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.runs.ports import Ports, Task, producer_env
+from tests.unit.runs.steps import Run
+
+
+def task(task_id: str, map_index: int = -1) -> Task:
+    return Task(dag_id="d", run_id="r", task_id=task_id, map_index=map_index)
+
+
+def test_the_tasks_of_a_run_have_names_of_their_own_that_any_file_system_takes() -> None:
+    tasks = [task("g.batch"), task("g.batch", 0), task("g.batch", 1), task("g.batch_0")]
+
+    names = [each.file_name for each in tasks]
+
+    assert names == ["g.batch", "g.batch!0", "g.batch!1", "g.batch_0"]
+    assert task("ä/b").file_name == "__b"
+
+
+def test_without_a_host_no_connection_is_known_and_nobodys_run_is_over() -> None:
+    ports = Ports()
+
+    with pytest.raises(ConnectionMissing, match="'warehouse' is not defined"):
+        ports.connections.get("warehouse")
+    assert not ports.is_over("another")
+
+
+def test_a_producer_is_opened_in_a_folder_of_its_pipeline_and_known_by_its_task(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+
+    env = producer_env(
+        run.pipeline,
+        run.ports,
+        generation="g",
+        owner=task("process", 3).owner(),
+        index=3,
+        store=run.staged.store,
+    )
+
+    assert env.staging == f"file://{tmp_path}/staging/Sums"
+    assert (env.generation, env.index, env.owner["map_index"]) == ("g", 3, 3)
+    assert env.connections is run.ports.connections
