@@ -101,11 +101,15 @@ class Buffer:
             self.under_way += room
         return room
 
-    def unclaim(self, count: int) -> bool:
-        """So many were not taken after all; whether nothing more may be taken now."""
+    def unclaim(self, count: int) -> None:
+        """So many were not taken after all."""
         with self.changed:
             self.under_way -= count
-            return self.under_way >= self.credit
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more may be taken now."""
+        return self.under_way >= self.credit
 
     def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
         """Bundles may be relied on, or what was published in their place."""

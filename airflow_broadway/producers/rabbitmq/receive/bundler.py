@@ -136,22 +136,18 @@ class OpenBundle:
         self._bundler = bundler
         self._channel = channel
         self._timer: Any = None
-        self._messages: list[Held] = []
+        #: What is in it; to be read only.
+        self.messages: list[Held] = []
         self._bytes = 0
         #: The delivery up to which all is done with once this bundle is secured.
         self._tag: int | None = None
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no message in it."""
-        return not self._messages
-
     def add(self, held: Held, weight: int, tag: int) -> None:
         """Put a message in; a full bundle is published, and another begun."""
         full = self._bytes + weight > self._bundler.capacity
-        if full or len(self._messages) >= bundles.MAX_MESSAGES:
+        if full or len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
-        self._messages.append(held)
+        self.messages.append(held)
         self._bytes += weight
         self._tag = tag
 
@@ -161,9 +157,9 @@ class OpenBundle:
 
     def publish_full(self) -> None:
         """Publish it if it takes no more messages; see to the end of mere repetitions."""
-        if len(self._messages) >= bundles.MAX_MESSAGES:
+        if len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
-        elif self._tag is not None and not self._messages:
+        elif self._tag is not None and not self.messages:
             tag, self._tag = self._tag, None
             self._channel.done(tag)
 
@@ -175,8 +171,8 @@ class OpenBundle:
 
     def publish(self) -> None:
         """Publish it, if there is a message in it, and begin another."""
-        messages, tag = self._messages, self._tag
-        self._messages, self._bytes, self._tag = [], 0, None
+        messages, tag = self.messages, self._tag
+        self.messages, self._bytes, self._tag = [], 0, None
         if messages:
             self._bundler.publish(self._channel, messages, tag)
 

@@ -146,18 +146,20 @@ class Consumer:
     def _pump(self) -> None:
         """Take what may be taken.  Called after every portion of data, and when demand rises."""
         backlog, buffer = self._subscription.backlog, self._buffer
-        if not backlog and self._bundle.empty:
+        if not backlog and not self._bundle.messages:
             return
         if not self._open or self.confirm_channel.failure is not None:
             buffer.notify()
             return
         room = 0 if self._stopped else buffer.claim(len(backlog))
-        full = buffer.unclaim(room - self._take(room))
+        taken = self._take(room)
+        if taken < room:
+            buffer.unclaim(room - taken)
         if self._unread:
             buffer.notify()
-        if self._bundle.empty:
+        if not self._bundle.messages:
             return
-        if full or self._stopped:
+        if buffer.full or self._stopped:
             self._bundle.publish()
         else:
             self._bundle.publish_soon()
