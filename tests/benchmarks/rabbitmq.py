@@ -192,7 +192,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     from airflow_broadway.producers.rabbitmq.amqp.address import address_for
     from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-    from airflow_broadway.producers.rabbitmq.journal import Journal
+    from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
     host = server.url.rpartition("@")[2].rstrip("/")
     queue = new_queue(server, count)
@@ -201,7 +201,7 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
-    topology = Topology(producer, Journal(None, queue))
+    topology = Topology(producer, QueueJournal(None, queue))
     topology.standing.ensure_returns(connection)
     topology.leases.leave_spare(connection)
     connection.close()

@@ -27,7 +27,7 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import join_entries, jo
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.lease_queues import LeaseQueues
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import MARK
 from airflow_broadway.producers.rabbitmq.settle import custodian
 from airflow_broadway.producers.rabbitmq.settle import settlement as settling
@@ -458,7 +458,7 @@ def test_what_two_turns_of_a_settlement_published_is_handled_once(
         raise SystemExit("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "note_settled", killed)
+        patch.setattr(QueueJournal, "note_settled", killed)
         with pytest.raises(SystemExit):
             place.carry_out(lease, settlement_of(messages, chosen))
 

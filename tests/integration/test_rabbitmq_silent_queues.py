@@ -13,7 +13,7 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_place import Place
@@ -40,7 +40,7 @@ def test_a_lease_queue_is_deleted_only_when_it_answers(place: Place) -> None:
     connection = ConnectionThread.to(address_for(place.producer(), place.env()))
 
     # When it is deleted, then it is not: RabbitMQ may end the dead-letter workers of all queues
-    topology = Topology(place.producer(), Journal(None, place.name))
+    topology = Topology(place.producer(), QueueJournal(None, place.name))
     with pytest.raises(ProducerUnavailable, match="INTERNAL_ERROR"):
         topology.leases.delete(connection, queue)
     connection.close()
@@ -64,7 +64,7 @@ class TestQueuesThatStay:
             lease = source.lease
         queue = place.queues.delay(60)
         if noted:
-            Journal(place.env().staging, place.name).note_declared(queue)
+            QueueJournal(place.env().staging, place.name).note_declared(queue)
         with place.channel() as channel:
             channel.queue_declare(queue, durable=True, arguments=place.queues.delay_arguments(60))
         place.server.stop_queue(queue)

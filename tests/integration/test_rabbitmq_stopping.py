@@ -21,7 +21,7 @@ from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.receive import ending
 from airflow_broadway.testing.contract import settlement_of
@@ -257,9 +257,9 @@ class SlowStaging:
 
     def __init__(self) -> None:
         self._writing, self._go_on = threading.Event(), threading.Event()
-        self._put = Journal.put
+        self._put = QueueJournal.put
 
-    def put(self, journal: Journal, name: str, data: bytes) -> str:
+    def put(self, journal: QueueJournal, name: str, data: bytes) -> str:
         self._writing.set()
         self._go_on.wait(30)
         return self._put(journal, name, data)
@@ -277,10 +277,10 @@ class SlowStaging:
 def staging(monkeypatch: pytest.MonkeyPatch) -> SlowStaging:
     made = SlowStaging()
 
-    def put(journal: Journal, name: str, data: bytes) -> str:
+    def put(journal: QueueJournal, name: str, data: bytes) -> str:
         return made.put(journal, name, data)
 
-    monkeypatch.setattr(Journal, "put", put)
+    monkeypatch.setattr(QueueJournal, "put", put)
     return made
 
 

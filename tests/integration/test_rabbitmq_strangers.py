@@ -21,7 +21,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames, lease_arguments
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Place, marked, permitted
 
@@ -234,7 +234,7 @@ def test_a_file_in_staging_does_not_have_another_queue_swept(
     place: Place, victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.declare()
-    journal = Journal(f"file://{place.folder}", place.name)
+    journal = QueueJournal(f"file://{place.folder}", place.name)
     journal.note_opened("forged", victim, due=1.0, sure=1.0)
 
     with place.source("g1"):
@@ -262,7 +262,9 @@ def test_a_lease_that_names_another_queue_is_not_settled_on_it(
         lease = dataclasses.replace(lease, state={**lease.state, "lease_queue": victim})
         shutil.rmtree(place.folder / "rabbitmq")
     else:
-        Journal(f"file://{place.folder}", place.name).note_opened("g1", victim, due=1e12, sure=1e12)
+        QueueJournal(f"file://{place.folder}", place.name).note_opened(
+            "g1", victim, due=1e12, sure=1e12
+        )
     with place.channel() as channel:
         channel.basic_publish("", victim, b"somebody's")
 
@@ -284,14 +286,14 @@ def test_names_of_generations_that_strangers_make_up_keep_no_connection_waiting(
     copied = [marked(b"another", f"c{n}", giver=f"stranger-{n}") for n in range(50)]
     for headers in (*proper, *copied):
         place.send(b"proper", properties=pika.BasicProperties(headers=headers))
-    inside = Journal.turns
+    inside = QueueJournal.turns
     read: list[tuple[str, str]] = []
 
-    def turns(journal: Journal, generation: str) -> frozenset[str]:
+    def turns(journal: QueueJournal, generation: str) -> frozenset[str]:
         read.append((threading.current_thread().name, generation))
         return inside(journal, generation)
 
-    monkeypatch.setattr(Journal, "turns", turns)
+    monkeypatch.setattr(QueueJournal, "turns", turns)
 
     messages, report = place.settle("g1")
 

@@ -28,7 +28,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled
 from airflow_broadway.producers.kit.state_files import digest, state_files
 
-__all__ = ["Due", "Journal", "Turns", "digest"]
+__all__ = ["Due", "QueueJournal", "Turns", "digest"]
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Due(NamedTuple):
     empty: bool = False
 
 
-class Journal:
+class QueueJournal:
     """The journals of one source queue's generations.
 
     :param staging: A folder URI; with ``None`` they are kept in memory, for tests and trials.
@@ -285,7 +285,7 @@ class Turns:
     it keeps no connection waiting.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: QueueJournal) -> None:
         self._journal = journal
         self._known: dict[str, frozenset[str]] = {}
 

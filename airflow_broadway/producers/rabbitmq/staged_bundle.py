@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
-from airflow_broadway.producers.rabbitmq.journal import Journal, digest
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 __all__ = ["load_staged", "staged_name", "store_staged"]
 
@@ -16,7 +16,7 @@ __all__ = ["load_staged", "staged_name", "store_staged"]
 _NAME = re.compile(r"[0-9a-f]+\.[0-9a-f]+")
 
 
-def load_staged(header: Header, journal: Journal) -> list[Held]:
+def load_staged(header: Header, journal: QueueJournal) -> list[Held]:
     """The messages that a bundle of staged custody refers to.
 
     Anybody who may publish can have written the header: so only the file of that generation and
@@ -49,7 +49,9 @@ def staged_name(generation: str, bundle: str) -> str | None:
     return f"{digest(generation)}/{bundle}.bundle" if _NAME.fullmatch(bundle) else None
 
 
-def store_staged(journal: Journal, generation: str) -> Callable[[str, bytes], dict[str, object]]:
+def store_staged(
+    journal: QueueJournal, generation: str
+) -> Callable[[str, bytes], dict[str, object]]:
     """What keeps the messages of staged custody."""
 
     def store(name: str, data: bytes) -> dict[str, object]:

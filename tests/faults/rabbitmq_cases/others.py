@@ -8,7 +8,7 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import dead_letters
 from tests.faults.found import Found
@@ -55,7 +55,7 @@ def a_settlement_is_killed_before_it_is_noted(place: Place, name: str) -> Found:
         raise _Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Journal, "note_settled", die)
+        patch.setattr(QueueJournal, "note_settled", die)
         with pytest.raises(_Killed):
             place.settle(lease, settlement_of(messages, verdicts))
     assert not any(letter.marked for letter in dead_letters(place.server, place.queues.dead))

@@ -22,7 +22,7 @@ from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
 from tests.faults.brokers_rabbitmq import counted, dead_letters, queue_names
 from tests.faults.found import Found
@@ -130,7 +130,7 @@ class Place:
 
     def lease_queue(self, generation: str) -> str:
         """Its name, once the generation has one."""
-        opened = Journal(f"file://{self.folder}", self.queue).opened(generation)
+        opened = QueueJournal(f"file://{self.folder}", self.queue).opened(generation)
         assert opened is not None
         return opened
 

@@ -9,7 +9,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.producers.kit.state_files import StateFiles
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
@@ -82,7 +82,7 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
 
 
 def test_strays_do_not_keep_a_lease_queue_from_being_deleted(tmp_path: Path) -> None:
-    journal = Journal(f"file://{tmp_path}", "flights")
+    journal = QueueJournal(f"file://{tmp_path}", "flights")
     notes = StateFiles(f"file://{tmp_path}", "x")
     notes.write("y/1.json", {})
     litter(tmp_path)

@@ -21,7 +21,7 @@ from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
@@ -47,7 +47,7 @@ class LeaseQueues:
     def __init__(
         self,
         options: RabbitMQOptions,
-        journal: Journal,
+        journal: QueueJournal,
         names: QueueNames,
         standing: StandingQueues,
     ) -> None:

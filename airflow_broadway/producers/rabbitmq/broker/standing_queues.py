@@ -13,7 +13,7 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
@@ -32,7 +32,7 @@ class StandingQueues:
     :param journal: Where it is noted which of them are old enough to be relied on.
     """
 
-    def __init__(self, options: RabbitMQOptions, journal: Journal, names: QueueNames) -> None:
+    def __init__(self, options: RabbitMQOptions, journal: QueueJournal, names: QueueNames) -> None:
         self._journal = journal
         self._names = names
         self._quorum = options.queue_type == "quorum"

@@ -17,7 +17,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import Due, Journal
+from airflow_broadway.producers.rabbitmq.journal import Due, QueueJournal
 
 __all__ = ["counting", "due_at", "sweep"]
 
@@ -47,7 +47,7 @@ def due_at(deadline: float, seconds: float) -> tuple[float, float]:
 def sweep(
     connection: ConnectionThread,
     topology: Topology,
-    journal: Journal,
+    journal: QueueJournal,
     now: float,
     counted: Callable[[str], int | None],
 ) -> None:
@@ -87,7 +87,7 @@ def sweep(
 def _forget(
     connection: ConnectionThread,
     topology: Topology,
-    journal: Journal,
+    journal: QueueJournal,
     due: Due,
     now: float,
     counted: Callable[[str], int | None],

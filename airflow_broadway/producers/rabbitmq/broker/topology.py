@@ -15,7 +15,7 @@ from airflow_broadway.producers.rabbitmq.broker.checks import act_on, check_queu
 from airflow_broadway.producers.rabbitmq.broker.lease_queues import LeaseQueues
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
-from airflow_broadway.producers.rabbitmq.journal import Journal, digest
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
@@ -35,7 +35,7 @@ class Topology:
         lease queue is, and when the broker's policies were looked at.
     """
 
-    def __init__(self, options: RabbitMQOptions, journal: Journal) -> None:
+    def __init__(self, options: RabbitMQOptions, journal: QueueJournal) -> None:
         self._options = options
         self._journal = journal
         self._exchanges: dict[str, str] = {}

@@ -13,7 +13,7 @@ from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.properties import encode
 from airflow_broadway.producers.rabbitmq.broker.names import EXCHANGE
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.receive.lease_queue import LeaseQueue
+from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 
 __all__ = ["Bundler", "OpenBundle"]
 
@@ -36,7 +36,7 @@ class Bundler:
         prefix: str,
         queue: str,
         owner: dict[str, Any],
-        lease_queue: LeaseQueue,
+        lease: OpenLease,
         store: Callable[[str, bytes], dict[str, Any]] | None = None,
     ) -> None:
         #: Bytes of messages in a bundle: no more than the broker takes.
@@ -47,7 +47,7 @@ class Bundler:
         self._prefix = prefix
         self._queue = queue
         self._owner = owner
-        self._lease_queue = lease_queue
+        self._lease = lease
         self._store = store
         self._count = 0
         self._writer: ThreadPoolExecutor | None = None
@@ -126,7 +126,7 @@ class Bundler:
                 "message_id": place.key,
             }
         )
-        channel.send(place, EXCHANGE, self._lease_queue.name, properties, body)
+        channel.send(place, EXCHANGE, self._lease.queue, properties, body)
 
 
 class OpenBundle:

@@ -25,7 +25,7 @@ from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.marks import publication_key
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
@@ -57,7 +57,7 @@ class ReturnedBundle:
     digest: bytes
 
 
-def examine(data: bytes, journal: Journal) -> ReturnedBundle | None:
+def examine(data: bytes, journal: QueueJournal) -> ReturnedBundle | None:
     """Read a returned bundle, less what needs no handling; ``None`` if nothing of it does.
 
     :raises BundleError: If it cannot be read, or what it refers to is missing.
@@ -90,7 +90,7 @@ class ReturnsReader:
         self,
         max_crashes: int,
         topology: Topology,
-        journal: Journal,
+        journal: QueueJournal,
         ids: Ids,
         quarantine: Quarantine,
         bundler: Bundler,

@@ -23,7 +23,7 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import (
     too_large,
 )
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
@@ -35,7 +35,7 @@ from airflow_broadway.producers.rabbitmq.receive.ending import (
     in_thread,
 )
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
-from airflow_broadway.producers.rabbitmq.receive.lease_queue import LeaseQueue
+from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 from airflow_broadway.producers.rabbitmq.receive.marked import MarkedMessages
 from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
 from airflow_broadway.producers.rabbitmq.receive.returned import ReturnsReader
@@ -62,9 +62,9 @@ class Session:
         options: RabbitMQOptions,
         env: ProducerEnv,
         topology: Topology,
-        journal: Journal,
+        journal: QueueJournal,
         ids: Ids,
-        lease_queue: LeaseQueue,
+        lease: OpenLease,
         bundler: Bundler,
         buffer: Buffer,
     ) -> None:
@@ -79,7 +79,7 @@ class Session:
         self._topology = topology
         self._journal = journal
         self._ids = ids
-        self._lease_queue = lease_queue
+        self._lease = lease
         self._bundler = bundler
         self._buffer = buffer
         self._marked = MarkedMessages(env.generation, ids, Turns(journal))
@@ -110,7 +110,7 @@ class Session:
         self._buffer.forget_unsecured()
         self._ids.reconnect()
         self._attempts.again(error)
-        self._lease_queue.check_deadline()
+        self._lease.check_deadline()
         self._connect_in_time()
         log.info("Connected to RabbitMQ again.")
 
@@ -140,7 +140,7 @@ class Session:
                 self._quarantine,
                 self._bundler,
                 self._buffer,
-                opened=self._lease_queue.declared,
+                opened=self._lease.declared,
                 slow=self._slow,
             )
             self.connection = connection
@@ -155,7 +155,7 @@ class Session:
         :raises BroadwayError: If nothing does: the error.
         """
         if isinstance(error, LeaseLapsed):
-            self._lease_queue.note_lapsed(error)
+            self._lease.note_lapsed(error)
         if isinstance(error, Refused):
             limit = too_large(error)
             if limit is not None:

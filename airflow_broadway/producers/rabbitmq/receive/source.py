@@ -5,8 +5,8 @@ much as was demanded; so ``secure`` has nothing left to do, and ``stop`` brings 
 its way.
 
 Three parts have a state of their own: the session is the connection and who reads on it, the lease
-queue is what the generation holds and until when, and here is what was handed out.  Between them is
-one buffer.
+says where the generation's messages are held and until when, and here is what was handed out.
+Between them is one buffer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.open_here import note_closed, note_open
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
-from airflow_broadway.producers.rabbitmq.receive.lease_queue import LeaseQueue
+from airflow_broadway.producers.rabbitmq.receive.lease import OpenLease
 from airflow_broadway.producers.rabbitmq.receive.messages import MessageMaker
 from airflow_broadway.producers.rabbitmq.receive.session import Session
 from airflow_broadway.producers.rabbitmq.staged_bundle import store_staged
@@ -51,10 +51,10 @@ class RabbitSource:
         self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = Journal(env.staging, options.queue)
+        self._journal = QueueJournal(env.staging, options.queue)
         self._topology = Topology(options, self._journal)
         self._buffer = Buffer()
-        self._lease_queue = LeaseQueue(env, options.lease, self._topology, self._journal)
+        self._lease = OpenLease(env, options.lease, self._topology, self._journal)
         ids = Ids(secrets.token_hex(8))
         staged = options.custody == "staged"
         self._bundler = Bundler(
@@ -62,7 +62,7 @@ class RabbitSource:
             ids.prefix,
             options.queue,
             dict(env.owner),
-            self._lease_queue,
+            self._lease,
             store_staged(self._journal, env.generation) if staged else None,
         )
         limit = self._journal.limit()
@@ -80,7 +80,7 @@ class RabbitSource:
             self._topology,
             self._journal,
             ids,
-            self._lease_queue,
+            self._lease,
             self._bundler,
             self._buffer,
         )
@@ -91,14 +91,14 @@ class RabbitSource:
     @property
     def lease(self) -> Lease:
         """The lease as of now; its state counts what was handed out."""
-        buffer, lease_queue = self._buffer, self._lease_queue
+        buffer, lease = self._buffer, self._lease
         with buffer.changed:
             state = {
                 "queue": self._options.queue,
                 "index": self._env.index,
-                "lease_queue": lease_queue.name,
+                "lease_queue": lease.queue,
                 "virtual_host": self._session.address.virtual_host,
-                "declared": lease_queue.declared,
+                "declared": lease.declared,
                 "bundles": buffer.bundles,
                 "messages": self._handed,
                 # Bundles that may be there beside those counted, and messages never handed out.
@@ -110,7 +110,7 @@ class RabbitSource:
             kind=self._options.kind,
             generation=self._env.generation,
             seconds=self._options.lease,
-            deadline=lease_queue.deadline,
+            deadline=lease.deadline,
             owner=dict(self._env.owner),
             state=state,
         )
@@ -118,12 +118,12 @@ class RabbitSource:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        self._lease_queue.refuse_if_lapsed()
+        self._lease.refuse_if_lapsed()
         if demand < 1 or self._stopped:
             return []
         end = self._clock.monotonic() + max(timeout, self._least_timeout)
         last = end + _QUIET_TIMEOUT
-        self._lease_queue.check_deadline()
+        self._lease.check_deadline()
         while self._is_connected():
             self._ask_for(demand)
             held, quiet = self._wait(demand, end)
@@ -210,7 +210,7 @@ class RabbitSource:
     @property
     def _wants_lease_queue(self) -> bool:
         """Whether deliveries wait for a lease queue."""
-        return self._session.consumer.has_backlog and not self._lease_queue.declared
+        return self._session.consumer.has_backlog and not self._lease.declared
 
     def _more_to_come(self) -> bool:
         """Whether messages are in the queue, or on their way, that only take their time to come."""
@@ -244,12 +244,12 @@ class RabbitSource:
 
     def _open_lease_queue(self) -> None:
         """Declare the lease queue: at the first message, so that an empty run declares nothing."""
-        if self._lease_queue.declared:
+        if self._lease.declared:
             return
         connection, consumer = self._session.connection, self._session.consumer
         if consumer.may_be_stream:
             self._topology.refuse_stream(connection)
-        self._lease_queue.open(connection)
+        self._lease.open(connection)
         connection.post(consumer.open)
 
     @contextmanager
@@ -292,7 +292,7 @@ class RabbitSource:
         self._bundler.close()
         connection = self._session.connection
         try:
-            if self._lease_queue.declared and connection.lost is None:
+            if self._lease.declared and connection.lost is None:
                 self._topology.leases.leave_spare(connection)
         except BroadwayError as error:  # the next run then waits for a queue of its own
             log.warning("No lease queue could be declared for the next run: %s", error)

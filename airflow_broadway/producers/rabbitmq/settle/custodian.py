@@ -21,7 +21,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import unreported
@@ -51,7 +51,7 @@ class RabbitCustodian:
         self._options = options
         self._env = env
         self._clock = env.clock
-        self._journal = Journal(env.staging, options.queue)
+        self._journal = QueueJournal(env.staging, options.queue)
         self._opened: ConnectionThread | None = None
         self._topology = Topology(options, self._journal)
         self._turns: dict[str, Turn] = {}

@@ -14,7 +14,7 @@ from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
 __all__ = ["BundlesRead", "Verdicts", "together", "unreported"]
@@ -73,7 +73,7 @@ class BundlesRead:
         self._hashes: dict[str, int] = {}
         self._more: Counter[Action] = Counter()
 
-    def unpack(self, body: bytes, journal: Journal) -> tuple[Header | None, list[Held]]:
+    def unpack(self, body: bytes, journal: QueueJournal) -> tuple[Header | None, list[Held]]:
         """A bundle's header and messages; no header if it cannot be read, and is left."""
         try:
             header, messages = bundles.unpack(body)

@@ -29,7 +29,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import (
     BundlesRead,
@@ -57,7 +57,7 @@ class LeaseSettlement:
         self,
         connection: ConnectionThread,
         topology: Topology,
-        journal: Journal,
+        journal: QueueJournal,
         lease: Lease,
         queue: str,
         clock: Clock,

@@ -11,7 +11,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
 NAMES = QueueNames("q")
 
@@ -70,8 +70,8 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
 
 
 @pytest.fixture
-def journal() -> Journal:
-    made = Journal(None, "q")
+def journal() -> QueueJournal:
+    made = QueueJournal(None, "q")
     made.note_declared(NAMES.returns)
     return made
 
@@ -82,7 +82,7 @@ def ensure(standing: StandingQueues) -> None:
 
 
 @pytest.fixture
-def standing(broker: Broker, journal: Journal) -> StandingQueues:
+def standing(broker: Broker, journal: QueueJournal) -> StandingQueues:
     """Has asked the queue once, and lost a connection by it."""
     made = StandingQueues(RabbitMQProducer(queue="q"), journal, NAMES)
     with pytest.raises(ProducerUnavailable):
@@ -91,7 +91,7 @@ def standing(broker: Broker, journal: Journal) -> StandingQueues:
 
 
 def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(
-    broker: Broker, journal: Journal, standing: StandingQueues
+    broker: Broker, journal: QueueJournal, standing: StandingQueues
 ) -> None:
     ensure(standing)
 
@@ -100,7 +100,7 @@ def test_one_that_ended_a_connection_is_made_anew_on_the_next_unasked(
 
 
 def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
-    broker: Broker, journal: Journal, standing: StandingQueues
+    broker: Broker, journal: QueueJournal, standing: StandingQueues
 ) -> None:
     # Given another run that made the queue anew and relies on it: it may hold something
     broker.silent.clear()
@@ -113,7 +113,7 @@ def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
 
 def test_one_that_may_hold_something_is_never_made_anew(broker: Broker) -> None:
     # Given a queue that ends connections, of which nothing is noted
-    standing = StandingQueues(RabbitMQProducer(queue="q"), Journal(None, "q"), NAMES)
+    standing = StandingQueues(RabbitMQProducer(queue="q"), QueueJournal(None, "q"), NAMES)
 
     for _ in range(3):
         with pytest.raises(ProducerUnavailable, match="does not answer"):

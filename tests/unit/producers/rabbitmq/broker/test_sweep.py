@@ -10,7 +10,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at, sweep
-from airflow_broadway.producers.rabbitmq.journal import Journal, digest
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 HOUR, DAY = 3600.0, 86_400.0
 LEASE = QueueNames("q").lease("g1")
@@ -49,15 +49,15 @@ def depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["file", "memory"])
-def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Journal:
-    made = Journal(f"file://{tmp_path}" if request.param == "file" else None, "q")
+def journal(request: pytest.FixtureRequest, tmp_path: Path) -> QueueJournal:
+    made = QueueJournal(f"file://{tmp_path}" if request.param == "file" else None, "q")
     made.note_opened("g1", LEASE, DUE, SURE)
     made.note_settled("g1", SettleReport(), None)
     return made
 
 
 def test_a_lease_queue_is_deleted_an_hour_after_its_last_bundle_can_have_lapsed(
-    journal: Journal,
+    journal: QueueJournal,
 ) -> None:
     broker: Any = Broker(lease=0)
 
@@ -72,7 +72,7 @@ def test_a_lease_queue_is_deleted_an_hour_after_its_last_bundle_can_have_lapsed(
 
 
 def test_it_is_deleted_sooner_where_the_management_api_counts_what_lapses(
-    journal: Journal,
+    journal: QueueJournal,
 ) -> None:
     broker: Any = Broker(lease=0)
     asked: list[str] = []
@@ -88,7 +88,7 @@ def test_it_is_deleted_sooner_where_the_management_api_counts_what_lapses(
     assert (asked, LEASE in broker.depths) == ([LEASE], False)
 
 
-def test_what_hides_in_the_dead_letter_worker_keeps_its_queue(journal: Journal) -> None:
+def test_what_hides_in_the_dead_letter_worker_keeps_its_queue(journal: QueueJournal) -> None:
     # AMQP's count is 0, the management API's is not.
     broker: Any = Broker(lease=0)
 
@@ -98,7 +98,7 @@ def test_what_hides_in_the_dead_letter_worker_keeps_its_queue(journal: Journal) 
     assert LEASE in broker.depths
 
 
-def test_a_lease_queue_that_only_counts_nothing_stays(journal: Journal) -> None:
+def test_a_lease_queue_that_only_counts_nothing_stays(journal: QueueJournal) -> None:
     # A leader that is slow to answer is counted 0.
     broker: Any = Broker(lease=0)
     broker.silent.add(LEASE)
@@ -111,7 +111,7 @@ def test_a_lease_queue_that_only_counts_nothing_stays(journal: Journal) -> None:
     assert LEASE not in broker.depths
 
 
-def test_a_lease_queue_that_is_not_empty_stays(journal: Journal) -> None:
+def test_a_lease_queue_that_is_not_empty_stays(journal: QueueJournal) -> None:
     broker: Any = Broker(lease=3)
 
     sweep(broker, broker, journal, 10 * HOUR, unknown)
@@ -119,7 +119,7 @@ def test_a_lease_queue_that_is_not_empty_stays(journal: Journal) -> None:
     assert broker.depths[LEASE] == 3
 
 
-def test_a_journal_outlives_its_queue_by_a_week(journal: Journal) -> None:
+def test_a_journal_outlives_its_queue_by_a_week(journal: QueueJournal) -> None:
     broker: Any = Broker()
     sweep(broker, broker, journal, 10 * HOUR, unknown)
     sweep(broker, broker, journal, 10 * HOUR + 6 * 86_400, unknown)
@@ -137,7 +137,7 @@ def test_a_journal_outlives_its_queue_by_a_week(journal: Journal) -> None:
 
 def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: Path) -> None:
     # Given a generation in staged custody whose lease queue is gone, and a Dag that is paused
-    journal = Journal(f"file://{tmp_path}", "q")
+    journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("g1", LEASE, DUE, SURE)
     journal.put(f"{digest('g1')}/1.bundle", b"messages")
     broker: Any = Broker()
@@ -160,7 +160,7 @@ def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: 
         journal.get(f"{digest('g1')}/1.bundle")
 
 
-def test_what_is_no_lease_queue_of_this_source_is_not_looked_at(journal: Journal) -> None:
+def test_what_is_no_lease_queue_of_this_source_is_not_looked_at(journal: QueueJournal) -> None:
     broker: Any = Broker(lease=0)
     foreign = QueueNames("another").lease("g1")
     broker.depths[foreign] = 0
@@ -187,7 +187,7 @@ def test_a_stray_file_does_not_keep_lease_queues_from_being_swept(
     tmp_path: Path, name: str, text: str
 ) -> None:
     broker: Any = Broker(lease=0)
-    journal = Journal(f"file://{tmp_path}", "q")
+    journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("g1", LEASE, DUE, SURE)
     [folder] = (tmp_path / "rabbitmq").iterdir()
     (folder / "due" / name).write_text(text)
@@ -197,7 +197,7 @@ def test_a_stray_file_does_not_keep_lease_queues_from_being_swept(
     assert LEASE not in broker.depths
 
 
-def test_a_lease_queue_is_claimed_by_one_generation_alone(journal: Journal) -> None:
+def test_a_lease_queue_is_claimed_by_one_generation_alone(journal: QueueJournal) -> None:
     assert journal.claim(LEASE, "g1")
     assert journal.claim(LEASE, "g1")
     assert not journal.claim(LEASE, "g2")

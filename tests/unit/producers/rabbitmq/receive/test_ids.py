@@ -9,7 +9,7 @@ import pytest
 
 from airflow_broadway.producers.rabbitmq import journal as journal_module
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.journal import Journal, Turns
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
 from airflow_broadway.producers.rabbitmq.receive import ids as ids_module
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 
@@ -68,7 +68,7 @@ def test_the_turns_of_few_generations_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_KEPT_GENERATIONS", 3)
-    journal = Journal(f"file://{tmp_path}", "q")
+    journal = QueueJournal(f"file://{tmp_path}", "q")
     name, _ = journal.note_turn("g0", whole=True)
     turns = Turns(journal)
     assert turns.of("g0") is None

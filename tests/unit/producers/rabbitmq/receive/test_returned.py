@@ -9,7 +9,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.bundle import Header, Held, pack
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.receive.returned import examine
 
 
@@ -21,11 +21,11 @@ def bundle(count: int, *, released: bool = False) -> bytes:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
-    return Journal(f"file://{tmp_path}", "q")
+def journal(tmp_path: Path) -> QueueJournal:
+    return QueueJournal(f"file://{tmp_path}", "q")
 
 
-def test_an_open_generation_is_handled_again_and_marked(journal: Journal) -> None:
+def test_an_open_generation_is_handled_again_and_marked(journal: QueueJournal) -> None:
     read = examine(bundle(3), journal)
 
     assert read is not None
@@ -34,14 +34,14 @@ def test_an_open_generation_is_handled_again_and_marked(journal: Journal) -> Non
 
 
 @pytest.mark.parametrize("bundles", [None, ["b1"]])
-def test_a_settled_bundle_is_dropped(journal: Journal, bundles: list[str] | None) -> None:
+def test_a_settled_bundle_is_dropped(journal: QueueJournal, bundles: list[str] | None) -> None:
     journal.note_settled("g1", SettleReport(), bundles)
 
     assert examine(bundle(3), journal) is None
 
 
 def test_the_report_of_a_settlement_is_read_once_for_a_bundle(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
+    journal: QueueJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.note_settled("g1", SettleReport(), ["another"], messages={"m0": Action.ACK})
     inside, read = StateFiles.read, []
@@ -59,19 +59,19 @@ def test_the_report_of_a_settlement_is_read_once_for_a_bundle(
     assert [name.rpartition("/")[2] for name in read] == ["settled.json"]
 
 
-def test_a_bundle_that_settling_never_saw_is_not_dropped(journal: Journal) -> None:
+def test_a_bundle_that_settling_never_saw_is_not_dropped(journal: QueueJournal) -> None:
     journal.note_settled("g1", SettleReport(), ["another"])
 
     assert examine(bundle(3), journal) is not None
 
 
-def test_a_released_bundle_is_never_dropped(journal: Journal) -> None:
+def test_a_released_bundle_is_never_dropped(journal: QueueJournal) -> None:
     journal.note_settled("g1", SettleReport(), None)
 
     assert examine(bundle(3, released=True), journal) is not None
 
 
-def test_what_was_settled_at_once_is_left_out(journal: Journal) -> None:
+def test_what_was_settled_at_once_is_left_out(journal: QueueJournal) -> None:
     journal.note_now("g1", {"m1": Action.ACK})
 
     read = examine(bundle(3), journal)

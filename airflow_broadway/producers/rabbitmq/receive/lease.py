@@ -1,4 +1,4 @@
-"""The queue that holds what a generation was given, and until when it does."""
+"""The lease of a generation that receives: its queue at the broker, and until when it holds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
-from airflow_broadway.producers.rabbitmq.journal import Journal
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
-__all__ = ["LeaseQueue"]
+__all__ = ["OpenLease"]
 
 #: A generation takes nothing more when this part of its lease is left.
 _LEASE_MARGIN = 0.02
 
 
-class LeaseQueue:
+class OpenLease:
     """The lease of one generation; for the run's thread.
 
     :param seconds: For how long it may hold messages, from the first one on.
     """
 
     def __init__(
-        self, env: ProducerEnv, seconds: float, topology: Topology, journal: Journal
+        self, env: ProducerEnv, seconds: float, topology: Topology, journal: QueueJournal
     ) -> None:
         self._generation = env.generation
         self._clock = env.clock
@@ -32,17 +32,17 @@ class LeaseQueue:
         self._topology = topology
         self._journal = journal
         self._lapsed: LeaseLapsed | None = None
-        #: The queue's name; empty until it is declared.
-        self.name = ""
+        #: The lease queue; empty until it is declared.
+        self.queue = ""
         self.deadline = self._fresh_deadline()
 
     @property
     def declared(self) -> bool:
         """Whether there is such a queue: an empty run declares none."""
-        return self.name != ""
+        return self.queue != ""
 
     def open(self, connection: ConnectionThread) -> None:
-        """Declare it.
+        """Declare the lease queue.
 
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
@@ -54,7 +54,7 @@ class LeaseQueue:
         # that never answers again, and nobody must wait for that one.
         due, sure = due_at(self.deadline.timestamp(), self._seconds)
         self._journal.note_opened(self._generation, name, due, sure)
-        self.name = name
+        self.queue = name
 
     def check_deadline(self) -> None:
         """See that there is time left to receive.
