@@ -155,7 +155,7 @@ class RabbitCustodian:
             self._clock,
             lambda: self._turn_of(lease.generation),
             self._journal.limit(),
-            gives_back=False,
+            returns_refused=False,
         )
         actions: Counter[Action] = Counter()
         news: dict[str, Action] = {}

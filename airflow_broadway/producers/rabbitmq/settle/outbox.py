@@ -1,6 +1,7 @@
-"""Publishes what follows from verdicts, each message under its own guard.
+"""Publishes what follows from verdicts: one message that fails leaves the others alone.
 
-What cannot be published, or is refused, goes on as it came: back into the returns queue.
+A message that cannot be published, or that the broker refuses, goes back into the returns queue as
+it came.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Outbox:
 
     :param turn: Asked before the first message is published; notes it in the journal.
     :param limit: The most bytes that the broker takes in one message, where that is known.
-    :param gives_back: Whether what is refused goes into the returns queue; else it stays where it
-        is.
+    :param returns_refused: Whether what is refused goes into the returns queue; else it stays where
+        it is.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Outbox:
         turn: Callable[[], Turn],
         limit: int | None,
         *,
-        gives_back: bool = True,
+        returns_refused: bool = True,
     ) -> None:
         self.guard = MessageGuard()
         self._connection = connection
@@ -86,7 +87,7 @@ class Outbox:
         self._capacity = min(bundles.MAX_BYTES, (limit or sys.maxsize) - _BUNDLE_HEADER_BYTES)
         self._turn: Turn | None = None
         self._opened: Publisher | None = None
-        self._gives_back = gives_back
+        self._returns_refused = returns_refused
         # Since the last checkpoint: what is under way, in case it is refused, and what failed.
         self._sent: dict[str, tuple[Held, Action]] = {}
         self._refused: list[Held] = []
@@ -97,7 +98,7 @@ class Outbox:
     # -- publishing ----------------------------------------------------------------------------
 
     def carry_out(self, held: Held, verdict: Verdict, *, again: bool = False) -> None:
-        """Publish what follows from a verdict other than ``ACK``; :meth:`finish` tells what failed.
+        """Publish what follows from a verdict other than ``ACK``; :meth:`finish` says what failed.
 
         :param again: Whether somebody else may do the same.
         """
@@ -224,7 +225,7 @@ class Outbox:
     def _fail(self, held: Held, action: Action) -> None:
         self._sent.pop(held.message_id, None)
         self._failed[held.message_id] = action
-        if self._gives_back:
+        if self._returns_refused:
             self._refused.append(held)
 
     def _checkpoint(self) -> None:

@@ -1,15 +1,17 @@
 """Carries out the verdicts of one lease.
 
-While the lease is held, everything is known and every bundle is there, bundles are never read:
-failures are published again from staging, the journal notes that all is done, and deleting the
-lease queue acknowledges every bundle at once.  In all other cases the bundles are read and compared
-by message id; none is acknowledged before all that follows from it is confirmed and noted, and the
-queue is deleted only if every bundle of the manifest was read.  What is in nobody's sight, because
-another settles too, somebody emptied the queue, or clocks disagree, stays as it is.
+In the ordinary case no bundle is read: the lease is held, every verdict is known, and every bundle
+is in the lease queue.  Failures are published again from staging, the journal notes that all is
+done, and deleting the lease queue acknowledges all bundles at once.
 
-A kill between any two steps loses nothing: before the note, the bundles are still there, and
-settling begins anew (what was published again may then exist twice, marked); after it, the bundles
-have nothing left to handle, wherever they turn up.
+In every other case bundles are read, and compared with the manifest by message id.  None is
+acknowledged before all that follows from it is confirmed and noted.  The queue is deleted only if
+every bundle of the manifest was read.  A bundle may be out of sight, because another process
+settles too, somebody emptied the queue, or clocks disagree: such a bundle stays as it is.
+
+A kill between any two steps loses nothing.  Before the note, the bundles are still there, and
+settling begins anew: what was published again may then exist twice, marked.  After the note, the
+bundles have nothing left to handle, wherever they turn up.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Topology:
         return "", QUEUES.dead
 
 
-def outbox(broker: Broker, *, gives_back: bool = True) -> Outbox:
+def outbox(broker: Broker, *, returns_refused: bool = True) -> Outbox:
     clock = ManualClock()
     lease = Lease(
         kind="rabbitmq", generation="g", seconds=60.0, deadline=clock.now(), owner={}, state={}
@@ -105,7 +105,13 @@ def outbox(broker: Broker, *, gives_back: bool = True) -> Outbox:
     topology: Any = Topology()
     connection: Any = broker
     made = Outbox(
-        connection, topology, lease, clock, lambda: ("t", False), None, gives_back=gives_back
+        connection,
+        topology,
+        lease,
+        clock,
+        lambda: ("t", False),
+        None,
+        returns_refused=returns_refused,
     )
     made._opened = broker.publisher()
     return made
@@ -159,7 +165,7 @@ def test_what_is_refused_goes_back_on_the_way_not_at_the_end() -> None:
 
 def test_what_is_refused_of_what_a_callback_settles_stays_where_it_is() -> None:
     broker = Broker(refuses=[QUEUES.dead])
-    box = outbox(broker, gives_back=False)
+    box = outbox(broker, returns_refused=False)
 
     box.carry_out(held(1, 10), DEAD)
 
