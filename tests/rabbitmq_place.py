@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import socket
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pika
 import pytest
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
@@ -65,14 +61,11 @@ class Place:
         self.queues = QueueNames(self.name)
         self.folder = folder
 
-    @contextmanager
-    def channel(self) -> Iterator[Any]:
-        with pika.BlockingConnection(pika.URLParameters(self.server.url)) as connection:
-            yield connection.channel()
+        self.channel, self.get = server.channel, server.get
+        self.count, self.depth = server.count, server.depth
 
     def declare(self, **arguments: Any) -> None:
-        with self.channel() as channel:
-            channel.queue_declare(self.name, durable=True, arguments=arguments)
+        self.server.declare(self.name, **arguments)
 
     def send(self, *bodies: bytes, properties: Any = None) -> None:
         with self.channel() as channel:
@@ -81,9 +74,7 @@ class Place:
                 channel.basic_publish("", self.name, body, properties)
 
     def producer(self, **options: Any) -> RabbitMQProducer:
-        return RabbitMQProducer(
-            **{"queue": self.name, "uri": f"amqp://{self.host}:{self.port}", **options}
-        )
+        return RabbitMQProducer(**{"queue": self.name, "uri": self.server.uri, **options})
 
     def env(self, generation: str = "g1", **connection: Any) -> ProducerEnv:
         given = {"host": self.host, "port": self.port, **connection}
@@ -138,28 +129,12 @@ class Place:
         assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)
         return messages
 
-    def get(self, queue: str) -> tuple[Any, bytes] | None:
-        with self.channel() as channel:
-            method, properties, body = channel.basic_get(queue, auto_ack=True)
-            return None if method is None else (properties, body)
-
 
 def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:
     """Ask the management API."""
     if server.given is not None:
         pytest.skip("no management API of the tests' own")
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.management_port}/api/{path}",
-        method=method,
-        headers={
-            "Authorization": f"Basic {base64.b64encode(b'guest:guest').decode()}",
-            "Content-Type": "application/json",
-        },
-        data=None if body is None else json.dumps(body).encode(),
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
+    return server.manage(method, path, body)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A private RabbitMQ server for tests: own ports, data folder and node name; loopback only.
 
+Also what any test asks a broker without our package: to fill a queue, to count it, to look into it.
+
 ``with RabbitServer.start(folder) as server:`` gives ``server.url``.  It ends by its process ids
 alone.  ``AIRFLOW_BROADWAY_RABBITMQ_URL`` names a server that runs already: it is used as it is, and
 the tests that kill their broker are skipped.
@@ -7,6 +9,7 @@ the tests that kill their broker are skipped.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -14,12 +17,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
+
+import pika
 
 __all__ = ["RabbitServer", "find_server", "given_url"]
 
@@ -107,9 +114,16 @@ class RabbitServer:
         return parts.hostname or "127.0.0.1", parts.port or 5672
 
     @property
-    def management_url(self) -> str:
-        """Its management API."""
-        return f"http://guest:guest@127.0.0.1:{self.management_port}"
+    def uri(self) -> str:
+        """Its address without the password."""
+        host, port = self.address
+        return f"amqp://{host}:{port}"
+
+    def connection(self, **given: Any) -> dict[str, Any]:
+        """The Airflow connection of it, in Airflow's JSON form."""
+        host, port = self.address
+        login = {"login": "guest", "password": "guest"}
+        return {"conn_type": "rabbitmq", "host": host, "port": port, **login, **given}
 
     @property
     def env(self) -> dict[str, str]:
@@ -137,6 +151,69 @@ class RabbitServer:
             # Its own port mapper too, so that none stays behind that other servers use.
             "ERL_EPMD_ADDRESS": "127.0.0.1",
         }
+
+    # -- its queues ----------------------------------------------------------------------------
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """A channel for a few calls, with a connection of its own."""
+        with pika.BlockingConnection(pika.URLParameters(self.url)) as connection:
+            yield connection.channel()
+
+    def declare(self, queue: str, **arguments: Any) -> None:
+        """Declare a durable queue."""
+        with self.channel() as channel:
+            channel.queue_declare(queue, durable=True, arguments=arguments)
+
+    def fill(self, queue: str, bodies: Iterable[bytes]) -> None:
+        """Publish persistent messages to a queue that is empty, and wait until they are there."""
+        properties, count = pika.BasicProperties(delivery_mode=2), 0
+        with self.channel() as channel:
+            for body in bodies:
+                channel.basic_publish("", queue, body, properties)
+                count += 1
+            while channel.queue_declare(queue, passive=True).method.message_count < count:
+                time.sleep(0.05)
+
+    def depth(self, queue: str) -> int | None:
+        """Messages that are ready in a queue, by AMQP, which answers of now; ``None``: no queue."""
+        with self.channel() as channel:
+            try:
+                return int(channel.queue_declare(queue, passive=True).method.message_count)
+            except pika.exceptions.ChannelClosedByBroker:
+                return None
+
+    def count(self, *queues: str) -> int:
+        """Messages that are ready in queues; 0 in those that do not exist."""
+        return sum(self.depth(queue) or 0 for queue in queues)
+
+    def get(self, queue: str) -> tuple[Any, bytes] | None:
+        """Take one message: its properties and body."""
+        with self.channel() as channel:
+            method, properties, body = channel.basic_get(queue, auto_ack=True)
+            return None if method is None else (properties, body)
+
+    def queue_names(self, prefix: str = "") -> list[str]:
+        """The queues there are, by the management API."""
+        found = self.manage("GET", "queues?columns=name&disable_stats=true")
+        return [queue["name"] for queue in found if queue["name"].startswith(prefix)]
+
+    def manage(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask the management API."""
+        request = urllib.request.Request(
+            f"http://{self.address[0]}:{self.management_port}/api/{path}",
+            method=method,
+            headers={
+                "Authorization": f"Basic {b64encode(b'guest:guest').decode()}",
+                "Content-Type": "application/json",
+            },
+            data=None if body is None else json.dumps(body).encode(),
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    # -- its life ------------------------------------------------------------------------------
 
     def run(self, *, wait: float = 90.0) -> None:
         """Start the server, with whatever data it has, and wait until it answers."""

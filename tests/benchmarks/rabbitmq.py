@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,24 +85,16 @@ def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figur
 # -- the ceiling -----------------------------------------------------------------------------------
 
 
-def fill(url: str, queue: str, count: int) -> None:
+def fill(server: RabbitServer, queue: str, count: int) -> None:
     """Put messages into a queue, and wait until they are there."""
-    import pika
-
-    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
-        channel = connection.channel()
-        channel.queue_declare(queue, durable=True)
-        properties = pika.BasicProperties(delivery_mode=2)
-        for _ in range(count):
-            channel.basic_publish("", queue, BODY, properties)
-        while channel.queue_declare(queue, passive=True).method.message_count < count:
-            time.sleep(0.05)
+    server.declare(queue)
+    server.fill(queue, repeat(BODY, count))
 
 
 def new_queue(server: RabbitServer, count: int) -> str:
     """A queue of its own with so many messages."""
     name = f"bench-{uuid.uuid4().hex}"
-    fill(server.url, name, count)
+    fill(server, name, count)
     return name
 
 
@@ -194,9 +187,8 @@ def prepared(server: RabbitServer, folder: Path, count: int, custody: str) -> di
     from airflow_broadway.producers.rabbitmq.broker.topology import Topology
     from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 
-    host = server.url.rpartition("@")[2].rstrip("/")
     queue = new_queue(server, count)
-    options = {"queue": queue, "uri": f"amqp://{host}", "custody": custody}
+    options = {"queue": queue, "uri": server.uri, "custody": custody}
     ref = {"class": PIPELINE, "options": {"producer": options}}
     producer: Any = load_ref(ref, RunInfo()).producer
     # Only a pipeline's first run waits for its lease queue: a later one has that of the run before.
@@ -225,13 +217,9 @@ def took(count: int, stage: Stage) -> Took:
 @contextmanager
 def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
     """A real Airflow whose connection leads to the server."""
-    host, port = server.address
-    connection = {"conn_type": "rabbitmq", "host": host, "port": port}
     env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
     env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
-    env["AIRFLOW_CONN_BENCH_RABBITMQ"] = json.dumps(
-        {**connection, "login": "guest", "password": "guest"}
-    )
+    env["AIRFLOW_CONN_BENCH_RABBITMQ"] = json.dumps(server.connection())
     parts = ("api-server", "scheduler", "dag-processor")
     with LocalAirflow(env, folder / "logs", components=parts) as airflow:
         for producers in (1, 2):
@@ -243,7 +231,7 @@ def run_of_messages(
     airflow: LocalAirflow, server: RabbitServer, producers: int, count: int
 ) -> Took:
     """One whole run of the Dag; its processor time is the scheduler's and all its tasks'."""
-    fill(server.url, QUEUE, count)
+    fill(server, QUEUE, count)
     before = cpu_of(airflow)
     seconds = run_of(airflow, f"bench_rabbitmq_{producers}")
     return Took(count, seconds, cpu_of(airflow) - before)

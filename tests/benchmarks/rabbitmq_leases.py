@@ -7,18 +7,14 @@ folder ``quorum`` has nothing but the lease queue, the returns queue and the spa
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
-from typing import Any
-
-import pika
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Settlement
@@ -47,11 +43,13 @@ def measured(custody: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, own_server() as server:
         time.sleep(FRESH)
         before, disk = memory(server), size(server.folder / "data")
-        fill(server)
+        server.declare(QUEUE)
+        server.fill(QUEUE, repeat(b"x" * BYTES, MESSAGES))
+        time.sleep(FRESH)
         filled = memory(server)
         producer = RabbitMQProducer(
             queue=QUEUE,
-            uri=f"amqp://127.0.0.1:{server.port}",
+            uri=server.uri,
             custody=custody,
             on_failure="retry",
         )
@@ -62,7 +60,7 @@ def measured(custody: str) -> dict[str, str]:
             taken += len(source.secure(source.receive(2_000, timeout=10.0)))
         lease = source.lease
         time.sleep(FRESH)
-        queue = ask(server, f"queues/%2F/{lease.state['lease_queue']}")
+        queue = server.manage("GET", f"queues/%2F/{lease.state['lease_queue']}")
         found = {
             "bundles in the lease queue": f"{queue['messages']:,}",
             "their bytes": mib(queue["message_bytes"]),
@@ -97,35 +95,10 @@ def own_server() -> Iterator[RabbitServer]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def fill(server: RabbitServer) -> None:
-    with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
-        channel = connection.channel()
-        channel.queue_declare(QUEUE, durable=True)
-        persistent = pika.BasicProperties(delivery_mode=2)
-        for _ in range(MESSAGES):
-            channel.basic_publish("", QUEUE, b"x" * BYTES, persistent)
-        wait(lambda: channel.queue_declare(QUEUE, passive=True).method.message_count == MESSAGES)
-    time.sleep(FRESH)
-
-
-def wait(done: Callable[[], bool]) -> None:
-    while not done():
-        time.sleep(0.1)
-
-
 def memory(server: RabbitServer) -> int:
     """Bytes that the broker's operating system process holds, as the broker counts them."""
-    [node] = ask(server, "nodes")
+    [node] = server.manage("GET", "nodes")
     return int(node["mem_used"])
-
-
-def ask(server: RabbitServer, path: str) -> Any:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.management_port}/api/{path}",
-        headers={"Authorization": "Basic Z3Vlc3Q6Z3Vlc3Q="},  # guest:guest
-    )
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        return json.load(answer)
 
 
 def size(folder: Path, part: str = "") -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pika
 
@@ -11,6 +12,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.testing.contract import Harness
+from tests.rabbitmq_server import RabbitServer
 
 __all__ = ["RabbitHarness"]
 
@@ -28,30 +30,24 @@ class RabbitHarness(Harness):
         super().__init__(url, queue, staging, kind, custody, lease)
         self.lease = lease
         self.clock = SystemClock()
-        self._url = url
+        self._server = RabbitServer(Path(), given=url)
         self._queue = queue
         self._staging = staging
         self._kind = kind
         self._custody = custody
 
     def declare(self) -> None:
-        with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
-            connection.channel().queue_declare(
-                self._queue, durable=True, arguments={"x-queue-type": self._kind}
-            )
+        self._server.declare(self._queue, **{"x-queue-type": self._kind})
 
     def producer(self) -> Producer:
-        host = self._url.rpartition("@")[2].rstrip("/")
-        return RabbitMQProducer(
-            queue=self._queue, uri=f"amqp://{host}", lease=self.lease, custody=self._custody
-        )
+        uri = self._server.uri
+        return RabbitMQProducer(queue=self._queue, uri=uri, lease=self.lease, custody=self._custody)
 
     def env(self, generation: str) -> ProducerEnv:
         return dataclasses.replace(super().env(generation), staging=self._staging)
 
     def send(self, bodies: Sequence[bytes]) -> None:
-        with pika.BlockingConnection(pika.URLParameters(self._url)) as connection:
-            channel = connection.channel()
+        with self._server.channel() as channel:
             for body in bodies:
                 channel.basic_publish("", self._queue, body, pika.BasicProperties(delivery_mode=2))
             # Publishing is not waited for: this is, behind it.

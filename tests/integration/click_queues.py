@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import pika
+from typing import Protocol
 
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.sqlite import SqliteQueue
-from tests.faults.brokers_rabbitmq import counted, queue_names
 from tests.rabbitmq_fixtures import wanted_server
 
 __all__ = ["SERVERS", "ClickQueue", "Server"]
@@ -78,20 +75,12 @@ class _Rabbit:
         self.server = wanted_server()
 
     def variables(self) -> Mapping[str, str]:
-        host, port = self.server.address
-        connection = {
-            "conn_type": "rabbitmq",
-            "host": host,
-            "port": port,
-            "login": "guest",
-            "password": "guest",
-        }
-        return {"AIRFLOW_CONN_CLICKED_RABBITMQ": json.dumps(connection)}
+        return {"AIRFLOW_CONN_CLICKED_RABBITMQ": json.dumps(self.server.connection())}
 
     def queue(self, name: str, count: int) -> ClickQueue:
-        queue = _RabbitQueue(self, name)
-        queue.fill(count)
-        return queue
+        self.server.declare(name)
+        self.server.fill(name, (b"%d" % number for number in range(count)))
+        return _RabbitQueue(self, name)
 
 
 class _RabbitQueue:
@@ -99,30 +88,19 @@ class _RabbitQueue:
         self._server = rabbit.server
         self._queues = QueueNames(name)
 
-    def fill(self, count: int) -> None:
-        with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
-            channel = connection.channel()
-            channel.queue_declare(self._queues.source, durable=True)
-            channel.confirm_delivery()
-            for number in range(count):
-                properties = pika.BasicProperties(delivery_mode=2)
-                channel.basic_publish("", self._queues.source, b"%d" % number, properties)
-
     def depth(self) -> tuple[int, int, int]:
-        queues = self._queues
-        lease = f"broadway.lease.{queues.source}."
-        leases = [name for name in queue_names(self._server) if name.startswith(lease)]
+        queues, count = self._queues, self._server.count
+        leases = self._server.queue_names(f"broadway.lease.{queues.source}.")
         delays = [queues.delay(step) for step in LADDER]
-        ready = counted(self._server, [queues.source, *delays]) + self._bundled(queues.returns)
-        return ready, sum(map(self._bundled, leases)), counted(self._server, [queues.dead])
+        ready = count(queues.source, *delays) + self._bundled(queues.returns)
+        return ready, sum(map(self._bundled, leases)), count(queues.dead)
 
     def _bundled(self, queue: str) -> int:
         """Messages in the bundles of a queue, which stay where they are."""
-        left = counted(self._server, [queue])
+        left = self._server.count(queue)
         found = 0
         if left:
-            with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
-                channel: Any = connection.channel()
+            with self._server.channel() as channel:
                 for _ in range(left):
                     method, _, body = channel.basic_get(queue)
                     if method is None:

@@ -138,8 +138,7 @@ def test_dead_letters_go_where_the_option_says(place: Place) -> None:
     place.declare()
     place.send(b"1")
     other = f"{place.name}-dead"
-    with place.channel() as channel:
-        channel.queue_declare(other, durable=True)
+    place.server.declare(other)
     dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
     place.settle("g1", {0: dead}, dead_letter=other)
@@ -241,8 +240,7 @@ def test_an_empty_run_declares_nothing(place: Place) -> None:
 
     place.settle("g1")
 
-    with place.channel() as channel, pytest.raises(pika.exceptions.ChannelClosedByBroker):
-        channel.queue_declare(place.queues.returns, passive=True)
+    assert place.depth(place.queues.returns) is None
 
 
 def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:

@@ -81,8 +81,7 @@ def test_a_policy_that_would_lose_messages_is_an_error_before_the_first_is_taken
 
     # Nothing was declared, nothing taken; once the policy is gone, all is well.
     assert r"let no such policy match ^broadway\." in str(raised.value)
-    with place.channel() as channel, pytest.raises(Exception, match="NOT_FOUND"):
-        channel.queue_declare(place.queues.returns, passive=True)
+    assert place.depth(place.queues.returns) is None
     assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
 
 
@@ -238,8 +237,7 @@ def test_the_management_api_counts_what_lapsed_and_nobody_has_taken(
     while not counted(name) and time.monotonic() < end:
         time.sleep(0.2)
 
-    with place.channel() as channel:
-        assert channel.queue_declare(name, passive=True).method.message_count == 0
+    assert place.depth(name) == 0
     assert counted(name) == 3
     assert counted("no-such-queue") is None
 
@@ -249,9 +247,8 @@ def test_the_management_api_counts_what_lapsed_and_nobody_has_taken(
 
 @pytest.fixture
 def connection(place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
-    value = {"conn_type": "rabbitmq", "host": place.host, "port": place.port, "extra": extra}
-    value |= {"login": "guest", "password": "guest"}
-    monkeypatch.setenv("AIRFLOW_CONN_RABBIT_CHECKED", json.dumps(value))
+    value = json.dumps(place.server.connection(extra=extra))
+    monkeypatch.setenv("AIRFLOW_CONN_RABBIT_CHECKED", value)
     return "rabbit_checked"
 
 
@@ -312,10 +309,8 @@ def test_the_command_finds_fault_with_a_check_that_saw_nothing(
     url = {"false": False, "nobody there": "http://127.0.0.1:1"}.get(kind, extra["management_url"])
     place.declare()
     with permitted(place.server) as user:
-        value = {"conn_type": "rabbitmq", "host": place.host, "port": place.port, **user}
-        monkeypatch.setenv(
-            "AIRFLOW_CONN_RABBIT_BLIND", json.dumps({**value, "extra": {"management_url": url}})
-        )
+        value = place.server.connection(**user, extra={"management_url": url})
+        monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
         done = ran(capsys, "rabbitmq", "check", "--queue", place.name, "--conn-id", "rabbit_blind")
 
     assert done.code == 1

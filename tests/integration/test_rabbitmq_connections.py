@@ -338,12 +338,7 @@ def test_a_queue_that_was_deleted_is_declared_anew_where_the_option_says_so(plac
 
         def declared() -> bool:
             assert source.receive(1, timeout=0.5) == []
-            with place.channel() as channel:
-                try:
-                    channel.queue_declare(place.name, passive=True)
-                except pika.exceptions.ChannelClosedByBroker:
-                    return False
-            return True
+            return place.depth(place.name) is not None
 
         eventually(declared)
         place.send(b"2")

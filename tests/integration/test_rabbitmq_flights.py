@@ -21,7 +21,6 @@ from scripts.airflow_env import airflow_env
 from scripts.load_flights import FLIGHTS, flights
 from scripts.load_rabbitmq import QUEUE, load
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.faults.brokers_rabbitmq import counted
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import PASSWORD, permitted
 
@@ -77,17 +76,15 @@ def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
     from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 
     server = wanted_server()
-    host, port = server.address
     expected = list(flights(messages))
     departed = [flight for flight in expected if flight["dep_delay"] is not None]
     load(address_of_uri(server.url, name="test"), messages)
-    dead_before = counted(server, [QueueNames(QUEUE).dead])
+    dead_before = server.count(QueueNames(QUEUE).dead)
     api = free_port()
     env = airflow_env(home=tmp_path / "airflow", port=api)
     parts = ("api-server", "scheduler", "dag-processor")
     with permitted(server, **LEAST) as user:
-        connection = {"conn_type": "rabbitmq", "host": host, "port": port, **user}
-        env |= {"AIRFLOW_CONN_RABBITMQ_DEFAULT": json.dumps(connection)}
+        env |= {"AIRFLOW_CONN_RABBITMQ_DEFAULT": json.dumps(server.connection(**user))}
         with (
             commands_watched(PASSWORD) as commands,
             LocalAirflow(env, tmp_path / "logs", components=parts) as airflow,
@@ -106,8 +103,8 @@ def test_the_flights_through_rabbitmq(tmp_path: Path, messages: int) -> None:
         ("delayed" if flight["dep_delay"] > 15 else "on_time", flight["origin"])
         for flight in departed
     )
-    assert counted(server, [QUEUE, QueueNames(QUEUE).returns]) == 0
-    assert counted(server, [QueueNames(QUEUE).dead]) - dead_before == messages - len(departed)
+    assert server.count(QUEUE, QueueNames(QUEUE).returns) == 0
+    assert server.count(QueueNames(QUEUE).dead) - dead_before == messages - len(departed)
     assert commands == []
     # Airflow's logs and database, with every XCom; staging; what Spark was given.
     assert list(tmp_path.rglob("manifest*.json"))

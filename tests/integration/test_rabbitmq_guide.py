@@ -230,12 +230,9 @@ class TestQueuesThatStay:
         return waited.slept - slept
 
     def delay(self, place: Place) -> str:
-        [name] = [
-            each["name"]
-            for each in manage(place.server, "GET", "queues/%2F?columns=name")
-            if each["name"].startswith("broadway.delay.") and place.name in each["name"]
-        ]
-        return str(name)
+        delays = place.server.queue_names("broadway.delay.")
+        [name] = [each for each in delays if place.name in each]
+        return name
 
     @pytest.fixture(autouse=True)
     def ready(self, place: Place, waited: Waited, monkeypatch: pytest.MonkeyPatch) -> None:

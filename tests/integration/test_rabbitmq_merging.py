@@ -32,11 +32,6 @@ def shards(place: Place, count: int = 2) -> list[str]:
     return names
 
 
-def depth(place: Place, queue: str) -> int:
-    with place.channel() as channel:
-        return int(channel.queue_declare(queue, passive=True).method.message_count)
-
-
 def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Message], Lease]:
     env = dataclasses.replace(place.env(f"g{index}"), index=index)
     source = producer.source(env)
@@ -83,7 +78,7 @@ def test_sharded_queues_are_each_drained_and_settled_by_their_own_options(place:
     custodian.close()
 
     # Then each message went where its own producer's options say
-    assert [depth(place, grave) for grave in graves] == [0, 2]
+    assert [place.depth(grave) for grave in graves] == [0, 2]
     assert producer.depth(place.env()).ready == 0
     assert producer.depth(place.env()).delayed == 2
     assert producer.depth(place.env()).dead == 2
@@ -113,7 +108,7 @@ def test_a_merged_address_replaces_the_declared_one(place: Place) -> None:
     declared = RabbitMQProducer(
         queue=name,
         conn_id="not_defined",
-        merge_options=lambda index: {"uri": f"amqp://{place.host}:{place.port}"},
+        merge_options=lambda index: {"uri": place.server.uri},
     )
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
@@ -137,7 +132,7 @@ def test_a_pipeline_settles_by_the_merged_actions(place: Place) -> None:
     report = Sharded().run_local(max_messages=10)
 
     assert report.settled.dead_lettered == 2
-    assert depth(place, f"broadway.dead.{name}") == 2
+    assert place.depth(f"broadway.dead.{name}") == 2
 
 
 def test_a_lease_of_a_queue_that_is_merged_no_more_is_not_settled_elsewhere(place: Place) -> None:

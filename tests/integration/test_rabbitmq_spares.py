@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import lease_queues
-from tests.rabbitmq_place import Place, manage
+from tests.rabbitmq_place import Place
 
 pytestmark = pytest.mark.broker
 
 
 def lease_queues_of(place: Place) -> list[str]:
-    names = (each["name"] for each in manage(place.server, "GET", "queues/%2F?columns=name"))
-    return [name for name in names if name.startswith(f"broadway.lease.{place.name}.")]
+    return place.server.queue_names(f"broadway.lease.{place.name}.")
 
 
 def run(place: Place, generation: str, **options: Any) -> None:

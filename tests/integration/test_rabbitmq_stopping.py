@@ -159,13 +159,7 @@ def assert_all_goes_back(place: Place, lease: Lease, sent: list[bytes]) -> None:
 
 def bundle_comes(place: Place, lease: Lease) -> None:
     """Wait until a bundle that was held up has reached its queue, and its confirm the source."""
-
-    def depth() -> int:
-        with place.channel() as channel:
-            queue = channel.queue_declare(lease.state["lease_queue"], passive=True)
-        return int(queue.method.message_count)
-
-    eventually(lambda: depth() == 1)
+    eventually(lambda: place.depth(lease.state["lease_queue"]) == 1)
     time.sleep(0.1)
 
 
@@ -226,8 +220,7 @@ def test_nothing_is_acknowledged_before_its_bundle_is_confirmed(
     # Then what was taken is in its queue still, whatever becomes of the bundles
     with place.channel() as channel:
         assert channel.queue_purge(lease.state["lease_queue"]).method.message_count == 1
-        left = channel.queue_declare(queue, passive=True).method.message_count
-    assert left == count
+    assert place.depth(queue) == count
     assert sorted(bodies(place.settle("the rest")[0])) == sent
 
 
@@ -311,9 +304,7 @@ def test_what_waits_for_the_staging_folder_goes_back_when_its_source_stops(
         time.sleep(0.3)
 
         lease = source.lease
-        with place.channel() as channel:
-            held = channel.queue_declare(lease.state["lease_queue"], passive=True)
-        assert held.method.message_count == 0
+        assert place.depth(lease.state["lease_queue"]) == 0
         assert not lease.state["extra"]
     assert sorted(bodies(place.settle("the rest")[0])) == [b"1", b"2", b"3"]
 
@@ -368,9 +359,7 @@ def test_a_message_that_is_set_aside_does_not_acknowledge_those_before_it(
         staging.go_on()
 
     # Then all of them are in their queue
-    with place.channel() as channel:
-        left = channel.queue_declare(place.name, passive=True).method.message_count
-    assert left == 41
+    assert place.depth(place.name) == 41
 
 
 # -- errors of our own -----------------------------------------------------------------------------

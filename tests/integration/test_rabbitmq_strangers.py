@@ -70,14 +70,6 @@ def run(
     return messages, report, str(lease.state["lease_queue"])
 
 
-def depth(place: Place, queue: str) -> int | None:
-    with place.channel() as channel:
-        try:
-            return int(channel.queue_declare(queue, passive=True).method.message_count)
-        except pika.exceptions.ChannelClosedByBroker:
-            return None
-
-
 def spares_of(place: Place) -> str:
     return QueueNames(place.name).spares(21600.0)
 
@@ -172,10 +164,10 @@ def test_a_sender_does_not_choose_the_lease_queue_of_a_run(
     assert [message.data for message in messages] == [b"2"]
     assert report == SettleReport(acked=1)
     assert used == place.queues.lease("g2")
-    assert depth(place, victim) == 0
-    assert depth(place, place.queues.returns) is not None
+    assert place.depth(victim) == 0
+    assert place.depth(place.queues.returns) is not None
     if isinstance(named, str) and ".lease." in named:
-        assert depth(place, named) is None
+        assert place.depth(named) is None
 
 
 def test_a_queue_with_a_lease_queues_name_and_other_arguments_is_passed_over(place: Place) -> None:
@@ -193,7 +185,7 @@ def test_a_queue_with_a_lease_queues_name_and_other_arguments_is_passed_over(pla
 
     assert report == SettleReport(acked=1)
     assert used != impostor
-    assert depth(place, impostor) == 0
+    assert place.depth(impostor) == 0
 
 
 def test_a_lease_queue_that_another_run_holds_is_never_shared(place: Place) -> None:
@@ -212,7 +204,7 @@ def test_a_lease_queue_that_another_run_holds_is_never_shared(place: Place) -> N
         with place.channel() as channel:
             method, _, _body = next(channel.consume(name))
             assert method.delivery_tag
-            assert depth(place, name) == 0
+            assert place.depth(name) == 0
             place.send(b"3")
 
             # When the other runs
@@ -240,7 +232,7 @@ def test_a_file_in_staging_does_not_have_another_queue_swept(
     with place.source("g1"):
         pass
 
-    assert depth(place, victim) == 0
+    assert place.depth(victim) == 0
     assert f"{victim!r} is no lease queue of {place.name!r}" in caplog.text
     caplog.clear()
     with place.source("g2"):
@@ -274,7 +266,7 @@ def test_a_lease_that_names_another_queue_is_not_settled_on_it(
             place.carry_out(lease, settlement)
 
     # Then the other queue has what it had
-    assert depth(place, victim) == 1
+    assert place.depth(victim) == 1
 
 
 def test_names_of_generations_that_strangers_make_up_keep_no_connection_waiting(

@@ -13,7 +13,6 @@ from typing import Any
 import pika
 
 from airflow_broadway.producers.rabbitmq.bundle import Held, unpack, unpack_messages
-from tests.faults.brokers_rabbitmq import queue_names
 from tests.living.brokers import DEAD, Left
 from tests.living.publisher import body_of, number_of
 from tests.rabbitmq_server import RabbitServer
@@ -103,10 +102,7 @@ class LivingRabbit:
         self._custody = custody
         self._died = False
         self.reached_by(server.address[1])
-        with pika.BlockingConnection(pika.URLParameters(server.url)) as connection:
-            connection.channel().queue_declare(
-                self._name, durable=True, arguments={"x-queue-type": queue}
-            )
+        server.declare(self._name, **{"x-queue-type": queue})
 
     def address(self) -> tuple[str, int]:
         """Where a proxy reaches the server."""
@@ -128,14 +124,13 @@ class LivingRabbit:
         return _Sender(self._server.url, self._name, lambda: self._died)
 
     def drain(self) -> list[Left]:
-        with pika.BlockingConnection(pika.URLParameters(self._server.url)) as connection:
-            return [
-                left
-                for name in queue_names(self._server)
-                for place in [self._place(name)]
-                if place
-                for left in self._drained(connection, name, place)
-            ]
+        return [
+            left
+            for name in self._server.queue_names()
+            for place in [self._place(name)]
+            if place
+            for left in self._drained(name, place)
+        ]
 
     def _place(self, queue: str) -> str:
         if queue == self._name:
@@ -144,11 +139,10 @@ class LivingRabbit:
             return ""
         return _PLACES.get(queue.split(".")[1], "")
 
-    def _drained(self, connection: Any, queue: str, place: str) -> Iterator[Left]:
-        channel = connection.channel()
-        while count := channel.queue_declare(queue, passive=True).method.message_count:
-            yield from self._consumed(channel, queue, place, min(count, 65_535))
-        channel.close()
+    def _drained(self, queue: str, place: str) -> Iterator[Left]:
+        with self._server.channel() as channel:
+            while count := channel.queue_declare(queue, passive=True).method.message_count:
+                yield from self._consumed(channel, queue, place, min(count, 65_535))
 
     def _consumed(self, channel: Any, queue: str, place: str, count: int) -> Iterator[Left]:
         """So many messages, by one consumer, which is sent no more than them."""

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 import uuid
-from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pika
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
@@ -24,17 +18,11 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.testing.contract import settlement_of
-from tests.faults.brokers_rabbitmq import counted, dead_letters, queue_names
+from tests.faults.brokers_rabbitmq import dead_letters
 from tests.faults.found import Found
 from tests.rabbitmq_server import RabbitServer
 
-__all__ = ["Place", "uri_of"]
-
-
-def uri_of(server: RabbitServer) -> str:
-    """Its address without the password."""
-    host, port = server.address
-    return f"amqp://{host}:{port}"
+__all__ = ["Place"]
 
 
 class Place:
@@ -49,7 +37,7 @@ class Place:
 
     def __init__(self, server: RabbitServer, folder: Path) -> None:
         self.server, self.folder = server, folder
-        self.url = server.url
+        self.channel, self.count = server.channel, server.count
         self.queue = f"faults-{uuid.uuid4().hex}"
         self.queues = QueueNames(self.queue)
         self.producer = self.producer_of()
@@ -61,38 +49,18 @@ class Place:
     ) -> RabbitMQProducer:
         """A producer of the queue; ``lease`` in seconds."""
         options |= {"lease": lease, "reconnect_timeout": reconnect_timeout, "on_failure": "retry"}
-        return RabbitMQProducer(queue=self.queue, uri=uri_of(self.server), **options)
+        return RabbitMQProducer(queue=self.queue, uri=self.server.uri, **options)
 
     # -- queues --------------------------------------------------------------------------------
 
-    @contextmanager
-    def channel(self) -> Iterator[Any]:
-        """A channel for a few calls."""
-        connection = pika.BlockingConnection(pika.URLParameters(self.url))
-        try:
-            yield connection.channel()
-        finally:
-            if connection.is_open:
-                connection.close()
-
     def fill(self, count: int, *, kind: str = "classic", **arguments: Any) -> None:
         """Declare the queue with the numbers below ``count`` in it."""
-        with self.channel() as channel:
-            given = {"x-queue-type": kind, **arguments}
-            channel.queue_declare(self.queue, durable=True, arguments=given)
+        self.server.declare(self.queue, **{"x-queue-type": kind, **arguments})
         self.send(range(count))
 
     def send(self, numbers: range) -> None:
         """Publish numbers to the queue, which is empty, and wait until they are there."""
-        with self.channel() as channel:
-            for number in numbers:
-                channel.basic_publish(
-                    "", self.queue, b"%d" % number, pika.BasicProperties(delivery_mode=2)
-                )
-            while channel.queue_declare(self.queue, passive=True).method.message_count < len(
-                numbers
-            ):
-                time.sleep(0.05)
+        self.server.fill(self.queue, (b"%d" % number for number in numbers))
 
     def delete(self, queue: str) -> None:
         """Delete a queue with what is in it."""
@@ -103,21 +71,14 @@ class Place:
         """Delete the queue of lease queues that are declared for runs to come."""
         self.delete(self.queues.spares(self.producer.lease))
 
-    def count(self, *queues: str) -> int:
-        """Messages that are ready in queues; 0 in those that do not exist."""
-        return counted(self.server, queues)
-
     def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
         """Set a policy for one queue, or remove it."""
-        url = f"http://{self.server.address[0]}:{self.server.management_port}/api/policies/%2F/{queue[-40:]}"
-        body = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues"}
-        request = urllib.request.Request(
-            url,
-            method="DELETE" if definition is None else "PUT",
-            headers={"Authorization": "Basic " + b64encode(b"guest:guest").decode()},
-            data=None if definition is None else json.dumps(body).encode(),
-        )
-        urllib.request.urlopen(request, timeout=10).close()
+        path = f"policies/%2F/{queue[-40:]}"
+        if definition is None:
+            self.server.manage("DELETE", path)
+        else:
+            body = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues"}
+            self.server.manage("PUT", path, body)
         time.sleep(1.0)  # queues hear of it a moment later
 
     # -- generations ---------------------------------------------------------------------------
@@ -136,8 +97,7 @@ class Place:
 
     def lease_queues(self) -> list[str]:
         """All lease queues of the queue, empty ones too."""
-        lease = f"broadway.lease.{self.queue}"
-        return [name for name in queue_names(self.server) if name.startswith(lease)]
+        return self.server.queue_names(f"broadway.lease.{self.queue}")
 
     def take(self, source: Source, most: int = 100_000) -> list[Message]:
         """Receive until the queue is quiet, or so many."""

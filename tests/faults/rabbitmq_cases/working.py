@@ -14,7 +14,7 @@ from pathlib import Path
 
 from airflow_broadway.core.custody.verdicts import ACK, Action
 from tests.faults.found import Found
-from tests.faults.rabbitmq_cases.place import Place, uri_of
+from tests.faults.rabbitmq_cases.place import Place
 from tests.faults.rabbitmq_worker import verdict_on
 
 __all__ = ["ends_well", "finish", "found_by_workers", "kill_now_and_then", "spawn"]
@@ -38,7 +38,7 @@ def spawn(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.faults.rabbitmq_worker"),
-                *(str(folder), uri or uri_of(place.server), place.queue, str(lease), str(most)),
+                *(str(folder), uri or place.server.uri, place.queue, str(lease), str(most)),
             ],
             stdout=log,
             stderr=log,
