@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerError
@@ -26,6 +25,7 @@ from airflow_broadway.producers.rabbitmq.broker.sweep import counting
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
+from tests.unit.passing import Passing
 
 pytestmark = pytest.mark.broker
 
@@ -279,9 +279,7 @@ def test_what_came_back_is_counted_in_bundles_and_says_so(
     # Given 1,200 messages that a run gave back
     place.declare()
     place.send(*[b"%d" % number for number in range(1_200)])
-    with place.source() as source:
-        place.take(source)
-        lease = source.lease
+    _, lease = place.hold()
     assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 1_200
     count = lease.state["bundles"]
     assert 3 <= count < 100
@@ -319,11 +317,8 @@ def test_the_command_finds_fault_with_a_check_that_saw_nothing(
     assert PASSWORD not in done.out + done.err
 
 
-class Checked(Broadway):
+class Checked(Passing):
     producer = RabbitMQProducer(queue="{{ var.value.queue }}", on_failure="retry")
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
 
 
 class Sharded(Checked):

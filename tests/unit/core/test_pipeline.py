@@ -11,9 +11,10 @@ from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing import DummyProducer, test_message
+from tests.unit.passing import Passing
 
 
-class Orders(Broadway):
+class Orders(Passing):
     producer = SqliteProducer(
         queue="orders",
         path="/nowhere/q.db",
@@ -27,12 +28,6 @@ class Orders(Broadway):
         "large": Batcher(schema="n int"),
     }
     context = {"shop": "fruit", "rates": {"EUR": 1.0}}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
 
 def test_what_is_not_named_in_a_nested_option_stays_as_declared() -> None:

@@ -12,13 +12,12 @@ from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG, TaskGroup
 from airflow.sdk.exceptions import AirflowRescheduleException
 
-from airflow_broadway import Broadway
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.message import Message
 from airflow_broadway.operators.process import ended_sensor
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors import ack
 from airflow_broadway.sensors.ack import BroadwayAckSensor
+from tests.unit.passing import Passing
 
 
 class Clocked:
@@ -34,11 +33,8 @@ class Clocked:
         self.now += seconds
 
 
-class Orders(Broadway):
+class Orders(Passing):
     producer = SqliteProducer(queue="orders", path="/nowhere/orders.db", lease=40.0)
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
 
 
 def sensor(**given: Any) -> BroadwayAckSensor:

@@ -13,7 +13,6 @@ from airflow.serialization.serialized_objects import DagSerialization
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.reference import load_ref, make_ref
@@ -22,9 +21,10 @@ from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors.ack import BroadwayAckSensor
+from tests.unit.passing import Passing
 
 
-class Orders(Broadway):
+class Orders(Passing):
     producer = SqliteProducer(queue="orders", path="/nowhere/orders.db", lease=40.0)
     batchers = {
         "small": Batcher(engine="python"),
@@ -33,9 +33,6 @@ class Orders(Broadway):
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.put_batcher("small")
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        return messages
 
 
 class Documented(Orders):
@@ -327,12 +324,9 @@ def test_a_schema_that_cannot_be_read_is_an_option_of_the_batcher_that_has_it() 
             load_ref(ref)
 
 
-class Rendered(Broadway):
+class Rendered(Passing):
     producer = SqliteProducer(queue="q", path="/nowhere/q.db")
     batchers = {"small": Batcher()}
-
-    def handle_message(self, processor: str, message: Message, context: object) -> Message:
-        return message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> None:
         return None
@@ -346,15 +340,9 @@ def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
         load_ref({**ref, "options": {"shutdown": "soon"}})
 
 
-class Templated(Broadway):
+class Templated(Passing):
     producer = SqliteProducer(queue="q", path="/nowhere/q.db")
     batchers = {"late": Batcher(engine="python")}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        return messages
 
 
 class Mute(Broadway):

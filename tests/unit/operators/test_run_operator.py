@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
+from airflow_broadway import Batcher, BatchInfo, Message, Processors
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import PipelineError
@@ -18,17 +18,12 @@ from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.staging.run_folder import SETTLED
 from tests.unit.operators.context import task_context
+from tests.unit.passing import Passing
 
 
-class Echo(Broadway):
+class Echo(Passing):
     producer = SqliteProducer(queue="echo", path="/replaced")
     batchers = {"default": Batcher(engine="python")}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        return messages
 
 
 class Limited(Echo):

@@ -23,9 +23,10 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.unit.arriving import ArrivingProducer, Broker
+from tests.unit.passing import Passing
 
 
-class Ending(Broadway):
+class Ending(Passing):
     """What a message does to the run is given by the test."""
 
     producer = ArrivingProducer()
@@ -36,9 +37,6 @@ class Ending(Broadway):
         if message.data == b"17":
             self.at_17()
         return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
     clock: Any = ManualClock()
     at_17: Callable[[], None] = staticmethod(lambda: None)

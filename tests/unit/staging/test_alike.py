@@ -27,6 +27,7 @@ from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import DummyProducer, PipelineDriver
+from tests.unit.passing import Passing
 from tests.unit.staging.kit import batches_of, manifest_of, message, open_generation, open_run
 
 NAN = float("nan")
@@ -76,16 +77,10 @@ def told(info: BatchInfo, messages: Sequence[Message]) -> _Batch:
 
 
 def pipeline(**options: Any) -> Broadway:
-    class Case(Broadway):
+    class Case(Passing):
         name = "Case"
         producer = DummyProducer()
         batchers = {"default": Batcher(**{"engine": "python", "batch_timeout": None, **options})}
-
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            return message
-
-        def handle_batch(self, batcher: str, messages: Any, info: BatchInfo, context: Any) -> Any:
-            return messages
 
     return Case()
 

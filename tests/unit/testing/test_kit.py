@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
+from airflow_broadway import Batcher, Message, Processors, RateLimiting
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.options import options
 from airflow_broadway.testing import (
@@ -18,18 +18,16 @@ from airflow_broadway.testing import (
     test_batch,
     test_message,
 )
+from tests.unit.passing import Passing
 
 
-class Pipeline(Broadway):
+class Pipeline(Passing):
     producer = DummyProducer(rate_limiting=RateLimiting(allowed_messages=2, interval=10.0))
     processors = Processors(concurrency=1)
     batchers = {"default": Batcher(engine="python", batch_size=3, batch_timeout=5.0)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.failed("bad") if message.data == "bad" else message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
 
 def test_one_message_is_flushed_through() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Broadway, Processors
+from airflow_broadway import Processors
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import POSITIVE
 from airflow_broadway.testing import DummyProducer
+from tests.unit.passing import Passing
 
 
 @options
@@ -26,12 +27,9 @@ class Bounded(DummyProducer):
         return {"processors": {"concurrency": min(self.most, pipeline.processors.concurrency)}}
 
 
-class Orders(Broadway):
+class Orders(Passing):
     producer = Bounded()
     processors = Processors(concurrency=9)
-
-    def handle_message(self, processor: str, message: Any, context: Any) -> Any:
-        return message
 
 
 def test_a_producer_may_replace_options_of_its_pipeline() -> None:

@@ -23,18 +23,13 @@ from airflow_broadway.core.stages.rate_limiter import MemoryRateState, RateLimit
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing import DummyProducer, ManualClock, PipelineDriver
+from tests.unit.passing import Passing
 
 
-class Plain(Broadway):
+class Plain(Passing):
     producer = DummyProducer()
     processors = Processors(concurrency=1)
     batchers = {"default": Batcher(engine="python", batch_size=10)}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
 
 @pytest.fixture

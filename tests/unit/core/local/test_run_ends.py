@@ -12,18 +12,13 @@ from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing import DummyProducer, ManualClock
+from tests.unit.passing import Passing
 
 
-class Plain(Broadway):
+class Plain(Passing):
     producer = DummyProducer()
     processors = Processors(concurrency=1, max_demand=10)
     batchers = {"default": Batcher(engine="python", batch_size=10, batch_timeout=None)}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
 
 def _at_35(message: Message) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.testing import DummyProducer
+from tests.unit.passing import Passing
 
 
-class Failing(Broadway):
+class Failing(Passing):
     producer = DummyProducer()
     processors = Processors(concurrency=1)
     batchers = {"default": Batcher(engine="python", batch_size=10)}
@@ -24,9 +25,6 @@ class Failing(Broadway):
         if message.data % 2:
             raise ValueError(f"odd: {message.data}")
         return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
 
 
 def test_the_first_ten_failures_of_a_kind_are_told_in_full_and_all_in_a_table(

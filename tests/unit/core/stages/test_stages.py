@@ -25,14 +25,12 @@ from airflow_broadway.testing import (
     test_batch,
     test_message,
 )
+from tests.unit.passing import Passing
 
 
-class Plain(Broadway):
+class Plain(Passing):
     producer = DummyProducer()
     processors = Processors(concurrency=1)
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
 
 
 class Batched(Plain):

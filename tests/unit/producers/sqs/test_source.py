@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway import Batcher, Message, Processors, RetryPolicy
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
@@ -23,6 +23,7 @@ from airflow_broadway.producers.sqs.options import partition_of
 from airflow_broadway.producers.sqs.reading import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
+from tests.unit.passing import Passing
 from tests.unit.producers.sqs.kit import FIFO, halves, settlement, take
 from tests.waiting import eventually
 
@@ -365,13 +366,10 @@ def test_another_word_for_an_action_means_noop_with_a_warning(
     assert "did you mean 'dead_letter'?" in caplog.text
 
 
-class Orders(Broadway):
+class Orders(Passing):
     producer = SqsProducer(queue_url=FIFO)
     processors = Processors(concurrency=2)
     batchers = {"default": Batcher(engine="python")}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
 
 
 def test_a_fifo_queue_is_partitioned_by_its_groups_unless_told_otherwise() -> None:

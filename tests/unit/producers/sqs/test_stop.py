@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, RateLimiting
+from airflow_broadway import Batcher, Message, RateLimiting
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE
@@ -22,6 +22,7 @@ from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
+from tests.unit.passing import Passing
 from tests.unit.producers.sqs.kit import FIFO, halves, process_of, settlement
 
 #: How a run can end, and whether by an error.
@@ -39,12 +40,9 @@ WAYS = {
 }
 
 
-class Clicks(Broadway):
+class Clicks(Passing):
     producer = SqsProducer(queue_url=URL, conn_id=None, receive_interval=0.0)
     batchers = {"default": Batcher()}
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message
 
 
 class Killed(Clicks):

@@ -1,0 +1,17 @@
+"""What the tests' own pipelines begin with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from airflow_broadway import BatchInfo, Broadway, Message
+
+
+class Passing(Broadway):
+    """Its callbacks pass on what they get."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        return messages
