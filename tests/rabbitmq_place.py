@@ -99,6 +99,12 @@ class Place:
             taken += got
         return taken
 
+    def hold(self, generation: str = "g1", **options: Any) -> tuple[list[Message], Lease]:
+        """Take everything, as a run that settles later."""
+        with self.source(generation, **options) as source:
+            messages = [*self.take(source), *source.stop()]
+            return messages, source.lease
+
     def settle(
         self,
         generation: str,
@@ -106,9 +112,7 @@ class Place:
         **options: Any,
     ) -> tuple[list[Message], SettleReport]:
         """Take everything, and settle it by its place."""
-        with self.source(generation, **options) as source:
-            messages = [*self.take(source), *source.stop()]
-            lease = source.lease
+        messages, lease = self.hold(generation, **options)
         chosen = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
         return messages, self.carry_out(lease, settlement_of(messages, chosen), **options)
 
@@ -123,11 +127,15 @@ class Place:
     def give_back(self, *sent: bytes, properties: Any = None) -> list[Message]:
         """Let a run take messages and be released: they are in the returns queue then."""
         self.send(*sent, properties=properties)
-        with self.source("before") as source:
-            messages = self.take(source)
-            lease = source.lease
+        messages, lease = self.hold("before")
         assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)
         return messages
+
+    def first(self, queue: str) -> tuple[Any, bytes]:
+        """Take the message that a queue has at least."""
+        found = self.server.get(queue)
+        assert found is not None
+        return found
 
 
 def manage(server: RabbitServer, method: str, path: str, body: Any = None) -> Any:

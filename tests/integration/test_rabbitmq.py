@@ -74,8 +74,7 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
     assert [message.data for message in messages] == [b"1", b"2"]
     told = "dead letters, unprocessed, beside those received: 2 (too large)"
     assert report == SettleReport(acked=2, errors=(told,))
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     assert found[1] == b"x" * 5_000
     assert "max_message_bytes" in found[0].headers["x-broadway-reason"]
     mark = found[0].headers[MARK]["id"]
@@ -100,8 +99,7 @@ def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
         assert source.lease.state["set_aside"] == {"crashed": 1}
 
     assert "Message killer is a dead letter, unprocessed: its process died 7 times" in caplog.text
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     assert found[1] == b"boom"
 
 
@@ -123,8 +121,7 @@ def test_a_dead_letter_says_why_and_where_it_was(place: Place) -> None:
 
     place.settle("g1", {0: dead})
 
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     headers = found[0].headers
     assert headers["x-broadway-reason"].startswith("no departure")
     assert len(headers["x-broadway-reason"].encode()) <= 2_048
@@ -143,8 +140,7 @@ def test_dead_letters_go_where_the_option_says(place: Place) -> None:
 
     place.settle("g1", {0: dead}, dead_letter=other)
 
-    found = place.get(other)
-    assert found is not None
+    found = place.first(other)
     assert found[1] == b"1"
 
 
@@ -258,9 +254,7 @@ def test_the_depth_counts_ready_delayed_and_dead(place: Place) -> None:
 def test_what_is_settled_at_once_is_not_handled_again_when_its_run_dies(place: Place) -> None:
     place.declare()
     place.send(b"1", b"2", b"3")
-    with place.source("g1", lease=5.0) as source:
-        messages = place.take(source)
-        lease = source.lease
+    messages, lease = place.hold("g1", lease=5.0)
     custodian = place.producer(lease=5.0).custodian(place.env("g1"))
     report = custodian.settle_now(lease, [entry_of(messages[1], ACK)])
     assert custodian.settle_now(lease, [entry_of(messages[1], ACK)]) == report
@@ -283,8 +277,6 @@ def test_settled_headers_hold_no_more_than_they_must(place: Place) -> None:
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     place.settle("g1", {0: retry})
 
-    found = place.get(place.name)
-
-    assert found is not None
+    found = place.first(place.name)
     assert set(found[0].headers) == {MARK}
     assert decode(b"\x00\x00") == {}

@@ -180,9 +180,7 @@ def test_a_permission_that_is_lacking_when_settling_loses_nothing(place: Place) 
 
     # Then nothing was settled, and it is, once somebody may
     assert PASSWORD not in str(raised.value)
-    custodian = place.producer().custodian(place.env("later"))
-    assert custodian.settle(lease, settlement) == SettleReport(acked=1, requeued=1)
-    custodian.close()
+    assert place.carry_out(lease, settlement) == SettleReport(acked=1, requeued=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
 
 

@@ -121,9 +121,8 @@ def test_a_returned_bundle_whose_acknowledgement_is_cut_off_is_handled_once(plac
     # Given messages that an earlier run gave back, and no lease queue declared ahead
     place.declare()
     place.send(b"1", b"2", b"3")
-    with place.source("g0") as source:
-        assert len(place.take(source)) == 3
-        lease = source.lease
+    taken, lease = place.hold("g0")
+    assert len(taken) == 3
     assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 3
     with place.channel() as channel:
         channel.queue_delete(place.queues.spares(21600.0))
@@ -237,9 +236,7 @@ def test_a_run_that_is_told_to_stop_does_not_wait_for_its_broker(place: Place) -
 def test_settling_outlasts_a_broker_that_breaks_each_connection_for_a_while(place: Place) -> None:
     place.declare()
     place.send(b"1")
-    with place.source() as source:
-        messages = place.take(source)
-        lease = source.lease
+    messages, lease = place.hold()
     with Breaker(place.server.address) as breaker:
         custodian = place.producer(**failing(breaker)).custodian(place.env("custodian"))
         breaker.arm(QUEUE_DECLARE, times=math.inf)
@@ -304,9 +301,7 @@ def test_a_lease_queue_that_ends_every_connection_which_asks_it_is_asked_once(
     monkeypatch.setattr(Getter, "get", get_or_lose)
 
     # When a run wants one
-    with place.source("g1", backoff_min=0.01, reconnect_timeout=5.0) as source:
-        messages = place.take(source)
-        lease = source.lease
+    messages, lease = place.hold("g1", backoff_min=0.01, reconnect_timeout=5.0)
     report = place.carry_out(lease, settlement_of(messages))
 
     # Then it takes another, by its next connection
@@ -420,13 +415,9 @@ def test_each_message_may_have_its_own_way_of_being_settled(place: Place) -> Non
         return made
 
     def run(generation: str) -> SettleReport:
-        with place.source(generation, on_failure="retry") as source:
-            messages = place.take(source)
-            lease = source.lease
-        custodian = producer.custodian(place.env("custodian"))
-        report = custodian.settle(lease, settlement_of(messages, verdicts(messages)))
-        custodian.close()
-        return report
+        messages, lease = place.hold(generation, on_failure="retry")
+        settlement = settlement_of(messages, verdicts(messages))
+        return place.carry_out(lease, settlement, on_failure="retry")
 
     # What failed before is requeued no more than once, but always if that was said.
     assert run("g1") == SettleReport(acked=1, dead_lettered=1, requeued=2)

@@ -70,8 +70,7 @@ def test_a_body_of_just_the_size_that_is_taken_is_handled_and_a_byte_more_is_set
 
     assert [len(message.data) for message in messages] == [1_000]
     assert (report.acked, report.errors[0].split(": ")[1]) == (1, "1 (too large)")
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     assert len(found[1]) == 1_001
 
 
@@ -80,12 +79,8 @@ def test_what_came_back_is_at_most_half_of_what_a_run_asks_for_while_there_are_o
 ) -> None:
     # Given messages that a run gave back, and as many new ones
     place.send(*[b"old %d" % number for number in range(40)])
-    with place.source("g1", on_failure="retry") as source:
-        place.take(source)
-        lease = source.lease
-    custodian = place.producer().custodian(place.env("custodian"))
-    assert custodian.settle(lease, Settlement(rest=RELEASE)).released == 40
-    custodian.close()
+    _, lease = place.hold("g1", on_failure="retry")
+    assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 40
     place.send(*[b"new %d" % number for number in range(40)])
 
     # When the next takes all, by twenty
@@ -133,13 +128,9 @@ def test_a_run_takes_nothing_more_when_two_hundredths_of_its_lease_are_left(plac
 def test_a_message_that_is_left_comes_again_when_its_lease_would_have_lapsed(place: Place) -> None:
     place.send(b"1")
     began = time.monotonic()
-    with place.source("g1", lease=4.0) as source:
-        messages = place.take(source)
-        lease = source.lease
-    custodian = place.producer(lease=4.0).custodian(place.env("custodian"))
-    report = custodian.settle(lease, settlement_of(messages, rest=LEAVE))
-    custodian.close()
-    assert report == SettleReport(left=1)
+    messages, lease = place.hold("g1", lease=4.0)
+    left = settlement_of(messages, rest=LEAVE)
+    assert place.carry_out(lease, left, lease=4.0) == SettleReport(left=1)
 
     again = place.settle("g2")[0]
     while not again:
@@ -218,14 +209,10 @@ class TestQueuesThatStay:
     def settle(self, place: Place, waited: Waited, generation: str) -> float:
         """Retry a message; the seconds that were slept to settle it."""
         place.send(b"1")
-        with place.source(generation, on_failure="retry") as source:
-            messages = place.take(source)
-            lease = source.lease
-        custodian = place.producer(on_failure="retry").custodian(place.env("custodian"))
+        messages, lease = place.hold(generation, on_failure="retry")
         failed = Verdict(Action.RETRY, 60.0, "why", "process")
         slept = waited.slept
-        report = custodian.settle(lease, settlement_of(messages, rest=failed))
-        custodian.close()
+        report = place.carry_out(lease, settlement_of(messages, rest=failed), on_failure="retry")
         assert report == SettleReport(requeued=1)
         return waited.slept - slept
 
@@ -275,9 +262,7 @@ class TestQueuesThatStay:
 
         monkeypatch.setattr(queue_calls, "is_empty", silent)
         place.send(b"1")
-        with place.source("g1", on_failure="retry") as source:
-            messages = place.take(source)
-            lease = source.lease
+        messages, lease = place.hold("g1", on_failure="retry")
         options = {"on_failure": "retry", "backoff_type": "stop"}
         custodian = place.producer(**options).custodian(place.env("custodian"))
 

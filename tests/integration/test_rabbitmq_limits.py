@@ -154,8 +154,7 @@ def test_bundles_are_no_larger_than_the_broker_takes(
     assert (report.acked, report.total) == (60, 60)
     assert "beside those received: 1 (too large)" in report.errors[0]
     assert "200000 bytes" in caplog.text
-    dead = place.get(place.queues.dead)
-    assert dead is not None
+    dead = place.first(place.queues.dead)
     assert dead[1] == b"y" * 199_990
     assert "max_message_size" in dead[0].headers["x-broadway-reason"]
 

@@ -119,16 +119,14 @@ def test_a_staged_bundle_is_read_only_if_it_has_the_size_that_was_noted(
 ) -> None:
     options: dict[str, Any] = {"custody": "staged"}
     place.send(b"1")
-    with place.source("before", **options) as source:
-        assert len(place.take(source)) == 1
-        lease = source.lease
+    taken, lease = place.hold("before", **options)
+    assert len(taken) == 1
     [file] = place.folder.rglob("*.bundle")
     file.write_bytes(file.read_bytes() + b"more")
     monkeypatch.setattr(StateFiles, "get", lambda notes, name: pytest.fail(f"read {name}"))
 
     # As it lapses, or is read when it is settled
-    body = place.get(lease.state["lease_queue"])
-    assert body is not None
+    body = place.first(lease.state["lease_queue"])
     put_into_returns(place, body[1])
     messages, _ = place.settle("g1", **options)
 
@@ -227,12 +225,10 @@ def test_a_bundle_of_suspects_waits_for_a_generation_of_its_own_without_a_dam(
 
 def test_the_digest_of_a_staged_bundle_is_what_its_reference_says(place: Place) -> None:
     place.send(b"1", b"2")
-    with place.source("before", custody="staged") as source:
-        assert len(place.take(source)) == 2
-        lease = source.lease
+    taken, lease = place.hold("before", custody="staged")
+    assert len(taken) == 2
     [file] = place.folder.rglob("*.bundle")
-    body = place.get(lease.state["lease_queue"])
-    assert body is not None
+    body = place.first(lease.state["lease_queue"])
     length = struct.unpack_from(">I", body[1], 5)[0]
     header = Header(**json.loads(body[1][9 : 9 + length]))
     assert dataclasses.asdict(header)["staged"] == {

@@ -322,8 +322,7 @@ def test_a_reason_with_half_a_character_is_told_by_its_escape(place: Place) -> N
     _, report = place.settle("g1", {0: odd})
 
     assert report == SettleReport(dead_lettered=1)
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     assert found[0].headers["x-broadway-reason"] == "Bob \\ud83d"
 
 
@@ -392,9 +391,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
     [second], _ = place.settle("g2", {0: late}, **options)
     third: list[Message] = []
     while not third:
-        with place.source("g3", **options) as source:
-            third = place.take(source)
-            lease = source.lease
+        third, lease = place.hold("g3", **options)
     place.carry_out(lease, settlement_of(third, {third[0].message_id: DEAD}), **options)
 
     # Then it is seen as it came, each time
@@ -402,8 +399,7 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
     assert first.metadata["headers"] == {"x-death": death, "colour": "red"}
     assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
     assert [each.attempt for each in (first, second, *third)] == [1, 2, 3]
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     was = found[0].headers["x-broadway-original"]
     assert (was["exchange"], was["routing_key"]) == (exchange, "orders.eu.created")
     assert (was["user_id"], was["expiration"]) == ("guest", "600000")
@@ -415,8 +411,7 @@ def test_a_dead_letter_that_is_sent_back_starts_with_fresh_attempts(place: Place
     place.send(b"1")
     place.settle("g1", {0: RETRY})
     [second], _ = place.settle("g2", {0: DEAD})
-    found = place.get(place.queues.dead)
-    assert found is not None
+    found = place.first(place.queues.dead)
     assert found[0].headers["x-broadway-attempt"] == second.attempt == 2
 
     place.send(found[1], properties=found[0])
@@ -431,8 +426,7 @@ def test_a_copied_header_makes_no_repetition(place: Place) -> None:
     place.declare()
     place.send(b"ping")
     [first], _ = place.settle("g1", {0: RETRY})
-    found = place.get(place.name)
-    assert found is not None
+    found = place.first(place.name)
     assert MARK in found[0].headers
     place.send(b"ping", b"ping", b"pong", properties=found[0])
 

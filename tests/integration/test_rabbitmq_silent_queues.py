@@ -32,9 +32,7 @@ def place(tmp_path: Path) -> Place:
 def test_a_lease_queue_is_deleted_only_when_it_answers(place: Place) -> None:
     # Given a lease queue that has no leader, as all have for a moment when their broker starts
     place.send(b"1")
-    with place.source("g1") as source:
-        messages = place.take(source) + list(source.stop())
-        lease = source.lease
+    messages, lease = place.hold("g1")
     queue = lease.state["lease_queue"]
     place.server.stop_queue(queue)
     connection = ConnectionThread.to(address_for(place.producer(), place.env()))

@@ -247,9 +247,7 @@ def test_a_lease_that_names_another_queue_is_not_settled_on_it(
     # Given a run whose lease queue another name has been put in place of
     place.declare()
     place.send(b"1")
-    with place.source("g1") as source:
-        messages = place.take(source)
-        lease = source.lease
+    messages, lease = place.hold("g1")
     if where == "lease":
         lease = dataclasses.replace(lease, state={**lease.state, "lease_queue": victim})
         shutil.rmtree(place.folder / "rabbitmq")
