@@ -289,23 +289,6 @@ def test_the_newest_runs_are_listed_and_the_others_counted(shop: Shop, capsys: C
     assert "--limit is to be at least 1" in ran(capsys, "runs", "--limit", "-1").error
 
 
-def test_runs_that_need_looking_at_are_listed_with_the_reason(shop: Shop, capsys: Capsys) -> None:
-    # Given a run that went well, and one of which every message failed
-    shop.send(orders(2))
-    shop.settled_run()
-    assert ran(capsys, "runs", "--failed").out.startswith("No runs that need looking at")
-    shop.bad(0, 1, 2)
-    shop.send(orders(2))
-    run, plan = shop.process("bad")
-    shop.handle(run, plan)
-    shop.settle(run)
-
-    # Then the second is listed, and why
-    assert [each["run_id"] for each in ran(capsys, "runs", "--failed", "--json").json] == ["bad"]
-    text = ran(capsys, "runs", "--failed").out
-    assert "bad: 2 messages failed, every message that was handled" in text
-
-
 def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None:
     # Given a run that is not settled
     shop.send(orders(2))

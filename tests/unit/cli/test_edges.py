@@ -134,7 +134,9 @@ def test_what_needs_looking_at_is_listed_with_its_reason(
     run.files.replace("report.json", json.dumps(report))
 
     text = ran(capsys, "runs", "--failed").out
+    listed = ran(capsys, "runs", "--failed", "--json").json
 
+    assert [each["run_id"] for each in listed] == ([RUN_ID] if why else [])
     if why is None:
         assert text.startswith("No runs that need looking at")
     else:

@@ -105,29 +105,30 @@ def by_kit(folder: Path) -> None:
     driver.drain()
 
 
-def by_run_local(folder: Path) -> None:
-    assert queued(folder).run_local().balanced
+def by_run_local(folder: Path, made: Broadway) -> None:
+    assert made.run_local().balanced
 
 
-def by_one_task(folder: Path) -> None:
-    made: Any = queued(folder)
-    staging = f"file://{folder}/staging"
-    Tasks().execute(BroadwayRunOperator(task_id="run", pipeline=made, staging=staging))
+def by_one_task(folder: Path, made: Broadway) -> None:
+    given: dict[str, Any] = {"staging": f"file://{folder}/staging", "fail_when": "never"}
+    Tasks().execute(BroadwayRunOperator(task_id="run", pipeline=made, **given))
 
 
-def by_tasks(folder: Path) -> None:
-    made, tasks = queued(folder), Tasks()
+def by_tasks(folder: Path, made: Broadway) -> None:
+    tasks = Tasks()
     given: dict[str, Any] = {"pipeline": made, "staging": f"file://{folder}/staging"}
     names = ["process", *(f"batch.{name}" for name in made.batchers)]
     tasks.task_ids = [*names, "ack"]
     processed = tasks.execute(BroadwayProcessorOperator(task_id="process", **given))
     for name in made.batchers:
+        task = f"batch.{name}"
         tasks.execute(
-            BroadwayBatcherOperator(
-                task_id=f"batch.{name}", batcher=name, processed=[processed], **given
-            )
+            BroadwayBatcherOperator(task_id=task, batcher=name, processed=[processed], **given)
         )
-    tasks.execute(BroadwayAckSensor(task_id="ack", watch=names, **given))
+    tasks.execute(BroadwayAckSensor(task_id="ack", watch=names, fail_when="never", **given))
+
+
+WAYS = [by_run_local, by_one_task, by_tasks]
 
 
 def what_is_seen(way: Callable[[Path], None], folder: Path) -> list[str]:
@@ -137,14 +138,15 @@ def what_is_seen(way: Callable[[Path], None], folder: Path) -> list[str]:
     return sorted(map(repr, Puts.seen))
 
 
-@pytest.mark.parametrize("way", [by_run_local, by_one_task, by_tasks])
+@pytest.mark.parametrize("way", WAYS)
 def test_batches_and_failures_are_those_of_the_test_kit(
-    way: Callable[[Path], None], tmp_path: Path
+    way: Callable[[Path, Broadway], None], tmp_path: Path
 ) -> None:
     expected = what_is_seen(by_kit, tmp_path / "kit")
     assert len(expected) == 12
     assert sum("Error: " in each for each in expected) == 3
-    assert what_is_seen(way, tmp_path / "way") == expected
+    found = what_is_seen(lambda folder: way(folder, queued(folder)), tmp_path / "way")
+    assert found == expected
 
 
 # -- callbacks that return something else ----------------------------------------------------------
@@ -223,32 +225,11 @@ def _without_ids(reason: str) -> str:
     return re.sub(r"message '[^']+'", "message …", reason)
 
 
-def odd_run_local(folder: Path, made: Any) -> None:
-    assert made.run_local().balanced
+def both_ways(given: list[Message]) -> list[Message]:
+    return [given[0].failed("as well"), *given]
 
 
-def odd_one_task(folder: Path, made: Any) -> None:
-    staging = f"file://{folder}/staging"
-    Tasks().execute(
-        BroadwayRunOperator(task_id="run", pipeline=made, staging=staging, fail_when="never")
-    )
-
-
-def odd_tasks(folder: Path, made: Any) -> None:
-    tasks = Tasks()
-    given: dict[str, Any] = {"pipeline": made, "staging": f"file://{folder}/staging"}
-    names = ["process", *(f"batch.{name}" for name in made.batchers)]
-    tasks.task_ids = [*names, "ack"]
-    processed = tasks.execute(BroadwayProcessorOperator(task_id="process", **given))
-    for name in made.batchers:
-        task = f"batch.{name}"
-        tasks.execute(
-            BroadwayBatcherOperator(task_id=task, batcher=name, processed=[processed], **given)
-        )
-    tasks.execute(BroadwayAckSensor(task_id="ack", watch=names, fail_when="never", **given))
-
-
-HOWS = ["doubled", "more", "foreign", "anew", "fewer", "both"]
+HOWS = ["doubled", "more", "foreign", "anew", "fewer", "both", "both_ways"]
 CALLBACKS = ["prepare_messages", "handle_failed", "handle_batch"]
 
 
@@ -263,14 +244,14 @@ def test_callbacks_that_return_other_messages_do_the_same_everywhere(
     kind: type[Odd], callback: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = {}
-    for way in (odd_run_local, odd_one_task, odd_tasks):
+    for way in WAYS:
         caplog.clear()
         found = after(way, tmp_path / way.__name__, kind, [callback, how])
         seen[way.__name__] = (
             found,
             sorted({code for each in caplog.records if (code := getattr(each, "code", None))}),
         )
-    first = seen["odd_run_local"]
+    first = seen["by_run_local"]
     assert seen == dict.fromkeys(seen, first)
     (dead, left), codes = first
     assert codes, "it is told"
@@ -279,5 +260,5 @@ def test_callbacks_that_return_other_messages_do_the_same_everywhere(
         return
     lost = how in ("doubled", "foreign", "fewer")
     assert len(left) == lost
-    failed = 4 + (callback == "handle_batch" and how in ("anew", "both"))
+    failed = 4 + (callback == "handle_batch" and how in ("anew", "both", "both_ways"))
     assert len(dead) == failed - (lost and callback == "handle_failed")

@@ -103,13 +103,6 @@ def test_empty_runs_leave_nothing_behind(tmp_path: Path) -> None:
     assert len(run.dag.list("_balanced")) == 1
 
 
-def test_a_rate_limit_holds_for_all_runs_together(tmp_path: Path) -> None:
-    send(tmp_path, 10)
-    first, _ = execute(tmp_path, "r1", Limited)
-    second, _ = execute(tmp_path, "r2", Limited)
-    assert (first["received"], second["received"]) == (3, 0)
-
-
 def test_a_run_with_another_rate_begins_a_new_window(tmp_path: Path) -> None:
     send(tmp_path, 10)
     received = [

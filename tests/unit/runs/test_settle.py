@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from tests.unit.runs.steps import PlainSums, Point, Run, Sums, dies
@@ -34,18 +33,6 @@ PROCESS = [
     Point("airflow_broadway.staging.writer:ProcessWriter.close", "after"),
     Point(f"{_FOLDER}.create", "before", when=creates("manifest.json")),
     Point(f"{_FOLDER}.create", "after", when=creates("manifest.json")),
-]
-BATCH = [
-    Point(f"{_FOLDER}.create_own", "after"),
-    Point(f"{_FOLDER}.create", "before", when=creates("tries/")),
-    Point(f"{_FOLDER}.create", "after", when=creates("tries/")),
-    Point("tests.unit.runs.steps.note", "before", 2),
-    Point("tests.unit.runs.steps.note", "after", 2),
-    Point(f"{_FOLDER}.create", "before", 2, when=creates("outcomes/")),
-    Point(f"{_FOLDER}.create", "after", 2, when=creates("outcomes/")),
-    Point(f"{_FOLDER}.create", "before", when=creates("gathered-")),
-    Point(f"{_FOLDER}.create", "after", when=creates("gathered-")),
-    Point("airflow_broadway.runs.python_batches:PythonBatches.run", "after"),
 ]
 SETTLE = [
     Point(f"{_FOLDER}.create", "before", when=creates("journal-intent")),
@@ -94,40 +81,6 @@ def test_a_process_task_killed_is_tried_again_from_nothing(run: Run, point: Poin
 
     handled = sorted(call.number for call in run.calls())
     assert handled == [number for number in range(COUNT) if number % 7]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("point", BATCH, ids=str)
-def test_a_batcher_killed_keeps_its_outcomes_and_runs_the_rest(run: Run, point: Point) -> None:
-    reference = run.process()
-    dies(lambda: run.batch(reference), point)
-
-    recorded = {path.stem for path in run.folder.rglob("outcomes/default/*/*.json")}
-    before = len(run.calls())
-    run.batch(reference, try_number=2)
-    check(run, run.ack())
-
-    # What had an outcome was not run again.
-    assert not recorded & {call.batch_id for call in run.calls()[before:]}
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_batcher_killed_beside_a_file_of_its_exceptions(
-    run: Run, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    # Given exceptions that are too many for an outcome to hold
-    monkeypatch.setattr(recording, "INLINE_BYTES", 0)
-    reference = run.process()
-    entries = Point(f"{_FOLDER}.write_lines", moment, 2, when=creates("outcomes/"))
-    dies(lambda: run.batch(reference), entries)
-    recorded = {path.stem for path in run.folder.rglob("outcomes/default/*/*.json")}
-    assert len(recorded) == 1
-
-    before = len(run.calls())
-    run.batch(reference, try_number=2)
-    check(run, run.ack())
-    assert not recorded & {call.batch_id for call in run.calls()[before:]}
 
 
 @pytest.mark.faults

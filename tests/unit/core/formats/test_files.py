@@ -21,32 +21,6 @@ def files(tmp_path: Path) -> Files:
     return LocalFiles(tmp_path)
 
 
-def test_a_file_is_created_once(files: Files) -> None:
-    assert files.create("a/b.json", "one")
-    assert not files.create("a/b.json", "two")
-    assert files.read("a/b.json") == "one"
-    assert files.list("a") == ["b.json"]
-
-
-def test_a_file_is_replaced(files: Files) -> None:
-    files.replace("a.json", "one")
-    files.replace("a.json", "zwei ✓")
-    assert files.read("a.json") == "zwei ✓"
-
-
-def test_what_is_not_there(files: Files) -> None:
-    with pytest.raises(FileNotFoundError):
-        files.read("nothing.json")
-    assert not files.exists("nothing.json")
-    assert files.list("nothing") == []
-
-
-def test_lines_come_back_as_they_went(files: Files) -> None:
-    lines = ["", "a", "ü\u2028x", '{"a": 1}']
-    assert files.write_lines("x/y.jsonl", lines) == 4
-    assert list(files.lines("x/y.jsonl")) == lines
-
-
 def test_lines_are_not_written_over(tmp_path: Path) -> None:
     files = LocalFiles(tmp_path)
     files.write_lines("a", ["1"])

@@ -12,22 +12,9 @@ from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, highest_try
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.testing import ManualClock
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> datetime:
-        return START + timedelta(seconds=self.seconds)
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
 
 
 @pytest.fixture

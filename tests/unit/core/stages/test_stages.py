@@ -14,7 +14,7 @@ from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action
-from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.acks import NO_ACK, AckRef
 from airflow_broadway.core.model.message import OK
 from airflow_broadway.core.stages.processor import ProcessorStage
@@ -186,17 +186,6 @@ def test_a_batch_info_tells_ids_and_what_was_redelivered() -> None:
     assert batch.info.redelivered == 1
     assert len(batch.info.batch_id) == 32
     assert batch.info.path("s3a://lake/", "d=1") == f"s3a://lake/d=1/batch_id={batch.info.batch_id}"
-
-
-def test_spark_batches_are_recorded_and_succeed_in_tests() -> None:
-    class Pipeline(Plain):
-        batchers = {"default": Batcher(batch_size=2)}
-
-    tested = test_batch(Pipeline, [1, 2, 3])
-    assert [batch.info.trigger.value for batch in tested.batches] == ["size", "flush"]
-    assert [m.data for m in tested.successful] == [1, 2, 3]
-    with pytest.raises(PipelineError, match="run on Spark"):
-        Pipeline().run_local([1])
 
 
 @pytest.mark.parametrize("options", [{"max_demand": 0}, {"max_demand": 5, "min_demand": 5}])
