@@ -91,6 +91,10 @@ def one(
     return made, staged.entries(made)
 
 
+#: What each message came with.
+BODY = {"payload": b"body", "properties": "{}"}
+
+
 def sleep(messages: DataFrame) -> None:
     """Run a job of a minute, which ends at once when it is cancelled."""
     messages.sparkSession.range(2).selectExpr(
@@ -517,6 +521,7 @@ def test_a_message_left_out_of_the_outcomes_is_released(
         lambda messages, info: messages.where("data.n > 1").selectExpr(
             "message_id", "data.n > 2 AS status"
         ),
+        rows={"attempt": 2, **BODY},
     )
     assert (made.successful, made.failed, made.missing, made.error) == (7, 1, 2, "")
     assert {name: entry.verdict.action for name, entry in entries.items()} == {
@@ -524,6 +529,10 @@ def test_a_message_left_out_of_the_outcomes_is_released(
         "m1": Action.RELEASE,
         "m2": Action.RETRY,
     }
+    # Some brokers give back by publishing again: without the body nothing could be published.
+    first = entries["m0"]
+    assert (first.receipt, first.attempt) == ("r0", 2)
+    assert (first.payload, first.properties) == (b"body", "{}")
 
 
 def _nobody(messages: DataFrame) -> Any:
@@ -646,9 +655,15 @@ def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -
         Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
         Row("first", {"n": 2}, payload=b"\xff", properties=None),
         Row("acked", {"n": 3}, acked=True),
+        Row("gone", {"n": 4}, acked=True),
     ]
     plan = staged.plan("default", [Planned("b0", given)])
-    assert run(spark, staged, lambda messages, info: failed(messages, reason="no"), plan) == 0
+
+    def callback(messages: DataFrame, info: BatchInfo) -> Any:
+        kept = messages.where("message_id != 'gone'")
+        return kept.selectExpr("message_id", "false AS ok", "'no' AS reason")
+
+    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
     made = staged.outcome("default", "b0")
     entries = staged.entries(made)
     assert {name: entry.verdict.action for name, entry in entries.items()} == {
@@ -659,8 +674,10 @@ def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -
     assert (entries["last"].attempt, entries["last"].payload) == (5, b"body")
     assert entries["last"].properties == '{"a":1}'
     assert entries["first"].payload == b"\xff"
-    # Settled before it came here: failed, and settled by nobody again.
-    assert made.failed == 4
+    # Settled before it came here: failed, as handle_failed hears, and settled by nobody again.
+    assert (made.failed, made.missing) == (4, 0)
+    [heard] = Mending.seen
+    assert sorted(each.message_id for each in heard) == ["acked", "first", "last", "own"]
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
@@ -762,6 +779,29 @@ def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) 
     assert message.status.text == "failed by handle_batch"
 
 
+def test_handle_failed_gets_the_key_of_the_batch(spark: SparkSession, staged: Staged) -> None:
+    keys = ["default", "7", 7, ["a", [1]], None]
+    batches = [
+        Planned(f"b{n}", rows(1, prefix=f"b{n}-", batch_key=key), batch_key=key)
+        for n, key in enumerate(keys)
+    ]
+    # A batch of several keys has none itself
+    several = [Row(str(key), {"n": 1}, batch_key=key) for key in ("EWR", ["a", 1])]
+    batches.append(Planned("merged", several, batch_key=None, keys=2))
+    plan = staged.plan("default", batches)
+    callback = lambda messages, info: failed(messages)  # noqa: E731
+    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    assert {m.message_id: m.batch_key for call in Mending.seen for m in call} == {
+        "b0-0": "default",
+        "b1-0": "7",
+        "b2-0": 7,
+        "b3-0": ("a", (1,)),
+        "b4-0": None,
+        "EWR": "EWR",
+        "['a', 1]": '["a", 1]',
+    }
+
+
 def test_handle_failed_gets_at_most_a_thousand(spark: SparkSession, staged: Staged) -> None:
     made, _ = one(spark, staged, _raise_later, 2_500, pipeline=Mending)
     assert made.failed == 2_500
@@ -787,9 +827,11 @@ def test_what_handle_failed_does_not_return_is_released(
     spark: SparkSession, staged: Staged
 ) -> None:
     Mending.mend = staticmethod(lambda messages: messages[1:])
-    made, entries = one(spark, staged, lambda m, info: failed(["m0", "m1"]), pipeline=Mending)
+    some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
+    made, entries = one(spark, staged, some, pipeline=Mending, rows=BODY)
     assert (made.successful, made.failed, made.missing) == (8, 1, 1)
     assert sorted(e.verdict.action for e in entries.values()) == [Action.RELEASE, Action.RETRY]
+    assert {(e.payload, e.properties) for e in entries.values()} == {(b"body", "{}")}
 
 
 def test_nobody_settles_at_once_in_the_driver(
