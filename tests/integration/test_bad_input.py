@@ -14,7 +14,7 @@ import pytest
 from airflow.sdk import DAG
 
 from airflow_broadway import Processors
-from airflow_broadway.core.errors import OptionsError, ProducerError
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.sqlite import SqliteProducer
 from scripts.airflow_env import ROOT
 from tests.integration.pipelines.puppets import Puppets
@@ -219,18 +219,6 @@ def test_data_that_fits_no_schema_fails_with_column_and_value(world: World) -> N
     for reason, parts in zip(reasons, told, strict=True):
         assert all(part in reason for part in parts), reason
     assert world.depth == (1, 0, 0, 5)
-
-
-def test_a_message_too_large_to_send_is_refused_and_the_rest_with_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("send", "queue"):
-        monkeypatch.setattr(f"airflow_broadway.producers.sqlite.{module}.MAX_BODY", 1000)
-
-    with pytest.raises(ProducerError, match=r"message 1 was not sent: its body has 1001 bytes"):
-        world.queue.send([b"x", b"x" * 1001])
-
-    assert world.depth == (0, 0, 0, 0)
 
 
 def test_a_message_larger_than_a_batch_and_a_receive_goes_through_alone(world: World) -> None:

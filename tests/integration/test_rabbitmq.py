@@ -66,19 +66,19 @@ def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.declare()
-    place.send(b"1", b"x" * 5_000, b"2", b"y" * 6_000)
+    place.send(b"1" * 1_000, b"x" * 1_001, b"2", b"y" * 6_000)
     caplog.set_level(logging.ERROR)
 
     messages, report = place.settle("g1", max_message_bytes=1_000)
 
-    assert [message.data for message in messages] == [b"1", b"2"]
+    assert [message.data for message in messages] == [b"1" * 1_000, b"2"]
     told = "dead letters, unprocessed, beside those received: 2 (too large)"
     assert report == SettleReport(acked=2, errors=(told,))
     found = place.first(place.queues.dead)
-    assert found[1] == b"x" * 5_000
+    assert found[1] == b"x" * 1_001
     assert "max_message_bytes" in found[0].headers["x-broadway-reason"]
     mark = found[0].headers[MARK]["id"]
-    assert f"Message {mark} is a dead letter, unprocessed: its body has 5000 bytes" in caplog.text
+    assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
 def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(

@@ -9,9 +9,8 @@ from typing import Any
 import pika
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
@@ -182,40 +181,6 @@ def test_a_permission_that_is_lacking_when_settling_loses_nothing(place: Place) 
     assert PASSWORD not in str(raised.value)
     assert place.carry_out(lease, settlement) == SettleReport(acked=1, requeued=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
-
-
-def test_the_least_permissions_suffice(place: Place) -> None:
-    """Those of docs/rabbitmq.md: for receiving, every verdict, and a release."""
-    place.declare()
-    place.send(*[b"%d" % number for number in range(5)])
-    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
-    least = {
-        "configure": r"^broadway\.",
-        "write": r"^(broadway\..*|amq\.default)$",
-        "read": rf"^({place.name}|broadway\..*)$",
-    }
-
-    with permitted(place.server, **least) as user:
-        source = producer.source(place.env(**user))
-        messages = place.take(source)
-        verdicts = [
-            Verdict(Action.RETRY, 300.0, "later", "process"),
-            Verdict(Action.DEAD_LETTER, 0.0, "why", "process"),
-            Verdict(Action.RETRY, 0.0, "now", "process"),
-            RELEASE,
-        ]
-        chosen = dict(zip(ids(messages), verdicts, strict=False))
-        custodian = producer.custodian(place.env(**user))
-        report = custodian.settle(source.lease, settlement_of(messages, chosen))
-        source.close()
-        again = producer.source(place.env("g2", **user))
-        assert len(place.take(again)) == 2
-        custodian.settle(again.lease, Settlement(rest=RELEASE))
-        again.close()
-        custodian.close()
-
-    assert report == SettleReport(acked=1, requeued=2, dead_lettered=1, released=1)
-    assert len(place.settle("g3")[0]) == 2
 
 
 # -- messages ----------------------------------------------------------------------------------

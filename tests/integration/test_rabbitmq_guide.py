@@ -61,19 +61,6 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> Non
     assert max(size for _, size in sizes) < 1024 * 1024
 
 
-def test_a_body_of_just_the_size_that_is_taken_is_handled_and_a_byte_more_is_set_aside(
-    place: Place,
-) -> None:
-    place.send(b"x" * 1_000, b"x" * 1_001)
-
-    messages, report = place.settle("g1", max_message_bytes=1_000)
-
-    assert [len(message.data) for message in messages] == [1_000]
-    assert (report.acked, report.errors[0].split(": ")[1]) == (1, "1 (too large)")
-    found = place.first(place.queues.dead)
-    assert len(found[1]) == 1_001
-
-
 def test_what_came_back_is_at_most_half_of_what_a_run_asks_for_while_there_are_others(
     place: Place,
 ) -> None:

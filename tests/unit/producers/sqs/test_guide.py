@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
@@ -100,18 +100,6 @@ def test_a_lease_of_twelve_hours_is_the_longest() -> None:
 
 
 # ------------------------------------------------------------------------------------ messages
-
-
-def test_a_message_has_the_same_id_at_every_delivery_and_says_that_it_comes_again() -> None:
-    with halves() as run:
-        run.fake.put(["a"])
-        [first] = messages = run.take()
-        run.custodian.settle(run.source.lease, settlement(messages, rest=RELEASE))
-    with halves(fake=run.fake) as heir:
-        [again] = heir.take()
-
-    assert again.message_id == first.message_id
-    assert (first.redelivered, again.redelivered) == (False, True)
 
 
 @pytest.mark.parametrize(

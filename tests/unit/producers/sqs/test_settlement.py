@@ -322,24 +322,6 @@ def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> Non
         assert [held.body for held in run.fake.queue().known.values()] == ["a"]
 
 
-def test_attempts_count_failures_on_record_and_no_release(tmp_path: Path) -> None:
-    staging = f"file://{tmp_path}"
-    with halves(staging) as first:
-        fake = first.fake
-        fake.put(["a", "b"])
-        messages = first.take()
-        verdicts = {"a": RETRY, "b": RELEASE}
-        first.custodian.settle(first.source.lease, settlement(messages, verdicts))
-    fake.clock.sleep(30.0)
-
-    with halves(staging, fake=fake) as second:
-        again = {message.data: message for message in second.take()}
-
-    assert (again[b"a"].attempt, again[b"b"].attempt) == (2, 1)
-    assert again[b"a"].redelivered
-    assert again[b"b"].redelivered
-
-
 def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
     staging = f"file://{tmp_path}"
 
