@@ -288,7 +288,7 @@ def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
         report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
 
         assert (report.requeued, report.failed) == (1, 0)
-        assert "cut to the 1199 s that remained" in report.errors[0]
+        assert "cut to the 1,199 s that remained" in report.errors[0]
         run.clock.advance(1200.0)
         assert run.fake.waiting() == ["a"]
 
