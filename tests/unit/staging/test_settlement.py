@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
-from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.acks import NO_ACK
 from airflow_broadway.core.model.pipeline_options import Batcher
@@ -270,12 +268,8 @@ def test_settling_is_journalled_and_taken_off_the_sweeps_list(tmp_path: Path) ->
     assert run.state(generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
 
-
-def test_settling_again_reports_the_same_and_asks_no_broker(tmp_path: Path) -> None:
-    run, pipeline, generation, plan = ready(tmp_path)
-    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
-    first = settle(run, pipeline, generation, plan, custodian)
-    assert settle(run, pipeline, generation, plan, custodian) == first
+    # Who settles it again is told the same, and asks no broker
+    assert settle(run, pipeline, generation, plan, custodian) == report
     assert custodian.calls == 1
 
 
@@ -295,79 +289,6 @@ def test_a_broker_that_fails_leaves_the_generation_unsettled_for_the_next(tmp_pa
 
     custodian.before = lambda: None
     assert settle(run, pipeline, generation, plan, custodian).total == 3
-
-
-def test_two_that_settle_at_once_end_with_one_report(tmp_path: Path) -> None:
-    # Given two processes that both find the generation unsettled
-    _, pipeline, generation, plan = ready(tmp_path)
-    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
-    both = threading.Barrier(2)
-
-    def meet() -> None:
-        both.wait()
-
-    custodian.before = meet
-    reports: list[SettleReport] = []
-
-    def work() -> None:
-        own = open_run(tmp_path)
-        reports.append(settle(own, pipeline, generation, plan, custodian))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    # Then each message was judged once, and both say the same
-    assert custodian.calls == 2
-    assert reports[0] == reports[1] == SettleReport(acked=2, dead_lettered=1)
-
-
-@pytest.mark.parametrize("step", ["intent", "settle", "settled", "marker"])
-def test_who_dies_at_any_step_of_settling_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    # Given a process that dies right after one of the steps
-    run, pipeline, generation, plan = ready(tmp_path)
-    custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
-
-    class DiedError(BaseException):
-        pass
-
-    create, forget, settled = run.files.create, run.forget_open, custodian.settle
-
-    def created(path: str, text: str) -> bool:
-        made = create(path, text)
-        if path == getattr(paths, step, lambda _: None)(generation):
-            raise DiedError
-        return made
-
-    def custody(*given: object) -> SettleReport:
-        report = settled(*given)  # type: ignore[arg-type]
-        if step == "settle":
-            raise DiedError
-        return report
-
-    def forgot(name: str) -> None:
-        forget(name)
-        if step == "marker":
-            raise DiedError
-
-    monkeypatch.setattr(run.files, "create", created)
-    monkeypatch.setattr(run, "forget_open", forgot)
-    monkeypatch.setattr(custodian, "settle", custody)
-    with pytest.raises(DiedError):
-        settle(run, pipeline, generation, plan, custodian)
-
-    # When another settles it
-    monkeypatch.undo()
-    fresh = open_run(tmp_path)
-    report = settle(fresh, pipeline, generation, plan, custodian)
-
-    # Then the end is the same
-    assert report == SettleReport(acked=2, dead_lettered=1)
-    assert list(iter_unsettled(fresh.store, "Pipeline", "dag")) == []
 
 
 # --------------------------------------------------------------------------------------------------
