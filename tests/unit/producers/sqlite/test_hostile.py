@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
 
@@ -182,16 +182,6 @@ def test_a_release_tells_what_is_missing_too(queue: SqliteQueue) -> None:
     report = queue.settle("g", Settlement(rest=RELEASE))
 
     assert (report.released, report.lapsed) == (1, 1)
-
-
-def test_what_was_settled_at_once_is_not_missing(queue: SqliteQueue) -> None:
-    ids = queue.send([b"a", b"b", b"c"])
-    queue.receive("g", 3)
-    now = queue.settle_now("g", entries(ids[:1], Verdict(Action.DEAD_LETTER, 0.0, "no")))
-
-    settlement = Settlement(rest=ACK, expected=2, settled_now=now)
-
-    assert queue.settle("g", settlement).total == 2
 
 
 # ------------------------------------------------------------------------------ who may read it
