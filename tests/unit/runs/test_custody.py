@@ -255,7 +255,7 @@ def test_it_says_once_what_is_held_and_until_when(
 
     # Then it holds until the hour is over, and has said so in one line
     assert held == [True] * 360 + [False]
-    [line] = [each.getMessage() for each in caplog.records if "stay held" in each.message]
+    [line] = [each for each in caplog.messages if "stay held" in each]
     assert f"until {until:%Y-%m-%d %H:%M:%S} UTC" in line
     assert f"process[0] ({generation})" in line
 
