@@ -207,7 +207,9 @@ def test_a_connection_that_says_so_is_not_asked(
 
     assert "Policies are not checked" in caplog.text
     assert not [
-        each for each in caplog.records if each.levelname == "WARNING" and "polic" in each.message
+        each
+        for each in caplog.records
+        if each.levelname == "WARNING" and "polic" in each.getMessage()
     ]
 
 
