@@ -24,8 +24,8 @@ with nothing_left_behind():
          " stdout=subprocess.DEVNULL, start_new_session=True).pid)"],
         stdout=subprocess.PIPE, text=True,
     )
-    print(child.pid, started.stdout.strip(), flush=True)
     try:
+        print(child.pid, started.stdout.strip(), flush=True)
         time.sleep(600)
     finally:
         print("in order", flush=True)
