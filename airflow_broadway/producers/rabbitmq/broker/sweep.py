@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 
 from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
@@ -135,10 +136,10 @@ def _look_at(connection: ConnectionThread, topology: Topology, queue: str) -> bo
     depth = queue_calls.depth(connection, queue)
     if depth:
         log.warning(
-            "The lease queue %r still holds %d bundles long after they should have lapsed: look"
-            " whether %r takes messages.",
+            "The lease queue %r still holds %s, long after its lease has lapsed: look whether %r"
+            " takes messages.",
             queue,
-            depth,
+            many(depth, "bundle"),
             topology.queues.returns,
         )
         return False

@@ -13,6 +13,7 @@ from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
@@ -123,10 +124,11 @@ class RabbitCustodian:
             return SettleReport()
         # Not by us: who deletes it has noted that it is settled, or waits until it has lapsed.
         handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
+        held = many(handed, "message") if handed > 0 else "all of it"
         error = (
             f"the lease queue {self._queue_of(lease)!r} was deleted before this run had published"
-            f" what it received: {max(0, handed) or 'all'} messages that it held are lost; lease"
-            " queues are deleted by this package alone"
+            f" what it received: what it held is lost ({held}); lease queues are deleted by this"
+            " package alone"
         )
         log.error("%s", error, extra={"code": "lease_queue_deleted"})
         return SettleReport(lapsed=max(0, handed), errors=(error,))
