@@ -202,6 +202,22 @@ def test_what_was_settled_at_once_is_counted_though_the_bundles_are_not_there(
     assert everything_in(place, place.queues.dead) == {b"000009": 1}
 
 
+@pytest.mark.parametrize(("count", "held"), [(1, "1 message"), (3, "3 messages")])
+def test_a_lease_queue_that_was_deleted_before_the_manifest_is_a_loss_that_is_told(
+    place: Place, count: int, held: str
+) -> None:
+    place.declare()
+    lease, _ = hold(place, "g1", count)
+    with place.channel() as channel:
+        channel.queue_delete(lease.state["lease_queue"])
+
+    report = place.carry_out(lease, Settlement(rest=RELEASE))
+
+    assert report.lapsed == count
+    [error] = report.errors
+    assert f"what it held is lost ({held})" in error
+
+
 def test_a_lease_queue_that_was_emptied_is_settled_from_staging(place: Place) -> None:
     # Given a lease queue that an operator has purged
     place.declare()
