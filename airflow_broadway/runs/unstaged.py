@@ -100,7 +100,7 @@ class UnstagedTask:
         started = SystemClock().now()
         try:
             report = local.pull(self._budget, on_lease=self._open)
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             if local.report is not None:  # it had settled before it broke
                 try:
                     self._record(local.report, started, failed=True)

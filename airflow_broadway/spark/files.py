@@ -192,7 +192,7 @@ class HadoopFiles:
             if self._renames:  # a real file system: the close alone says nothing of the disk
                 writer.flush()
                 stream.hsync()
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             self._abandon(stream)
             raise
         writer.close()

@@ -233,7 +233,7 @@ class ParquetFile:
                     memory_map=False,
                     page_checksum_verification=True,
                 )
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             self._source.close()
             raise
         self.groups: int = self._file.num_row_groups

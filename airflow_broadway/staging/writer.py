@@ -119,7 +119,7 @@ class ProcessWriter:
                 for files in self._batchers.values():
                     files.close()
                 self._entries.close()
-            except BaseException:
+            except BaseException:  # a kill too; raised again
                 self.abort()
                 raise
             self._written = self._summary()

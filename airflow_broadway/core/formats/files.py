@@ -199,7 +199,7 @@ def _written(path: str) -> Iterator[IO[bytes]]:
         yield file
         sync_file(file)
         file.close()
-    except BaseException:
+    except BaseException:  # a kill too; raised again
         drop_file(file, path)
         raise
 

@@ -66,7 +66,7 @@ class SqsSource:
             self._folder.failures.merge(env.clock.now())
             oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
             self._receipts = self._folder.open(env.generation, oldest)
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             self._queue.close()
             raise
         self._reader = Reader(producer, env.generation)

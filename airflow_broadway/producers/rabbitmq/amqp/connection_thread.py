@@ -103,7 +103,7 @@ class ConnectionThread:
         self._thread.start()
         try:
             self._opened.wait(address.timeout)
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             self.close(wait=False)
             raise
 

@@ -145,7 +145,7 @@ class Session:
             )
             self.connection = connection
             self.returned.open(connection)
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             connection.close()
             raise
 

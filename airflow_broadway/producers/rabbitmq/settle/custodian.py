@@ -138,7 +138,7 @@ class RabbitCustodian:
         given = list(entries)
         try:
             return self._until_done(lambda: self._settle_now(lease, given))
-        except BaseException:
+        except BaseException:  # a kill too; raised again
             self._turns.pop(lease.generation, None)  # who tries again may publish twice
             raise
 
