@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.kafka_fixtures import kafka, kafka_mock, kafka_noida
 from tests.order import longest_first
+
+__all__ = ["kafka", "kafka_mock", "kafka_noida"]
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
 settings.register_profile(
