@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,9 @@ __all__ = [
     "find_noida",
     "given_bootstrap",
 ]
+
+Settings = Mapping[str, Any]
+_NONE: Settings = {}
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,6 +87,7 @@ class KafkaServer(ABC):
 
     :param folder: Where it keeps what it keeps, its log at least.
     :param bootstrap: ``host:port``; that of a server of ours once it runs.
+    :param settings: What every client of the tests is to have besides.
     """
 
     kind: ClassVar[str]
@@ -92,6 +96,7 @@ class KafkaServer(ABC):
     folder: Path
     bootstrap: str = ""
     process: subprocess.Popen[bytes] | None = None
+    settings: Settings = field(default_factory=dict)
 
     @classmethod
     def start(cls, folder: Path) -> Self:
@@ -140,12 +145,12 @@ class KafkaServer(ABC):
         """The Airflow connection of it, in Airflow's JSON form."""
         return {"conn_type": "kafka", "extra": {"bootstrap.servers": self.bootstrap, **extra}}
 
-    def producer(self, **config: Any) -> Producer:
-        """A producer; names of settings have ``_`` for ``.``."""
-        return Producer(self._config(config))
+    def producer(self, settings: Settings = _NONE) -> Producer:
+        """A producer; ``settings`` are librdkafka's."""
+        return Producer({**self.client, **settings})
 
     @contextmanager
-    def consumer(self, group: str = "the tests", **config: Any) -> Iterator[Consumer]:
+    def consumer(self, group: str = "the tests", settings: Settings = _NONE) -> Iterator[Consumer]:
         """A consumer that commits nothing by itself and creates no topic."""
         base = {
             "group.id": group,
@@ -157,7 +162,7 @@ class KafkaServer(ABC):
             # An end is told when the broker's wait is over.
             "fetch.wait.max.ms": 20,
         }
-        made = Consumer({**base, **self._config(config)})
+        made = Consumer({**base, **self.client, **settings})
         try:
             yield made
         finally:
@@ -165,20 +170,23 @@ class KafkaServer(ABC):
 
     def admin(self) -> AdminClient:
         """For what :class:`KafkaServer` has no method for; it must outlive its futures."""
-        return AdminClient(self._config({}))
+        return AdminClient(self.client)
 
-    def _config(self, config: dict[str, Any]) -> dict[str, Any]:
-        given = {name.replace("_", "."): value for name, value in config.items()}
-        return {"bootstrap.servers": self.bootstrap, "log_level": 0, **given}
+    @property
+    def client(self) -> dict[str, Any]:
+        """The settings of every client of it."""
+        return {"bootstrap.servers": self.bootstrap, "log_level": 0, **self.settings}
 
     # -- its topics ----------------------------------------------------------------------------
 
-    def topic(self, name: str | None = None, partitions: int = 1, **config: str) -> str:
-        """Create a topic, and return its name; ``config`` as ``retention_ms="1000"``."""
+    def topic(
+        self, name: str | None = None, partitions: int = 1, settings: Mapping[str, str] = _NONE
+    ) -> str:
+        """Create a topic, with settings of topics, and return its name."""
         name = name or f"topic-{uuid.uuid4().hex}"
-        settings = {key.replace("_", "."): value for key, value in config.items()}
+        new = NewTopic(name, partitions, 1, config=dict(settings))
         admin = self.admin()
-        [made] = admin.create_topics([NewTopic(name, partitions, 1, config=settings)]).values()
+        [made] = admin.create_topics([new]).values()
         made.result(timeout=30)
         return name
 
@@ -218,13 +226,13 @@ class KafkaServer(ABC):
         *,
         partition: int | None = None,
         key: bytes | None = None,
-        **config: Any,
+        settings: Settings = _NONE,
     ) -> None:
         """Produce messages, and wait until the broker has them.
 
         :param partition: All go there; else they go round.
         """
-        producer = self.producer(linger_ms=5, **config)
+        producer = self.producer({"linger.ms": 5, **settings})
         numbers = self.partitions(topic) if partition is None else [partition]
         failed: list[KafkaError] = []
 
@@ -245,11 +253,16 @@ class KafkaServer(ABC):
         assert not failed, failed[0]
 
     def read(
-        self, topic: str, *, start: int | None = None, timeout: float = 60.0, **config: Any
+        self,
+        topic: str,
+        *,
+        start: int | None = None,
+        timeout: float = 60.0,
+        settings: Settings = _NONE,
     ) -> list[confluent_kafka.Message]:
         """All messages that are in a topic, by partition and offset."""
         found: list[confluent_kafka.Message] = []
-        with self.consumer(**config) as consumer:
+        with self.consumer(settings=settings) as consumer:
             asked = [
                 TopicPartition(
                     topic, number, confluent_kafka.OFFSET_BEGINNING if start is None else start
@@ -301,7 +314,7 @@ class KafkaServer(ABC):
     @contextmanager
     def member(self, group: str, topic: str) -> Iterator[Consumer]:
         """A member of a group, with partitions assigned; ask it to poll to keep it one."""
-        with self.consumer(group, auto_offset_reset="earliest") as consumer:
+        with self.consumer(group, {"auto.offset.reset": "earliest"}) as consumer:
             consumer.subscribe([topic])
             until = time.monotonic() + 30
             while not consumer.assignment():
@@ -355,8 +368,10 @@ class MockKafka(KafkaServer):
             raise RuntimeError(f"the mock cluster ended: {tail}")
         return json.loads(line)
 
-    def topic(self, name: str | None = None, partitions: int = 1, **config: str) -> str:
-        assert not config, "the mock's topics have no settings"
+    def topic(
+        self, name: str | None = None, partitions: int = 1, settings: Mapping[str, str] = _NONE
+    ) -> str:
+        assert not settings, "the mock's topics have none"
         name = name or f"topic-{uuid.uuid4().hex}"
         self.tell("topic_create", name, partitions, 1)
         return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,12 @@ class Authority:
         ]
         self._write(name, key, x509.BasicConstraints(ca=False, path_length=None), names)
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+
+    def server(self, name: str, *hosts: str) -> ssl.SSLContext:
+        """What a server of Python's is met with: a certificate for hosts."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*self.sign(name, *hosts))
+        return context
 
     def _write(
         self,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import confluent_kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from tests.kafka_fixtures import on_peers
+from tests.kafka_proxy import FETCH, KafkaProxy
 from tests.kafka_server import (
     ADMIN,
     GROUPS,
@@ -23,7 +25,9 @@ from tests.kafka_server import (
     KafkaServer,
     MockKafka,
     NoidaKafka,
+    RealKafka,
 )
+from tests.tls import Authority
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
@@ -53,7 +57,7 @@ def test_what_is_produced_is_there_in_order(kafka: KafkaServer) -> None:
 def test_compressed_batches_are_read(kafka: KafkaServer, codec: str) -> None:
     topic = kafka.topic()
 
-    kafka.fill(topic, BODIES, compression_type=codec)
+    kafka.fill(topic, BODIES, settings={"compression.type": codec})
 
     assert kafka.bodies(topic) == BODIES
 
@@ -160,7 +164,7 @@ def test_the_offsets_of_a_group_can_go(kafka: KafkaServer) -> None:
 @on_peers(TRANSACTIONS)
 def test_what_was_aborted_is_never_seen(kafka: KafkaServer) -> None:
     topic = kafka.topic()
-    producer = kafka.producer(transactional_id=f"{topic} a")
+    producer = kafka.producer({"transactional.id": f"{topic} a"})
     producer.init_transactions(30)
     for body, ending in (
         (b"kept", producer.commit_transaction),
@@ -178,7 +182,7 @@ def test_what_was_aborted_is_never_seen(kafka: KafkaServer) -> None:
 @on_peers(TRANSACTIONS)
 def test_an_open_transaction_ends_what_may_be_read(kafka: KafkaServer) -> None:
     topic = kafka.topic()
-    producer = kafka.producer(transactional_id=f"{topic} o")
+    producer = kafka.producer({"transactional.id": f"{topic} o"})
     producer.init_transactions(30)
     kafka.fill(topic, [b"before"])
     producer.begin_transaction()
@@ -195,7 +199,7 @@ def test_an_open_transaction_ends_what_may_be_read(kafka: KafkaServer) -> None:
 def test_the_mock_hides_no_aborted_message(kafka_mock: MockKafka) -> None:
     """The reason why transactions are tested elsewhere."""
     topic = kafka_mock.topic()
-    producer = kafka_mock.producer(transactional_id="t")
+    producer = kafka_mock.producer({"transactional.id": "t"})
     producer.init_transactions(30)
     producer.begin_transaction()
     producer.produce(topic, b"aborted")
@@ -231,12 +235,12 @@ def test_the_mock_ends_with_whoever_started_it(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- noida alone
 def test_noida_fences_a_producer_that_was_replaced(kafka_noida: NoidaKafka) -> None:
     topic = kafka_noida.topic()
-    old = kafka_noida.producer(transactional_id=f"{topic} f")
+    old = kafka_noida.producer({"transactional.id": f"{topic} f"})
     old.init_transactions(30)
     old.begin_transaction()
     old.produce(topic, b"of the old one")
     old.flush(30)
-    new = kafka_noida.producer(transactional_id=f"{topic} f")
+    new = kafka_noida.producer({"transactional.id": f"{topic} f"})
     new.init_transactions(30)
 
     with pytest.raises(KafkaException) as raised:
@@ -264,3 +268,67 @@ def test_noida_keeps_its_log_over_a_kill(tmp_path: Path) -> None:
 
         assert server.bodies(topic) == BODIES
         assert server.committed("kept", topic) == {0: (50, "mark")}
+
+
+# ------------------------------------------------------------------------------- behind a proxy
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
+
+
+def behind(proxy: KafkaProxy, **settings: Any) -> KafkaServer:
+    """The peer as it is seen through a proxy, by clients with these settings."""
+    given = {name.replace("_", "."): value for name, value in settings.items()}
+    return RealKafka(Path(), proxy.bootstrap, settings=given)
+
+
+def test_tls_and_passwords_are_checked_by_the_proxy(
+    kafka_noida: NoidaKafka, authority: Authority
+) -> None:
+    """Before noida: it takes any password, and the mock knows none."""
+    topic = kafka_noida.topic(partitions=2)
+    kafka_noida.fill(topic, BODIES)
+    known = {"ssl_ca_location": str(authority.certificate)}
+    alice = {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN", "sasl_username": "alice"}
+    with KafkaProxy(
+        kafka_noida.bootstrap, tls=authority.server("kafka", "127.0.0.1"), users={"alice": "secret"}
+    ) as proxy:
+        read = behind(proxy, security_protocol="SSL", **known).bodies(topic)
+        assert sorted(body or b"" for body in read) == sorted(BODIES)
+        assert len(behind(proxy, **alice, sasl_password="secret", **known).bodies(topic)) == 100
+        assert "wrong user or password" in refused(
+            behind(proxy, **alice, sasl_password="other", **known)
+        )
+        assert "certificate verify failed" in refused(behind(proxy, security_protocol="SSL"))
+        refused(behind(proxy))
+
+
+def refused(server: KafkaServer) -> str:
+    """What a client is told that does not get through."""
+    told: list[str] = []
+    with (
+        server.consumer(settings={"error_cb": lambda error: told.append(error.str())}) as consumer,
+        pytest.raises(KafkaException),
+    ):
+        consumer.list_topics(timeout=2)
+    return " ".join(told)
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
+def test_a_damaged_batch_is_told_where_sums_are_checked(kafka: KafkaServer, codec: str) -> None:
+    """And where they are not, it may come as it is, or never: librdkafka's default."""
+    topic = kafka.topic()
+    kafka.fill(topic, [100 * body for body in BODIES], settings={"compression.type": codec})
+    with (
+        KafkaProxy(kafka.bootstrap, change=damaged) as proxy,
+        pytest.raises(KafkaException, match="CRC32C"),
+    ):
+        behind(proxy, check_crcs=True).read(topic)
+
+
+def damaged(kind: int, answer: bytes) -> bytes:
+    """An answer with records, and a byte of them is another."""
+    place = len(answer) - 20
+    if kind != FETCH or len(answer) < 300:
+        return answer
+    return answer[:place] + bytes([answer[place] ^ 0xFF]) + answer[place + 1 :]

@@ -1,0 +1,147 @@
+"""A proxy before a Kafka of the tests, for what that one cannot: TLS, passwords, damaged answers.
+
+A client connects to whatever address the broker tells it, so the proxy puts its own in the place of
+the broker's: both are ``127.0.0.1`` and a port of four bytes, and no answer changes its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Self
+
+__all__ = ["FETCH", "KafkaProxy"]
+
+#: Kinds of requests, by Kafka's numbers.
+FETCH = 1
+_SASL_AUTHENTICATE = 36
+_SASL_AUTHENTICATION_FAILED = 58
+
+_HEADER = struct.Struct(">hhi")
+
+
+class KafkaProxy:
+    """Serves from a thread of its own until the block ends.
+
+    :param bootstrap: The broker: one, at ``127.0.0.1``.
+    :param tls: What clients are met with; nothing: plain text.
+    :param users: Name → password, for SASL's PLAIN: any other is refused.
+    :param change: From the kind of a request and its answer to what the client gets, as long.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        users: Mapping[str, str] | None = None,
+        change: Callable[[int, bytes], bytes] | None = None,
+    ) -> None:
+        self._target = int(bootstrap.rpartition(":")[2])
+        self._tls = tls
+        self._users = users
+        self.change = change
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kafka proxy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    @property
+    def bootstrap(self) -> str:
+        """Where clients connect to."""
+        return f"127.0.0.1:{self.port}"
+
+    def _serve(self) -> None:
+        async def listen() -> asyncio.Server:
+            return await asyncio.start_server(self._join, "127.0.0.1", 0, ssl=self._tls)
+
+        loop = self._loop
+        # A client that does not trust the certificate hangs up in the middle: as it should.
+        loop.set_exception_handler(lambda *_: None)
+        server = loop.run_until_complete(listen())
+        self.port = int(server.sockets[0].getsockname()[1])
+        self._ready.set()
+        try:
+            loop.run_forever()
+        finally:
+            server.close()
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+
+    async def _join(self, client: Any, to_client: asyncio.StreamWriter) -> None:
+        broker, to_broker = await asyncio.open_connection("127.0.0.1", self._target)
+        asked: dict[int, int] = {}
+        with suppress(OSError, asyncio.IncompleteReadError):
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._requests(client, to_broker, to_client, asked))
+                both.create_task(self._answers(broker, to_client, asked))
+        for writer in (to_client, to_broker):
+            writer.close()
+
+    async def _requests(
+        self,
+        client: asyncio.StreamReader,
+        to_broker: asyncio.StreamWriter,
+        to_client: asyncio.StreamWriter,
+        asked: dict[int, int],
+    ) -> None:
+        while True:
+            frame = await _frame(client)
+            kind, _, number = _HEADER.unpack_from(frame)
+            asked[number] = kind
+            if kind == _SASL_AUTHENTICATE and not self._known(frame):
+                text = b"wrong user or password"
+                answer = struct.pack(">ihh", number, _SASL_AUTHENTICATION_FAILED, len(text)) + text
+                _write(to_client, answer + struct.pack(">iq", 0, 0))
+            else:
+                _write(to_broker, frame)
+            await to_broker.drain()
+
+    def _known(self, frame: bytes) -> bool:
+        """Whether the user of a request for PLAIN is one: the end is ``NUL name NUL password``."""
+        if self._users is None:
+            return True
+        return any(
+            frame.endswith(f"\0{name}\0{password}".encode())
+            for name, password in self._users.items()
+        )
+
+    async def _answers(
+        self, broker: asyncio.StreamReader, to_client: asyncio.StreamWriter, asked: dict[int, int]
+    ) -> None:
+        address = b"127.0.0.1"
+        theirs = address + struct.pack(">i", self._target)
+        ours = address + struct.pack(">i", self.port)
+        while True:
+            frame = await _frame(broker)
+            [number] = struct.unpack_from(">i", frame)
+            kind = asked.pop(number)
+            if kind == FETCH:
+                frame = frame if self.change is None else self.change(kind, frame)
+            else:
+                frame = frame.replace(theirs, ours)
+            _write(to_client, frame)
+            await to_client.drain()
+
+
+async def _frame(reader: asyncio.StreamReader) -> bytes:
+    [length] = struct.unpack(">i", await reader.readexactly(4))
+    return await reader.readexactly(length)
+
+
+def _write(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    writer.write(struct.pack(">i", len(frame)) + frame)
