@@ -14,10 +14,6 @@ from airflow_broadway.testing import DummyProducer
 from tests.conformance.observed import Case, Observed, freeze, status_of
 
 
-class NeedsThrowError(Exception):
-    """The case needs ``throw``, which Python has not."""
-
-
 def needs_throw(value: Any) -> bool:
     """Whether a case, or a part of it, has a ``throw``."""
     if isinstance(value, dict):

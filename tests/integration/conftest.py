@@ -1,14 +1,19 @@
-"""What tests at a real broker share."""
+"""What tests share that have a real broker, or run whole Dags."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place
+
+if TYPE_CHECKING:
+    from tests.integration.pipelines.running import World
 
 
 @pytest.fixture
@@ -17,3 +22,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     # Nobody kills this broker: the first lease queue of a test may be used at once.
     monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
     return Place(wanted_server(), tmp_path)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A queue, a staging root and the connections for ``dag.test()``."""
+    from tests.integration.pipelines.puppets import Puppets
+    from tests.integration.pipelines.running import World
+
+    Puppets.calls.clear()
+    Puppets.runs.clear()
+    made = World(tmp_path, monkeypatch)
+    yield made
+    made.queue.close()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -20,22 +18,13 @@ from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
-from tests.integration.pipelines.puppets import Dropping, Plain, Puppets
+from tests.integration.pipelines.puppets import Plain, Puppets
 from tests.integration.pipelines.running import World
 from tests.integration.pipelines.slow import outlast_the_task
 
 pytestmark = pytest.mark.airflow
 
 NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
-
-
-@pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    Puppets.calls.clear()
-    Puppets.runs.clear()
-    made = World(tmp_path, monkeypatch)
-    yield made
-    made.queue.close()
 
 
 def dag_of(pipeline: Any, **given: Any) -> DAG:
@@ -120,18 +109,6 @@ def test_a_sensor_that_pokes_does_not_block_a_run_that_works_one_task_at_a_time(
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
 
-def test_an_empty_queue_starts_no_spark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a Spark batcher, and no Spark that could be started
-    world.connect("spark_default", {"conn_type": "spark", "host": "spark://nowhere:1"})
-    monkeypatch.setattr(Puppets, "batchers", {"default": Batcher(schema="n long")})
-
-    ran = world.run(dag_of(Puppets))
-
-    assert ran.state == "success"
-    assert ran.states["handle_batches"] == "skipped"
-    assert ran.states["ack"] == "success"
-
-
 def test_two_mapped_producers_share_the_queue(world: World) -> None:
     world.numbers(range(40))
 
@@ -157,16 +134,6 @@ def test_xcoms_are_references_of_a_few_hundred_bytes(world: World) -> None:
 
 
 # ------------------------------------------------------------------------------------------ budgets
-
-
-def test_a_budget_leaves_the_rest_in_the_queue(world: World) -> None:
-    world.numbers(range(30))
-
-    ran = world.run(dag_of(Puppets, process={"max_messages": 12}))
-
-    assert ran.xcom("process", 0)["stopped"] == "max_messages"
-    assert ran.totals["acked"] == 12
-    assert world.depth == (18, 0, 0, 0)
 
 
 def test_params_override_the_budgets(world: World) -> None:
@@ -286,45 +253,6 @@ def test_configured_acknowledgement_wins_in_processors_and_batches(world: World)
     assert world.reasons() == {1: "dead_letter: 1", 2: "dead_letter: 2", 5: ""}
 
 
-def test_what_was_settled_at_once_is_counted_and_settled_once(world: World) -> None:
-    world.send(
-        {"n": 1, "process": "ack"},
-        {"n": 2, "batch": "ack"},
-        {"n": 3, "process": "ack", "batch": "fail"},
-        {"n": 4, "batch": "fail"},
-        {"n": 5},
-    )
-
-    ran = world.run(dag_of(Puppets))
-
-    assert ran.state == "success"
-    # The third failed in its batch, settled as it was.
-    assert ran.totals == {"received": 5, "failed": 2, "acked": 4, "requeued": 1, "accounted": 5}
-    assert world.depth == (1, 0, 0, 0)
-
-
-def test_a_message_that_handle_batch_drops_is_released_not_acknowledged(world: World) -> None:
-    world.send({"n": 1, "batch": "drop"}, {"n": 2})
-
-    ran = world.run(dag_of(Puppets))
-
-    assert ran.totals == {"received": 2, "acked": 1, "released": 1, "accounted": 2}
-    assert world.depth == (1, 0, 0, 0)
-    [message] = world.queue.receive("next", 10)
-    assert message.redelivered
-    assert message.attempt == 1
-
-
-def test_a_message_that_handle_failed_drops_is_released_not_acknowledged(world: World) -> None:
-    world.send({"n": 1, "process": "fail"}, {"n": 2})
-
-    ran = world.run(dag_of(Dropping))
-
-    assert ran.state == "success"
-    assert ran.totals == {"received": 2, "acked": 1, "released": 1, "accounted": 2}
-    assert world.depth == (1, 0, 0, 0)
-
-
 # ---------------------------------------------------------------------------------- shapes of a run
 
 
@@ -338,22 +266,6 @@ def test_a_pipeline_without_batchers_settles_in_its_process_task(world: World) -
         "received": 3, "failed": 1, "acked": 2, "dead_lettered": 1, "accounted": 3
     }  # fmt: skip
     assert world.depth == (0, 0, 0, 1)
-
-
-def test_the_run_operator_does_it_all_in_one_task(world: World) -> None:
-    world.numbers(range(12))
-    world.send({"n": 12, "batch": "on_failure=dead_letter"})
-    with DAG("one_task", schedule=None) as dag:
-        BroadwayRunOperator(task_id="all", pipeline=Puppets, retries=0)
-
-    ran = world.run(dag)
-
-    assert ran.state == "success"
-    told = ran.xcom("all")
-    assert (told["received"], told["acked"], told["dead_lettered"]) == (13, 12, 1)
-    assert sorted(n for call in Puppets.calls for n in call[3]) == list(range(13))
-    assert world.depth == (0, 0, 0, 1)
-    assert world.queue.leases() == []
 
 
 class Ending(Puppets):
@@ -445,29 +357,6 @@ def test_a_deferrable_sensor_settles(world: World) -> None:
     world.numbers(range(5))
 
     ran = world.run(dag_of(Puppets, ack={"deferrable": True}))
-
-    assert ran.state == "success"
-    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
-
-
-def test_a_poking_sensor_settles(world: World) -> None:
-    # dag.test() runs one task at a time: there a poking sensor has to be the last.
-    world.numbers(range(5))
-    with DAG("poking", schedule=None, default_args=NO_DELAY) as dag:
-        pull = BroadwayProcessorOperator(task_id="pull", pipeline=Puppets)
-        late = BroadwayBatcherOperator(
-            task_id="late", pipeline=Puppets, batcher="default", processed=pull.output
-        )
-        late >> BroadwayAckSensor(
-            task_id="ack",
-            pipeline=Puppets,
-            watch=["pull", "late"],
-            mode="poke",
-            poke_interval=0.5,
-            trigger_rule="all_done",
-        )
-
-    ran = world.run(dag)
 
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}

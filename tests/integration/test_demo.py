@@ -170,16 +170,6 @@ class TestEveryFlight:
         assert "\x1b" not in full.text
 
 
-@pytest.mark.slow  # the full one says more; this one is for when it is too slow
-@pytest.mark.timeout(300)
-def test_a_small_demo_accounts_for_every_message(tmp_path: Path) -> None:
-    done = run(tmp_path / "demo", "--messages", "5000", "--seed", "3")
-
-    assert done.code == 0, done.text
-    assert done.report["received"] == 5_000
-    assert done.report["mistakes"] == []
-
-
 @pytest.fixture
 def interrupted(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = start(tmp_path / "demo", "--messages", "5000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from typing import Any
@@ -26,40 +25,6 @@ pytestmark = pytest.mark.broker
 
 
 # -- messages ----------------------------------------------------------------------------------
-
-
-def test_a_message_of_every_type_arrives_and_is_published_again(place: Place) -> None:
-    headers = {
-        "text": "żółć",
-        "number": 2**40,
-        "true": True,
-        "none": None,
-        "list": [1, "two", {"three": 3}],
-        "table": {"in": {"in": {"in": "deep"}}},
-    }
-    place.declare()
-    place.send(
-        b"body",
-        properties=pika.BasicProperties(
-            content_type="text/plain", headers=headers, priority=3, correlation_id="c", app_id="a"
-        ),
-    )
-    options: dict[str, Any] = {
-        "metadata": ["headers", "content_type", "routing_key", "priority", "persistent"]
-    }
-
-    retry = Verdict(Action.RETRY, 0.0, "again", "process")
-    [first], report = place.settle("g1", {0: retry}, **options)
-    [second], _ = place.settle("g2", **options)
-
-    assert report == SettleReport(requeued=1)
-    assert first.metadata["content_type"] == "text/plain"
-    assert first.metadata["routing_key"] == place.name
-    assert first.metadata["persistent"] is False
-    assert first.metadata["headers"]["table"] == headers["table"]
-    assert second.metadata["headers"] == first.metadata["headers"]
-    assert (second.message_id, second.attempt, second.data) == (first.message_id, 2, b"body")
-    json.dumps(dict(second.metadata))
 
 
 def test_a_body_that_is_too_large_is_set_aside_with_the_reason_and_told(
@@ -101,60 +66,6 @@ def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
     assert "Message killer is a dead letter, unprocessed: its process died 7 times" in caplog.text
     found = place.first(place.queues.dead)
     assert found[1] == b"boom"
-
-
-def test_large_messages_are_bundles_of_their_own(place: Place) -> None:
-    place.declare()
-    bodies = [b"x" * 3_000_000, b"y", b"z" * 900_000, b"z" * 900_000]
-    place.send(*bodies)
-
-    messages, report = place.settle("g1")
-
-    assert [message.data for message in messages] == bodies
-    assert report == SettleReport(acked=4)
-
-
-def test_a_dead_letter_says_why_and_where_it_was(place: Place) -> None:
-    place.declare()
-    place.send(b"1", properties=pika.BasicProperties(user_id="guest", expiration="600000"))
-    dead = Verdict(Action.DEAD_LETTER, 0.0, "no departure " + "x" * 5_000, "process")
-
-    place.settle("g1", {0: dead})
-
-    found = place.first(place.queues.dead)
-    headers = found[0].headers
-    assert headers["x-broadway-reason"].startswith("no departure")
-    assert len(headers["x-broadway-reason"].encode()) <= 2_048
-    assert headers["x-broadway-stage"] == "process"
-    assert headers["x-broadway-queue"] == place.name
-    was = {"user_id": "guest", "expiration": "600000", "delivery_mode": None}
-    assert headers["x-broadway-original"] == was
-
-
-def test_dead_letters_go_where_the_option_says(place: Place) -> None:
-    place.declare()
-    place.send(b"1")
-    other = f"{place.name}-dead"
-    place.server.declare(other)
-    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
-
-    place.settle("g1", {0: dead}, dead_letter=other)
-
-    found = place.first(other)
-    assert found[1] == b"1"
-
-
-def test_a_dead_letter_that_nobody_takes_fails_and_comes_back(place: Place) -> None:
-    # Broadway's rmq-004: one refusal does not keep the others from being settled.
-    place.declare()
-    place.send(b"1", b"2", b"3")
-    dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
-
-    _, report = place.settle("g1", {1: dead}, dead_letter=f"{place.name}-missing")
-
-    assert (report.acked, report.dead_lettered, report.failed) == (2, 0, 1)
-    assert "NO_ROUTE" in report.errors[0]
-    assert [message.data for message in place.settle("g2")[0]] == [b"2"]
 
 
 # -- queues ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import struct
 from functools import partial
 from typing import Any
 
-import pika
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
@@ -262,17 +261,3 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place: Place) ->
         left.append(found[1].decode())
     assert sorted(left) == sent
     assert (retried.failed, buried.failed) == (0, 0), (retried, buried)
-
-
-def test_a_mark_that_somebody_forged_is_not_believed(place: Place) -> None:
-    place.declare()
-    forged = {MARK: {"id": "same", "giver": "other", "attempt": 2**62}}
-    twice = {MARK: {"id": "twice", "giver": "other", "attempt": 1}}
-    place.send(b"1", b"2", properties=pika.BasicProperties(headers=forged))
-    place.send(b"3", b"4", properties=pika.BasicProperties(headers=twice))
-
-    messages, report = place.settle("g1")
-
-    assert [message.data for message in messages] == [b"1", b"2", b"3", b"4"]
-    assert len(set(ids(messages))) == 4
-    assert report == SettleReport(acked=4)

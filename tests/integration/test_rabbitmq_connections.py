@@ -12,13 +12,10 @@ from urllib.parse import quote
 import pika
 import pytest
 
-from airflow_broadway.core.custody.acknowledger import RunAcknowledger
-from airflow_broadway.core.custody.in_process import Tally
 from airflow_broadway.core.custody.protocol import Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
-from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
@@ -397,32 +394,6 @@ def test_metadata_holds_every_field_that_is_asked_for(place: Place) -> None:
         "exchange": "",
         "routing_key": place.name,
     }
-
-
-def test_each_message_may_have_its_own_way_of_being_settled(place: Place) -> None:
-    """Broadway's four values, given by ``configure_ack``, at a broker."""
-    place.declare()
-    place.send(b"ack", b"reject", b"reject_and_requeue", b"reject_and_requeue_once")
-    producer = place.producer(on_failure="retry")
-
-    def verdicts(messages: list[Message]) -> dict[str, Verdict]:
-        made = {}
-        for message in messages:
-            ref = AckRef(RunAcknowledger(producer, Tally()), "g", message.acknowledger.data)
-            own = Message(message.data, attempt=message.attempt, acknowledger=ref)
-            failed = own.configure_ack(on_failure=message.data.decode()).failed("why")
-            made[message.message_id] = producer.verdict(failed, failed=True, stage="process")
-        return made
-
-    def run(generation: str) -> SettleReport:
-        messages, lease = place.hold(generation, on_failure="retry")
-        settlement = settlement_of(messages, verdicts(messages))
-        return place.carry_out(lease, settlement, on_failure="retry")
-
-    # What failed before is requeued no more than once, but always if that was said.
-    assert run("g1") == SettleReport(acked=1, dead_lettered=1, requeued=2)
-    assert run("g2") == SettleReport(dead_lettered=1, requeued=1)
-    assert [message.data for message in place.settle("g3")[0]] == [b"reject_and_requeue"]
 
 
 # -- set-up ----------------------------------------------------------------------------------------

@@ -330,18 +330,6 @@ def test_one_message_that_cannot_be_published_fails_alone(
     assert ids(place.settle("g2")[0]) == [messages[1].message_id]
 
 
-def test_a_reason_with_half_a_character_is_told_by_its_escape(place: Place) -> None:
-    place.declare()
-    place.send(b"1")
-    odd = Verdict(Action.DEAD_LETTER, 0.0, "Bob \ud83d", "process")
-
-    _, report = place.settle("g1", {0: odd})
-
-    assert report == SettleReport(dead_lettered=1)
-    found = place.first(place.queues.dead)
-    assert found[0].headers["x-broadway-reason"] == "Bob \\ud83d"
-
-
 @pytest.mark.parametrize("verdict", [RETRY, DEAD], ids=["retry", "dead letter"])
 def test_headers_that_fill_a_frame_do_not_keep_the_others_from_being_settled(
     place: Place, verdict: Verdict
@@ -416,7 +404,10 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place: Place) -> None:
     assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
     assert [each.attempt for each in (first, second, *third)] == [1, 2, 3]
     found = place.first(place.queues.dead)
-    was = found[0].headers["x-broadway-original"]
+    headers = found[0].headers
+    assert (headers["x-broadway-reason"], headers["x-broadway-stage"]) == ("why", "process")
+    assert headers["x-broadway-queue"] == place.name
+    was = headers["x-broadway-original"]
     assert (was["exchange"], was["routing_key"]) == (exchange, "orders.eu.created")
     assert (was["user_id"], was["expiration"]) == ("guest", "600000")
     assert was["x-death"] == death
@@ -485,28 +476,6 @@ def test_what_two_turns_of_a_settlement_published_is_handled_once(
 
 
 # -- a broker that cannot be reached ---------------------------------------------------------------
-
-
-def test_settling_tries_again_while_the_broker_cannot_be_reached(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a broker that takes no connection twice
-    place.declare()
-    lease, messages = hold(place, "g1", 3)
-    tried: list[int] = []
-    connect = ConnectionThread.to
-
-    def connection(address: Any) -> ConnectionThread:
-        tried.append(1)
-        if len(tried) <= 2:
-            raise ProducerUnavailable("RabbitMQ cannot be reached")
-        return connect(address)
-
-    monkeypatch.setattr(ConnectionThread, "to", connection)
-
-    report = place.carry_out(lease, settlement_of(messages), backoff_min=0.01, backoff_max=0.02)
-
-    assert (report, len(tried)) == (SettleReport(acked=3), 3)
 
 
 def test_settling_without_back_off_or_time_for_it_says_that_the_broker_is_not_there(

@@ -21,7 +21,6 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
@@ -302,30 +301,6 @@ def test_driver_code_alone_costs_no_job(spark: SparkSession, staged: Staged) -> 
     for n in range(40):
         assert list(tracker.getJobIdsForGroup(f"quiet{n}")) == []
     assert len(staged.outcomes("default")) == 40
-
-
-def test_small_batches_have_one_file_each_and_one_for_all(
-    spark: SparkSession, staged: Staged
-) -> None:
-    # Given batches of which some fail in part
-    plan = staged.plan("default", [Planned(f"b{n}", rows(4, prefix=f"b{n}-")) for n in range(6)])
-
-    def callback(messages: DataFrame, info: BatchInfo) -> Any:
-        return failed([f"{info.batch_id}-1"], reason="no") if info.batch_id != "b3" else None
-
-    assert run(spark, staged, callback, plan) == 0
-
-    # Then outcomes hold what failed, and one file has copies of all of them
-    made = staged.outcomes("default")
-    assert {name: sorted(staged.entries(each)) for name, each in made.items()} == {
-        name: [] if name == "b3" else [f"{name}-1"] for name in made
-    }
-    folder = paths.outcomes(plan.path)
-    names = staged.files.list(folder)
-    [gathered] = [name for name in names if paths.is_gathered(name)]
-    assert sorted(names) == sorted([gathered, *(f"b{n}.json" for n in range(6))])
-    copies = [Outcome.loads(line, gathered) for line in staged.files.lines(f"{folder}/{gathered}")]
-    assert {each.batch_id: each for each in copies} == made
 
 
 def test_jobs_bear_the_name_of_their_batch(spark: SparkSession, staged: Staged) -> None:
@@ -1030,33 +1005,6 @@ def test_messages_that_are_no_longer_held_never_reach_the_callback(
     assert sorted(staged.outcomes("default")) == ["b1"]
     assert "1 batch without an outcome: the lease of generation gone lapsed" in caplog.text
     assert "this run no longer holds its messages: clear `process`" in caplog.text
-
-
-def test_what_is_settled_while_it_runs_is_not_recorded(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
-
-    def callback(messages: DataFrame, info: BatchInfo) -> None:
-        staged.settle()
-
-    assert run(spark, staged, callback, plan) == 1
-    assert staged.outcomes("default") == {}
-
-
-def test_the_first_outcome_wins(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Given another application, which records the batch while this one handles it
-    plan = staged.plan("default", [Planned("b0", rows(2))])
-    other = Outcome(batch_id="b0", batcher="default", plan=plan.path, successful=2, failed=0)
-
-    def callback(messages: DataFrame, info: BatchInfo) -> Any:
-        assert staged.outcomes("default") == {}
-        staged.files.create(paths.outcome(plan.path, "b0"), other.dumps())
-        return failed(messages)
-
-    assert run(spark, staged, callback, plan) == 0
-    assert staged.outcomes("default") == {"b0": other}
-    assert "Another try recorded batch" in caplog.text
 
 
 def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged: Staged) -> None:

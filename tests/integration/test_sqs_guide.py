@@ -292,17 +292,6 @@ def test_what_failed_behind_a_failed_entry_is_given_back_too(server: SqsServer) 
     assert server.depth(url) == (0, 0, 0)
 
 
-def test_a_failed_entry_that_is_set_aside_holds_nothing_back(server: SqsServer) -> None:
-    FAILING["a1"] = "dead_letter"
-    pipeline, url = ledger(server)
-
-    report = pipeline.run_local(connections=Connections(server.url), max_messages=5)
-
-    assert (report.settled.acked, report.settled.dead_lettered) == (4, 1)
-    assert of("a") == ["a1", "a2", "a3"]
-    assert server.depth(url) == (0, 0, 0)
-
-
 def test_one_run_holds_a_group_at_a_time(server: SqsServer) -> None:
     pipeline, url = ledger(server)
     env = ProducerEnv(connections=Connections(server.url))

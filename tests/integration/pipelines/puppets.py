@@ -5,10 +5,8 @@ A message is a JSON object, for instance ``{"n": 7, "process": "fail"}``; the ke
 =========== ========================================================================================
 ``n``       its number
 ``to``      its batcher; ``default`` unless given
-``process`` ``fail``, ``raise``, ``wrong``, ``flush``, ``ack``, or an action for ``configure_ack``:
-            ``on_success=noop``, ``on_failure=dead_letter``…
-``batch``   ``fail``, ``drop``, ``ack``, or an action; ``raise``, ``wrong`` and ``stranger`` concern
-            the whole batch
+``process`` ``fail``, ``raise``, ``ack``, or an action for ``configure_ack``: ``on_success=noop``…
+``batch``   ``fail``, or an action
 ``once``    if true, all this only on the first attempt
 =========== ========================================================================================
 """
@@ -48,26 +46,13 @@ class Puppets(Broadway):
         word = self._word(message, "process")
         if word == "raise":
             raise ValueError(f"raised on {told['n']}")
-        if word == "wrong":
-            return f"no message, but {told['n']}"  # type: ignore[return-value]
-        return message.put_batch_mode("flush") if word == "flush" else self._changed(message, word)
+        return self._changed(message, word)
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         self.runs.append(("handle_batch", self.run, context))
         numbers = [message.data["n"] for message in messages]
         self.calls.append(("handle_batch", batcher, batch_info.batch_id, numbers))
-        words = [self._word(message, "batch") for message in messages]
-        if "raise" in words:
-            raise ValueError(f"raised on a batch of {len(messages)}")
-        if "wrong" in words:
-            return {"no": "list"}
-        if "stranger" in words:
-            return [*messages[:-1], Message(b"made up", message_id="made up")]
-        return [
-            self._changed(message, word)
-            for message, word in zip(messages, words, strict=True)
-            if word != "drop"
-        ]
+        return [self._changed(message, self._word(message, "batch")) for message in messages]
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
         self.runs.append(("handle_failed", self.run, context))
@@ -98,10 +83,3 @@ class Plain(Puppets):
     """Without batchers: the process task settles by itself."""
 
     batchers: ClassVar[dict[str, Batcher]] = {}  # type: ignore[misc]
-
-
-class Dropping(Plain):
-    """Its ``handle_failed`` forgets what it is given."""
-
-    def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
-        return []

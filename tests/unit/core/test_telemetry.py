@@ -15,7 +15,6 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.testing import DummyProducer
 
 GUIDE = Path(__file__).parents[3] / "docs" / "telemetry.md"
-TOLD = ("kind", "reason", "stacktrace")
 
 
 class Eventful(Broadway):

@@ -253,14 +253,6 @@ def test_spark_connect_is_refused_before_anything_is_started(
     assert world.run.files.list("work") == []
 
 
-def test_a_driver_whose_memory_has_run_out_ends_whatever_else_java_is_told(world: World) -> None:
-    names = "spark.driver.defaultJavaOptions", "spark.driver.extraJavaOptions"
-    conf = dict(zip(names, ("-Da=1", "-Db=2"), strict=True))
-    world.execute({"plan": world.plan().path}, conf=conf)
-    made = settings(world.commands[0])
-    assert [made[name] for name in names] == ["-XX:+ExitOnOutOfMemoryError -Da=1", "-Db=2"]
-
-
 def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
     world.execute({"plan": world.plan().path}, env_vars={"MINE": "1"})
     [env] = world.envs

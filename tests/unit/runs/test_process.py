@@ -136,46 +136,6 @@ def test_an_empty_run_is_settled_by_its_process_task(tmp_path: Path) -> None:
     assert run.ack()["totals"]["received"] == 1
 
 
-def test_a_pipeline_without_batchers_is_settled_by_its_process_task(tmp_path: Path) -> None:
-    run = Run(tmp_path, pipeline=PlainSums)
-    run.send(range(1, 15))
-
-    reference = run.process()
-
-    assert run.staged.state(reference["generation"]) == SETTLED
-    assert run.depth() == (0, 0, 0, 2)
-
-
-def test_a_pipeline_without_batchers_says_what_could_not_be_settled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path, pipeline=PlainSums)
-    run.send([1, 2])
-    lapsed = SettleReport(acked=1, lapsed=1)
-    monkeypatch.setattr("airflow_broadway.runs.settle.settle_generation", lambda *_, **__: lapsed)
-    made = execution(run)
-    made.run()
-    assert "1 message had lapsed before they were settled" in made.trouble
-
-
-def test_a_signal_stops_it_and_what_it_has_is_published(run: Run) -> None:
-    made = execution(run)
-    handle = Sums.handle_message
-
-    def signalled(self: Sums, processor: str, message: Message, context: Any) -> Message:
-        made.stop("signal")
-        return handle(self, processor, message, context)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sums, "handle_message", signalled)
-        reference = made.run()
-
-    assert reference["stopped"] == "signal"
-    assert run.staged.state("a" * 32) == PUBLISHED
-    run.batch(reference)
-    assert run.ack()["balanced"]
-
-
 def _times_out_at_17(message: Message) -> Message:
     if message.data == b"17":
         raise AirflowTaskTimeout("time is over")

@@ -70,22 +70,6 @@ def test_a_batch_is_told_which_try_of_its_task_handles_it(
     assert tries == [1, 3, 3]
 
 
-def test_a_stop_leaves_the_rest_for_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = planned(run)
-    handle = Sums.handle_batch
-
-    def stopping(self: Sums, *given: Any) -> Any:
-        batches.stop()
-        return handle(self, *given)
-
-    monkeypatch.setattr(Sums, "handle_batch", stopping)
-
-    counts = batches.run()
-
-    assert counts["without_outcome"] == 2
-    assert [outcome is None for outcome in recorded(batches, run)] == [False, True, True]
-
-
 def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given another try that records a batch while this one handles it
     batches = planned(run)

@@ -27,14 +27,6 @@ def test_a_run_that_airflow_shows_running_keeps_its_messages(run: Run) -> None:
     assert run.depth() == (3, 0, 3, 0)
 
 
-def test_a_run_that_is_over_gives_them_back(run: Run) -> None:
-    run.process(max_messages=3)
-
-    Run(run.folder, "manual__2", finished=["manual__1"]).sweep()
-
-    assert run.depth() == (6, 0, 0, 0)
-
-
 def test_a_mapped_task_leaves_its_siblings_alone(run: Run) -> None:
     run.process(0, max_messages=2)
     run.process(1, max_messages=2)

@@ -23,13 +23,6 @@ def test_several_combine() -> None:
     assert both.parts == listed.parts
 
 
-def test_nothing_and_nobody() -> None:
-    assert read(None) is None
-    found = read([])
-    assert isinstance(found, Failed)
-    assert found.parts == ()
-
-
 @pytest.mark.parametrize(
     ("returned", "code"),
     [("oops", "handle_batch_bad_return"), ([failed(["a"]), "oops"], "handle_batch_bad_element")],

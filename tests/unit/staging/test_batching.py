@@ -34,18 +34,6 @@ def test_batches_close_by_size_and_the_rest_at_the_end(tmp_path: Path) -> None:
     assert (plan.messages, plan.batches, plan.triggers) == (7, 3, {"flush": 1, "size": 2})
 
 
-def test_each_key_has_its_own_batches(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), python_pipeline()
-    messages = [message(n, batcher="b", batch_key="xy"[n % 2]) for n in range(8)]
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-    assert [(batch.batch_key, ids(run, plan, batch)) for batch in batches] == [
-        ("x", [0, 2, 4]),
-        ("y", [1, 3, 5]),
-        ("x", [6]),
-        ("y", [7]),
-    ]
-
-
 def test_a_key_that_is_no_text_is_the_batchs_key_as_json(tmp_path: Path) -> None:
     run, pipeline = open_run(tmp_path), python_pipeline()
     keys: list[Any] = [("EWR", 1), None, 7, "7"]
@@ -80,29 +68,6 @@ def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(
     ]
 
 
-def test_bytes_close_a_batch_before_they_pass_the_bound(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100, batch_bytes=100)
-    messages = [message(n, batcher="b", size=size) for n, size in enumerate((60, 30, 30, 500, 1))]
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-    assert [(ids(run, plan, batch), batch.bytes, batch.trigger) for batch in batches] == [
-        ([0, 1], 90, "bytes"),
-        ([2], 30, "bytes"),
-        ([3], 500, "bytes"),
-        ([4], 1, "flush"),
-    ]
-
-
-def test_partitions_keep_their_messages_apart(tmp_path: Path) -> None:
-    pipeline = python_pipeline(partition_by=lambda message: message.data["n"], concurrency=2)
-    run = open_run(tmp_path)
-    messages = [message(n, {"n": n}, batcher="b") for n in range(6)]
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-    assert [(batch.partition, ids(run, plan, batch)) for batch in batches] == [
-        (0, [0, 2, 4]),
-        (1, [1, 3, 5]),
-    ]
-
-
 def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
     # Given a splitter that closes a batch when its data adds up to 10
     seen: list[Message] = []
@@ -122,21 +87,6 @@ def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
     assert [ids(run, plan, batch) for batch in batches] == [[0, 1, 2, 3, 4], [5, 6], [7]]
     assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ("k", 1))
     assert seen[1].metadata == {"q": 1}
-
-
-def test_merged_keys_share_a_batch_of_whole_batches(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=4, merge_keys=True)
-    messages = [message(n, batcher="b", batch_key=n % 3) for n in range(9)]
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-    found = [ids(run, plan, batch) for batch in batches]
-    assert found == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-
-    two = python_pipeline(batch_size=6, merge_keys=True)
-    plan, batches = plan_of(run, two, publish(run, two, [messages]))
-    assert [(ids(run, plan, batch), batch.keys, batch.batch_key) for batch in batches] == [
-        ([0, 3, 6, 1, 4, 7], 2, None),
-        ([2, 5, 8], 1, None),
-    ]
 
 
 def test_redelivered_messages_and_sources_are_counted(tmp_path: Path) -> None:

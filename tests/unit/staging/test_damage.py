@@ -14,9 +14,6 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import Delivery, Entry, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import StagingDamaged, StagingError
-from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.formats.outcome import Outcome
-from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -205,14 +202,3 @@ def test_what_an_older_release_wrote_is_read_unchecked(tmp_path: Path) -> None:
 
     verdicts = {each.message_id: each.verdict.action.value for each in ready.settlement().entries()}
     assert verdicts == dict.fromkeys(("early", "m-0", "m-1"), "dead_letter")
-
-
-def test_sealed_formats_come_back_as_they_were(tmp_path: Path) -> None:
-    ready = Ready(tmp_path)
-    manifest = ready.run.manifest(ready.generation)
-    assert manifest is not None
-    assert Manifest.loads(manifest.dumps(), "m") == manifest
-    outcome = Outcome(batch_id="b", batcher="b", plan="p", successful=1, failed=0)
-    assert Outcome.loads(outcome.dumps(), "o") == outcome
-    [plan] = Recorded(ready.run).deciding(ready.pipeline.batchers, ready.generation)
-    assert BatchPlan.read(ready.run.files, plan.path)[0] == plan

@@ -25,7 +25,6 @@ from tests.unit.staging.kit import (
     plan_of,
     publish,
     python_pipeline,
-    read_batch,
     stream,
 )
 
@@ -92,14 +91,6 @@ def test_small_batches_share_row_groups_and_large_ones_have_their_own(
     rows = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
     assert rows == [3, 10, 9]
     assert {file.metadata.row_group(0).column(0).compression} == {"ZSTD"}
-
-
-def test_python_gets_its_data_back_as_it_was(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
-    values: list[Any] = [b"\xff", {"a": [1, None, "é"]}, "text", 1.5, None]
-    messages = [message(n, each, batcher="b") for n, each in enumerate(values)]
-    plan, [batch] = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-    assert [each.data for each in read_batch(run, plan, batch)] == values
 
 
 def test_a_reader_looks_only_into_the_row_groups_of_its_batch(

@@ -11,7 +11,6 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement import settle_generation
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -196,8 +195,3 @@ def test_a_record_that_cannot_be_read_is_in_no_other_runs_way(
 
     assert [record.generation for _, record in found] == [whole.generation]
     assert broken.generation in caplog.text
-
-
-def test_a_damaged_outcome_is_one_clear_error() -> None:
-    with pytest.raises(StagingError, match=r"outcomes/b\.json is damaged"):
-        Outcome.loads('{"batch_id": "b"', "outcomes/b.json")

@@ -121,45 +121,6 @@ def test_a_batcher_without_a_plan_is_named(
     assert "2 of 2 staged messages given back, without an outcome (no plan for b)" in (caplog.text)
 
 
-def test_without_batchers_all_that_has_no_entry_is_acked(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), pipeline_of()
-    generation = publish(run, pipeline, [], entries=[failed("a")])
-    settlement, complete, _ = build_settlement(run, generation, pipeline, None, final=True)
-    assert complete
-    assert settlement.rest == ACK
-    assert verdicts(settlement) == {"a": "dead_letter"}
-
-
-def test_an_empty_run_is_complete(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), pipeline_with()
-    generation = publish(run, pipeline, [])
-    settlement, complete, _ = build_settlement(run, generation, pipeline, None, final=True)
-    assert complete
-    assert (settlement.expected, verdicts(settlement)) == (0, {})
-
-
-def test_a_producer_that_does_not_ack_successes_names_each(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="noop"))
-    generation = publish(run, pipeline, [stream(3)])
-    plan = planned(run, pipeline, generation)
-    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
-    settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
-    assert complete
-    assert settlement.rest.action is Action.RELEASE
-    assert verdicts(settlement) == {"m-0": "leave", "m-1": "dead_letter", "m-2": "leave"}
-
-
-def test_a_message_that_configured_its_success_gets_it(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), pipeline_with()
-    own = message(1, batcher="b", delivery=Delivery(receipt="r", on_success="dead_letter"))
-    generation = publish(run, pipeline, [[message(0, batcher="b"), own]])
-    plan = planned(run, pipeline, generation)
-    record_outcome(run, plan, batches_of(run, plan)[0])
-    settlement, complete, _ = build_settlement(run, generation, pipeline, [plan], final=False)
-    assert complete
-    assert verdicts(settlement) == {"m-0": "ack", "m-1": "dead_letter"}
-
-
 def test_what_a_callback_settled_at_once_is_settled_no_more(tmp_path: Path) -> None:
     # Given one settled in a processor and staged, one settled there and failed, one in its batch
     run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="noop"))

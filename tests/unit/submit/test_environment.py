@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.core.custody.producer import Connection
-from airflow_broadway.submit import environment as _spark_home
 from airflow_broadway.submit.environment import (
     SparkMissing,
     check_java,
@@ -47,12 +46,6 @@ def test_else_the_pyspark_of_this_python(tmp_path: Path) -> None:
     found = find_spark("spark-submit", {"PATH": str(tmp_path)})
     assert found.bundled
     assert found.binary == f"{found.env['SPARK_HOME']}/bin/spark-submit"
-
-
-def test_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_spark_home, "_bundled", lambda: None)
-    with pytest.raises(SparkMissing, match="'spark2-submit' is neither on PATH nor in SPARK_HOME"):
-        find_spark("spark2-submit", {"PATH": "/nowhere"})
 
 
 def test_a_good_java(tmp_path: Path) -> None:

@@ -45,11 +45,6 @@ def fence(
     return Ownership(files, name, number, clock=clock)
 
 
-def test_a_run_that_holds_its_messages_passes(files: LocalFiles, clock: ManualClock) -> None:
-    lease(files, seconds=10)
-    fence(files, clock).check(["g"], fresh=True)
-
-
 def test_a_later_try_fences_off(files: LocalFiles, clock: ManualClock) -> None:
     lease(files, seconds=10)
     given = fence(files, clock)

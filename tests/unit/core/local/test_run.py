@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import MemoryRateState, RateLimiter
@@ -47,42 +46,6 @@ def on(path: str, kind: type[Broadway] = Plain, **options: Any) -> Broadway:
     return kind(producer=SqliteProducer(queue="q", path=path, **options))
 
 
-def test_an_empty_queue_is_a_finished_run(path: str) -> None:
-    queue_of(path, 0)
-    report = on(path).run_local()
-    assert (report.received, report.ended, report.balanced) == (0, "empty", True)
-
-
-@pytest.mark.parametrize("concurrency", [1, 4])
-def test_a_queue_is_drained_and_every_message_accounted_for(path: str, concurrency: int) -> None:
-    class Pipeline(Plain):
-        processors = Processors(concurrency=concurrency, max_demand=50)
-        batchers = {"default": Batcher(engine="python", batch_size=7, concurrency=concurrency)}
-
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            number = int(message.data)
-            if number % 10 == 1:
-                raise ValueError("one")
-            if number % 10 == 2:
-                return message.ack_immediately()
-            if number % 10 == 3:
-                return message.configure_ack(on_failure="dead_letter").failed("three")
-            return message
-
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-            return [m.failed("four") if int(m.data) % 10 == 4 else m for m in messages]
-
-    queue = queue_of(path, 1000)
-    report = on(path, Pipeline).run_local()
-    assert report.received == 1000
-    assert report.balanced
-    settled = report.settled
-    assert (settled.acked, settled.requeued, settled.dead_lettered) == (700, 200, 100)
-    depth = queue.depth()
-    assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 200, 0, 100)
-    assert report.batches["default"].keys() <= {"size", "flush", "timeout"}
-
-
 def test_a_lease_is_renewed_while_the_run_is_at_work(path: str) -> None:
     class Pipeline(Plain):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -98,15 +61,6 @@ def test_waiting_for_the_first_message_longer_than_a_lease_is_no_lapse(path: str
     queue_of(path, 0)
     report = on(path, lease=0.05).run_local(wait_seconds=0.3)
     assert (report.received, report.ended) == (0, "empty")
-
-
-def test_budgets_end_the_run_and_leave_the_rest_in_the_queue(path: str) -> None:
-    queue = queue_of(path, 100)
-    report = on(path).run_local(max_messages=30)
-    assert (report.received, report.ended) == (30, "max_messages")
-    assert queue.depth().ready == 70
-    report = on(path).run_local(max_bytes=1)
-    assert report.ended == "max_bytes"
 
 
 def test_a_run_waits_for_messages_only_as_long_as_it_may() -> None:
@@ -235,29 +189,6 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     assert batches == (9 if kind is StuckInABatch else 0)
     assert re.search(r"was still at 1 message .*goes back: '[0-9a-f]+-1'", caplog.text)
     assert "three" in caplog.text
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemError])
-def test_whatever_ends_a_run_no_lease_remains(path: str, kind: type[BaseException]) -> None:
-    class Pipeline(Plain):
-        partition_by = staticmethod(lambda message: 0)
-
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            if message.data == b"50" and kind is KeyboardInterrupt:
-                raise kind
-            return message
-
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-            return messages
-
-    queue = queue_of(path, 100)
-    if kind is KeyboardInterrupt:
-        with pytest.raises(kind):
-            on(path, Pipeline).run_local()
-        assert 0 < queue.depth().ready < 100  # what had a verdict was settled
-    else:
-        on(path, Pipeline).run_local()
-    assert queue.depth().leased == 0
 
 
 def test_a_transformer_that_raises_ends_the_run_and_its_messages_go_back(path: str) -> None:
@@ -434,12 +365,6 @@ def test_no_more_is_taken_than_is_under_way() -> None:
     pool.close()
     assert handled == 5000
     assert ahead <= 200
-
-
-def test_entries_carry_what_the_broker_needs() -> None:
-    entry = entry_of(Message(b"x", message_id="m", attempt=3), Plain().producer.verdict(
-        Message(b"x"), failed=False, stage="process"))  # fmt: skip
-    assert (entry.message_id, entry.receipt, entry.attempt) == ("m", "", 3)
 
 
 # -- properties ------------------------------------------------------------------------------------

@@ -34,16 +34,6 @@ def take(given: BatchOrder) -> str | None:
     return None if found is None else found.batch_id
 
 
-def test_batches_of_one_key_run_in_order_one_at_a_time() -> None:
-    first, second = batch("a1", "a"), batch("a2", "a")
-    given = turns(first, second)
-    assert take(given) == "a1"
-    assert take(given) is None
-    assert not given.finished
-    given.done(first)
-    assert take(given) == "a2"
-
-
 def test_other_keys_overtake_a_batch_that_waits() -> None:
     given = turns(batch("a1", "a"), batch("a2", "a"), batch("b1", "b"))
     assert [take(given), take(given), take(given)] == ["a1", "b1", None]
@@ -52,11 +42,6 @@ def test_other_keys_overtake_a_batch_that_waits() -> None:
 def test_batches_of_one_partition_run_in_order_whatever_their_key() -> None:
     given = turns(batch("1", "a", 0), batch("2", "b", 0), batch("3", "c", 1))
     assert [take(given), take(given), take(given)] == ["1", "3", None]
-
-
-def test_a_key_in_two_partitions_keeps_its_order() -> None:
-    given = turns(batch("1", "a", 0), batch("2", "a", 1))
-    assert [take(given), take(given)] == ["1", None]
 
 
 def test_a_batch_does_not_overtake_one_that_waits_for_an_order_they_share() -> None:

@@ -303,11 +303,3 @@ def test_messages_and_errors_survive_pickling() -> None:
     assert again.with_acknowledger(NO_ACK) == message
     error = pickle.loads(pickle.dumps(OptionsError("a.b", "a number", "x")))
     assert (str(error), error.path) == (str(OptionsError("a.b", "a number", "x")), "a.b")
-
-
-def test_a_stage_handles_a_chunk_by_itself() -> None:
-    acks: list[tuple[list[Message], list[Message]]] = []
-    stage = ProcessorStage(Plain(), ack=lambda good, bad: acks.append((good, bad)))
-    result = stage.handle([Message(1), Message(2)])
-    assert [m.data for m in result.successful] == [1, 2]
-    assert acks == [(result.successful, [])]

@@ -9,11 +9,6 @@ import pytest
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
 
-@pytest.fixture
-def close() -> list[WorkerPool[int, int]]:
-    return []
-
-
 def drained(pool: WorkerPool[int, int]) -> list[tuple[int, int]]:
     results = []
     while pool.under_way:

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("airflow")
 
-from airflow_broadway.core.errors import ConnectionMissing
 from airflow_broadway.hooks.rabbitmq import RabbitMQHook
 
 
@@ -23,13 +22,6 @@ def test_a_connection_becomes_an_address(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (address.host, address.port, address.login) == ("broker", 5673, "me")
     assert (address.virtual_host, address.heartbeat) == ("flights", 10)
     assert "s3cret" not in repr(address)
-
-
-def test_a_connection_of_another_service_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = hook_of(monkeypatch, "postgres://me@broker/flights")
-
-    with pytest.raises(ConnectionMissing, match="RabbitMQ needs one of type 'rabbitmq'"):
-        _ = hook.address
 
 
 def test_the_test_button_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,8 @@ def test_a_dead_letter_says_why_and_starts_with_fresh_attempts() -> None:
     assert mark is not None
     assert (mark.message_id, mark.attempt) == ("id-1", 1)
     assert decode(restored(ROUTE, made, trusted=True)[1])["headers"] == {"a": 1}
+    long = dead_lettered(message({}), MARKED, reason="é" * 5_000, stage="process")
+    assert len(decode(long)["headers"]["x-broadway-reason"].encode()) <= 2_048
 
 
 def test_what_leaves_little_room_is_published_with_less_and_at_last_bare() -> None:

@@ -70,12 +70,6 @@ def test_options_are_merged_for_each_producer_and_checked() -> None:
         wrong.merged(0)
 
 
-@pytest.mark.parametrize("name", ["exclusive", "auto_delete"])
-def test_a_source_that_would_end_with_its_connection_is_not_declared(name: str) -> None:
-    with pytest.raises(OptionsError, match=r"RabbitMQProducer\.declare"):
-        RabbitMQProducer(queue="q", declare={name: True})
-
-
 def test_an_option_of_qos_that_is_given_directly_is_refused_with_where_it_belongs() -> None:
     with pytest.raises(OptionsError, match=r"give it as qos=Qos\(prefetch_count=…\)$"):
         RabbitMQProducer(queue="q", prefetch_count=5)  # type: ignore[call-arg]

@@ -160,18 +160,6 @@ def test_equal_counts_do_not_hide_that_lease_and_manifest_name_other_messages(
     assert [message.data for message in queue.receive("h", 3)] == [b"c"]
 
 
-def test_what_is_missing_from_a_lease_is_reported_lapsed(queue: SqliteQueue) -> None:
-    ids = queue.send([b"a", b"b", b"c"])
-    queue.receive("g", 3)
-    with closing(sqlite3.connect(queue.path)) as db:
-        db.execute("DELETE FROM messages WHERE id = 1")
-        db.commit()
-
-    report = queue.settle("g", Settlement(rest=ACK, everything=lambda: entries(ids), expected=3))
-
-    assert (report.acked, report.lapsed, report.total) == (2, 1, 3)
-
-
 def test_a_release_tells_what_is_missing_too(queue: SqliteQueue) -> None:
     queue.send([b"a", b"b"])
     queue.receive("g", 2)

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.verdicts import Action, Verdict
-from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
-from airflow_broadway.producers.sqs.reading import request_of
 from tests.fake_sqs import URL
 from tests.unit.producers.sqs.kit import Halves, halves, settlement
 from tests.unit.producers.sqs.test_errors import env
@@ -64,39 +62,6 @@ def test_a_queue_by_its_name_is_looked_up_once() -> None:
 
 
 # ------------------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize("wait", [0, 20])
-def test_a_wait_is_sent_as_it_is_given(wait: int) -> None:
-    request = request_of(SqsProducer(queue_url=URL, wait_time_seconds=wait), 10)
-    assert request["WaitTimeSeconds"] == wait
-
-
-def test_without_a_wait_the_queues_own_stands() -> None:
-    assert "WaitTimeSeconds" not in request_of(SqsProducer(queue_url=URL), 10)
-
-
-@pytest.mark.parametrize("wait", [-1, 21])
-def test_a_wait_that_sqs_has_not_is_refused(wait: int) -> None:
-    with pytest.raises(OptionsError, match="wait_time_seconds"):
-        SqsProducer(queue_url=URL, wait_time_seconds=wait)
-
-
-def test_at_most_ten_messages_are_asked_for_at_a_time() -> None:
-    asked = [
-        request_of(SqsProducer(queue_url=URL, max_number_of_messages=most), 1000)
-        for most in (1, 10)
-    ]
-    assert [each["MaxNumberOfMessages"] for each in asked] == [1, 10]
-    for most in (0, 11):
-        with pytest.raises(OptionsError, match="max_number_of_messages"):
-            SqsProducer(queue_url=URL, max_number_of_messages=most)
-
-
-def test_a_lease_of_twelve_hours_is_the_longest() -> None:
-    assert SqsProducer(queue_url=URL, lease=12 * HOUR).visibility == 43_200
-    with pytest.raises(OptionsError, match="lease"):
-        SqsProducer(queue_url=URL, lease=12 * HOUR + 1)
 
 
 # ------------------------------------------------------------------------------------ messages

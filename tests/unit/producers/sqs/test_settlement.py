@@ -208,28 +208,6 @@ def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Pat
         assert run.fake.left() == 0
 
 
-def test_a_message_that_comes_again_as_the_run_ends_is_settled_by_its_newest_receipt(
-    tmp_path: Path,
-) -> None:
-    with halves(f"file://{tmp_path}") as run:
-        run.fake.put(["a"])
-        messages = run.take()
-        lease = run.source.lease
-        queue = run.fake.queue()
-        held = queue.known[messages[0].message_id]
-        queue.ready.append(held)
-        answer = run.fake.receive_message(
-            QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600
-        )
-        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in answer["Messages"]]
-        run.source.close()
-
-        assert run.fake.waiting() == []  # nobody gave it back
-        report = run.other().settle(lease, settlement(messages))
-        assert report == SettleReport(acked=1)
-        assert run.fake.left() == 0
-
-
 def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt() -> None:
     with halves() as run:
         run.fake.put(["a"])
@@ -465,19 +443,6 @@ def test_noop_and_release_hold_back_too(verdict: Verdict) -> None:
 
         assert report.acked == 3  # x1, y1, y2
         assert report.released + report.left == 2
-
-
-def test_a_dead_letter_holds_nothing_back_and_keeps_its_group() -> None:
-    with halves(queue_url=FIFO, dead_letter="dead.fifo") as run:
-        in_groups(run.fake)
-        messages = run.take()
-
-        report = run.custodian.settle(run.source.lease, settlement(messages, {"x1": DEAD}))
-
-        assert report == SettleReport(acked=4, dead_lettered=1)
-        [sent] = run.fake.queue(URL.rpartition("/")[0] + "/dead.fifo").sent
-        assert sent["MessageGroupId"] == "x"
-        assert sent["MessageDeduplicationId"] == messages[0].message_id
 
 
 def test_settling_in_portions_holds_back_across_them() -> None:

@@ -200,12 +200,6 @@ def test_of_the_source_queue_there_are_warnings_that_say_what_happens(
     assert text in one.text
 
 
-def test_a_stream_is_an_error() -> None:
-    [one] = found(Role("source", "orders"), kind="stream", x_queue_type="stream")
-
-    assert one.level == ERROR
-
-
 def test_a_dead_letter_queue_of_the_users_own_has_warnings_only() -> None:
     own = RabbitMQProducer(queue="orders", dead_letter="graveyard")
     sink = roles_of(own)[-1]
