@@ -227,33 +227,6 @@ class AirflowApi:
         """Pause a DAG, or let it go on."""
         self.api("PATCH", f"/dags/{_quote(dag_id)}", {"is_paused": paused})
 
-    def xcom(
-        self,
-        dag_id: str,
-        run_id: str,
-        task_id: str,
-        key: str = "return_value",
-        *,
-        map_index: int = -1,
-    ) -> Any:
-        """Return the value of an XCom.
-
-        :raises ApiError: With status 404 if there is none.
-        """
-        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/xcomEntries/{_quote(key)}"
-        return self.api("GET", path, map_index=map_index, deserialize=False)["value"]
-
-    def task_log(
-        self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, *, map_index: int = -1
-    ) -> str:
-        """Return what one try of a task instance has logged, a line for an event."""
-        path = f"{_run(dag_id, run_id)}/taskInstances/{_quote(task_id)}/logs/{try_number}"
-        content = self.api("GET", path, map_index=map_index, full_content=True)["content"]
-        return "\n".join(
-            line if isinstance(line, str) else f"{line.get('timestamp') or ''} {line['event']}"
-            for line in content
-        )
-
 
 def _call(method: str, url: str, body: Any, token: str | None) -> Any:
     headers = {"Accept": "application/json", "Content-Type": "application/json"}

@@ -26,19 +26,6 @@ DAGS = """\
 import subprocess
 from airflow.sdk import DAG, task
 
-with DAG("quick", schedule=None):
-
-    @task
-    def double(number):
-        print("doubling", number)
-        return 2 * number
-
-    @task
-    def total(numbers):
-        return sum(numbers)
-
-    total(double.expand(number=[1, 2]))
-
 with DAG("endless", schedule=None):
 
     @task
@@ -60,34 +47,6 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAirflow]:
     with airflow:
         yield airflow
     assert processes_with(airflow.token) == []
-
-
-@pytest.mark.airflow
-@pytest.mark.slow
-def test_a_dag_runs_and_its_tasks_can_be_cleared_and_marked(airflow: LocalAirflow) -> None:
-    # Given a finished run
-    airflow.wait_for_dag("quick")
-    run_id = airflow.trigger("quick", {"why": "a test"})
-    assert airflow.wait_for_run("quick", run_id, timeout=90) == "success"
-    assert airflow.dag_run("quick", run_id)["conf"] == {"why": "a test"}
-    assert airflow.xcom("quick", run_id, "total") == 6
-    assert "doubling 2" in airflow.task_log("quick", run_id, "double", map_index=1)
-
-    # When one mapped task and what follows it are cleared
-    cleared = airflow.clear("quick", run_id, [("double", 1)], downstream=True)
-    assert len(cleared) == 2
-    assert airflow.wait_for_run("quick", run_id, timeout=90) == "success"
-
-    # Then these ran again, and the other did not
-    tries = {
-        (task["task_id"], task["map_index"]): task["try_number"]
-        for task in airflow.task_instances("quick", run_id)
-    }
-    assert tries == {("double", 0): 1, ("double", 1): 2, ("total", -1): 2}
-
-    # And a task can be marked by hand
-    airflow.set_state("quick", run_id, "total", "failed")
-    assert airflow.task_instance("quick", run_id, "total")["state"] == "failed"
 
 
 @pytest.mark.airflow

@@ -13,7 +13,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdict
-from airflow_broadway.core.errors import LeaseLapsed, ProducerUnavailable
+from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import (
@@ -235,30 +235,3 @@ class TestQueuesThatStay:
         manage(place.server, "DELETE", f"queues/%2F/{self.delay(place)}")
 
         assert self.settle(place, waited, "g2") == 2.0
-
-    def test_one_that_does_not_answer_gets_nothing(
-        self, place: Place, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        # Given a queue that was declared and never answers, however often it is made anew
-        monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
-        made: list[str] = []
-
-        def silent(connection: Any, name: str) -> bool | None:
-            made.append(name)
-            return None if "delay" in name else True
-
-        monkeypatch.setattr(queue_calls, "is_empty", silent)
-        place.send(b"1")
-        messages, lease = place.hold("g1", on_failure="retry")
-        options = {"on_failure": "retry", "backoff_type": "stop"}
-        custodian = place.producer(**options).custodian(place.env("custodian"))
-
-        failed = Verdict(Action.RETRY, 60.0, "why", "process")
-        with pytest.raises(ProducerUnavailable, match=r"'broadway\.delay.*does not answer"):
-            custodian.settle(lease, settlement_of(messages, rest=failed))
-        assert sum("delay" in name for name in made) > 1
-
-        # Then it is settled once one does
-        monkeypatch.undo()
-        assert custodian.settle(lease, settlement_of(messages, rest=failed)).requeued == 1
-        custodian.close()

@@ -22,6 +22,7 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import OwnershipLost
+from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.spark import batch, failed, unsuccessful
@@ -40,14 +41,41 @@ pytestmark = pytest.mark.spark
 Callback = Callable[["DataFrame", BatchInfo], Any]
 
 
-@pytest.fixture(scope="module")
-def spark() -> SparkSession:
-    return spark_session()
+class Job(Staged):
+    """A run's folder, and the application that handles its batches."""
+
+    @property
+    def spark(self) -> SparkSession:
+        return spark_session()
+
+    def run(
+        self,
+        callback: Callback,
+        *plans: Any,
+        pipeline: type[Counting] = Counting,
+        try_number: int = 1,
+        **more: Any,
+    ) -> int:
+        """Handle the batches of plans by ``callback``; the exit code."""
+        pipeline.callback = staticmethod(callback)
+        return self.run_work(self.work(pipeline, *plans, try_number=try_number), **more)
+
+    def run_work(self, work: Work, **more: Any) -> int:
+        return run_work(self.spark, self.uri, self.files, work, **more)
+
+    def one(self, callback: Callback, count: int = 10, **more: Any) -> Any:
+        """Run one batch of ``count`` messages; its outcome, and its entries."""
+        given = more.pop("rows", {})
+        key = given.get("batch_key", "default")
+        plan = self.plan("default", [Planned("b0", rows(count, **given), batch_key=key)])
+        assert self.run(callback, plan, **more) == 0
+        made = self.outcome("default", "b0")
+        return made, self.entries(made)
 
 
 @pytest.fixture
-def staged(tmp_path: Path) -> Staged:
-    return Staged(tmp_path)
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -64,32 +92,6 @@ def pairs(count: int) -> list[Planned]:
     return [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(count)]
 
 
-def run(
-    spark: SparkSession,
-    staged: Staged,
-    callback: Callback,
-    *plans: Any,
-    pipeline: type[Counting] = Counting,
-    try_number: int = 1,
-    **more: Any,
-) -> int:
-    pipeline.callback = staticmethod(callback)
-    work = staged.work(pipeline, *plans, try_number=try_number)
-    return run_work(spark, staged.uri, staged.files, work, **more)
-
-
-def one(
-    spark: SparkSession, staged: Staged, callback: Callback, count: int = 10, **more: Any
-) -> Any:
-    """Run one batch of ``count`` messages; its outcome, and its entries."""
-    given = more.pop("rows", {})
-    key = given.get("batch_key", "default")
-    plan = staged.plan("default", [Planned("b0", rows(count, **given), batch_key=key)])
-    assert run(spark, staged, callback, plan, **more) == 0
-    made = staged.outcome("default", "b0")
-    return made, staged.entries(made)
-
-
 #: What each message came with.
 BODY = {"payload": b"body", "properties": "{}"}
 
@@ -104,7 +106,7 @@ def sleep(messages: DataFrame) -> None:
 # -- what a callback gets --------------------------------------------------------------------------
 
 
-def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> None:
+def test_the_columns_and_their_types(job: Job) -> None:
     got: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -119,8 +121,8 @@ def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> Non
         redelivered=True,
         received_at=EPOCH,
     )
-    plan = staged.plan("default", [Planned("b0", [given, Row("m1", {"n": None})], batch_key="k")])
-    assert run(spark, staged, callback, plan) == 0
+    plan = job.plan("default", [Planned("b0", [given, Row("m1", {"n": None})], batch_key="k")])
+    assert job.run(callback, plan) == 0
     schema, (first, second), info = got[0]
     assert schema == (
         "struct<message_id:string,data:struct<n:bigint>,batch_key:string,metadata:map<string,string>,"
@@ -141,7 +143,7 @@ def test_the_columns_and_their_types(spark: SparkSession, staged: Staged) -> Non
     assert info == BatchInfo("default", "k", None, 2, Trigger.SIZE, "b0", 1, 1)
 
 
-def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
+def test_every_type_of_a_schema(job: Job) -> None:
     schema = (
         "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
         " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
@@ -178,8 +180,8 @@ def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
         return messages
 
     Mending.mend = staticmethod(mend)
-    plan = staged.plan("default", [Planned("b0", [Row("m0", data)])], schema=schema)
-    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    plan = job.plan("default", [Planned("b0", [Row("m0", data)])], schema=schema)
+    assert job.run(callback, plan, pipeline=Mending) == 0
     (kinds, row), rebuilt = seen
     assert kinds == (
         "struct<b:boolean,t:tinyint,s:smallint,i:int,l:bigint,f:float,d:double,m:decimal(38,10),"
@@ -201,9 +203,7 @@ def test_every_type_of_a_schema(spark: SparkSession, staged: Staged) -> None:
         (False, '{"a": [1, null]}', "string", {"a": [1, None]}),
     ],
 )
-def test_without_a_schema(
-    spark: SparkSession, staged: Staged, as_bytes: bool, data: Any, kind: str, python: Any
-) -> None:
+def test_without_a_schema(job: Job, as_bytes: bool, data: Any, kind: str, python: Any) -> None:
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -215,32 +215,28 @@ def test_without_a_schema(
         return messages
 
     Mending.mend = staticmethod(mend)
-    plan = staged.plan(
-        "default", [Planned("b0", [Row("m0", data)])], schema=None, as_bytes=as_bytes
-    )
-    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    plan = job.plan("default", [Planned("b0", [Row("m0", data)])], schema=None, as_bytes=as_bytes)
+    assert job.run(callback, plan, pipeline=Mending) == 0
     assert seen == [(kind, data), python]
 
 
-def test_a_batch_reads_only_its_own_rows(spark: SparkSession, staged: Staged) -> None:
+def test_a_batch_reads_only_its_own_rows(job: Job) -> None:
     seen: dict[str, list[str]] = {}
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         seen[info.batch_id] = sorted(row.message_id for row in messages.collect())
 
     batches = [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(7)]
-    plan = staged.plan("default", batches, batches_per_file=3)
-    assert run(spark, staged, callback, plan) == 0
+    plan = job.plan("default", batches, batches_per_file=3)
+    assert job.run(callback, plan) == 0
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
 
 
-def test_a_batch_opens_no_file_and_no_row_group_of_another(
-    spark: SparkSession, staged: Staged
-) -> None:
+def test_a_batch_opens_no_file_and_no_row_group_of_another(job: Job) -> None:
     # Given a file whose second batch is damaged, and another that is no Parquet
     batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
-    plan = staged.plan("default", batches, batches_per_file=3)
-    kept, lost = (staged.root / plan.path / name for name in plan.data)
+    plan = job.plan("default", batches, batches_per_file=3)
+    kept, lost = (job.root / plan.path / name for name in plan.data)
     lost.write_bytes(b"PAR1 and no more")
     groups = pq.read_metadata(kept)
     starts = [groups.row_group(n).column(0).dictionary_page_offset or 0 for n in range(3)]
@@ -255,14 +251,14 @@ def test_a_batch_opens_no_file_and_no_row_group_of_another(
         if info.batch_id == "b0":
             seen.append(len(messages.collect()))
 
-    assert run(spark, staged, callback, plan) == 0
+    assert job.run(callback, plan) == 0
 
     # Then nothing of the damage is met
     assert seen == [100]
-    assert {made.error for made in staged.outcomes("default").values()} == {""}
+    assert {made.error for made in job.outcomes("default").values()} == {""}
 
 
-def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged) -> None:
+def test_a_merged_batch_reads_several_ranges(job: Job) -> None:
     from dataclasses import replace
 
     from airflow_broadway.core.formats.plan import BatchPlan
@@ -273,52 +269,52 @@ def test_a_merged_batch_reads_several_ranges(spark: SparkSession, staged: Staged
         seen.append((info.batch_key, sorted(row.message_id for row in messages.collect())))
 
     batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-"), batch_key=n) for n in range(6)]
-    plan = staged.plan("merged", batches, batches_per_file=2)
-    head, planned = BatchPlan.read(staged.files, plan.path)
+    plan = job.plan("merged", batches, batches_per_file=2)
+    head, planned = BatchPlan.read(job.files, plan.path)
     first, *_ = planned
     merged = replace(
         first, rows=[[0, 1], [5, 5]], files=[0, 2], batch_key=None, keys=3, size=6, batch_id="all"
     )
     head = replace(head, batches=1)
-    (staged.root / plan.path / "plan.jsonl").write_text(f"{head.dumps()}\n{merged.dumps()}\n")
-    assert run(spark, staged, callback, head) == 0
+    (job.root / plan.path / "plan.jsonl").write_text(f"{head.dumps()}\n{merged.dumps()}\n")
+    assert job.run(callback, head) == 0
     assert seen == [(None, ["b0-0", "b0-1", "b1-0", "b1-1", "b5-0", "b5-1"])]
 
 
-def test_a_batch_key_comes_back_as_it_was_given(spark: SparkSession, staged: Staged) -> None:
+def test_a_batch_key_comes_back_as_it_was_given(job: Job) -> None:
     key = ["a", [1, None]]  # JSON's text of ("a", (1, None))
-    plan = staged.plan("default", [Planned("b0", rows(1, batch_key=key), batch_key=key)])
-    assert run(spark, staged, lambda messages, info: None, plan) == 0
+    plan = job.plan("default", [Planned("b0", rows(1, batch_key=key), batch_key=key)])
+    assert job.run(lambda messages, info: None, plan) == 0
     assert Counting.calls[0][1].batch_key == ("a", (1, None))
 
 
-def test_driver_code_alone_costs_no_job(spark: SparkSession, staged: Staged) -> None:
-    tracker = spark.sparkContext.statusTracker()
-    plan = staged.plan(
+def test_driver_code_alone_costs_no_job(job: Job) -> None:
+    tracker = job.spark.sparkContext.statusTracker()
+    plan = job.plan(
         "default", [Planned(f"quiet{n}", rows(10)) for n in range(40)], batches_per_file=1
     )
-    assert run(spark, staged, lambda messages, info: None, plan) == 0
+    assert job.run(lambda messages, info: None, plan) == 0
     for n in range(40):
         assert list(tracker.getJobIdsForGroup(f"quiet{n}")) == []
-    assert len(staged.outcomes("default")) == 40
+    assert len(job.outcomes("default")) == 40
 
 
-def test_jobs_bear_the_name_of_their_batch(spark: SparkSession, staged: Staged) -> None:
-    tracker = spark.sparkContext.statusTracker()
-    plan = staged.plan("default", [Planned("loud", rows(10))])
-    assert run(spark, staged, lambda messages, info: messages.count() and None, plan) == 0
+def test_jobs_bear_the_name_of_their_batch(job: Job) -> None:
+    tracker = job.spark.sparkContext.statusTracker()
+    plan = job.plan("default", [Planned("loud", rows(10))])
+    assert job.run(lambda messages, info: messages.count() and None, plan) == 0
     assert len(tracker.getJobIdsForGroup("loud")) >= 1
 
 
-def test_a_path_with_odd_characters(spark: SparkSession, tmp_path: Path) -> None:
-    staged = Staged(tmp_path / "we[i]r*d {a,b} !3A%3A ü")
+def test_a_path_with_odd_characters(tmp_path: Path) -> None:
+    job = Job(tmp_path / "we[i]r*d {a,b} !3A%3A ü")
     seen: list[int] = []
-    plan = staged.plan("default", [Planned("b0", rows(3))])
-    assert run(spark, staged, lambda m, info: seen.append(m.count()), plan) == 0
+    plan = job.plan("default", [Planned("b0", rows(3))])
+    assert job.run(lambda m, info: seen.append(m.count()), plan) == 0
     assert seen == [3]
 
 
-def test_temporary_views_are_a_batchs_own(spark: SparkSession, staged: Staged) -> None:
+def test_temporary_views_are_a_batchs_own(job: Job) -> None:
     seen: dict[str, set[str]] = {}
     barrier = threading.Barrier(3, timeout=60)
 
@@ -331,14 +327,12 @@ def test_temporary_views_are_a_batchs_own(spark: SparkSession, staged: Staged) -
         assert session.conf.get("spark.sql.shuffle.partitions") == str(info.size)
 
     batches = [Planned(f"b{n}", rows(n + 1, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
-    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
+    assert job.run(callback, job.plan("wide", batches)) == 0
     assert seen == {f"b{n}": {f"b{n}-{i}" for i in range(n + 1)} for n in range(3)}
-    assert all(not made.error for made in staged.outcomes("wide").values())
+    assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_two_batches_write_beside_each_other(
-    spark: SparkSession, staged: Staged, tmp_path: Path
-) -> None:
+def test_two_batches_write_beside_each_other(job: Job, tmp_path: Path) -> None:
     lake = f"file://{tmp_path}/lake"
     barrier = threading.Barrier(3, timeout=60)
 
@@ -348,8 +342,8 @@ def test_two_batches_write_beside_each_other(
         rows.write.mode("overwrite").parquet(info.path(lake, "dt=2026-01-01"))
 
     batches = [Planned(f"b{n}", rows(20, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
-    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
-    found = spark.read.parquet(lake)
+    assert job.run(callback, job.plan("wide", batches)) == 0
+    found = job.spark.read.parquet(lake)
     assert found.count() == found.select("message_id").distinct().count() == 60
     assert {row.batch_id for row in found.select("batch_id").distinct().collect()} == {
         "b0",
@@ -359,7 +353,7 @@ def test_two_batches_write_beside_each_other(
 
 
 def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(
-    spark: SparkSession, staged: Staged, tmp_path: Path
+    job: Job, tmp_path: Path
 ) -> None:
     keys = ["../../finance/payroll", "a/b=c:d %", "..", "", "Zürich ✓"]
 
@@ -369,15 +363,15 @@ def test_a_key_in_a_path_stays_below_the_root_and_spark_reads_it_back(
 
     lake = tmp_path / "deep" / "lake"
     batches = [Planned(f"b{n}", rows(1, prefix=f"b{n}-"), batch_key=k) for n, k in enumerate(keys)]
-    assert run(spark, staged, callback, staged.plan("wide", batches)) == 0
-    assert all(not made.error for made in staged.outcomes("wide").values())
+    assert job.run(callback, job.plan("wide", batches)) == 0
+    assert all(not made.error for made in job.outcomes("wide").values())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["lake"]
-    found = spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
+    found = job.spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
     expected = {(key or None, f"b{n}") for n, key in enumerate(keys)}
     assert {(row.key, row.batch_id) for row in found} == expected
 
 
-def test_settings_are_given_and_may_be_overridden(spark: SparkSession, staged: Staged) -> None:
+def test_settings_are_given_and_may_be_overridden(job: Job) -> None:
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -386,7 +380,7 @@ def test_settings_are_given_and_may_be_overridden(spark: SparkSession, staged: S
             (conf.get("spark.sql.session.timeZone"), conf.get("spark.sql.shuffle.partitions"))
         )
 
-    one(spark, staged, callback)
+    job.one(callback)
     assert seen == [("UTC", "4")]  # the second by the session's own configuration
 
 
@@ -415,11 +409,11 @@ def test_a_setting_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
 # -- what a callback returns -----------------------------------------------------------------------
 
 
-def test_nothing_returned_is_success(spark: SparkSession, staged: Staged) -> None:
-    made, entries = one(spark, staged, lambda messages, info: None)
+def test_nothing_returned_is_success(job: Job) -> None:
+    made, entries = job.one(lambda messages, info: None)
     assert (made.successful, made.failed, made.missing, made.exceptions) == (10, 0, 0, None)
     assert (made.error, made.try_number, entries) == ("", 1, {})
-    assert made.application_id == spark.sparkContext.applicationId
+    assert made.application_id == job.spark.sparkContext.applicationId
     assert made.seconds > 0
     assert datetime.fromisoformat(made.started_at).tzinfo is not None
 
@@ -467,14 +461,13 @@ def _by_status(messages: DataFrame) -> Any:
     [_by_frame, _by_ids, _by_column, _by_list, _by_or, _by_duplicates, _by_outcomes, _by_status],
 )
 def test_some_failed(
-    spark: SparkSession,
-    staged: Staged,
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     callback: Callable[[Any], Any],
     small: int,
 ) -> None:
     monkeypatch.setattr(unsuccessful, "SMALL", small)
-    made, entries = one(spark, staged, lambda messages, info: callback(messages))
+    made, entries = job.one(lambda messages, info: callback(messages))
     assert made.error == ""
     assert (made.successful, made.failed, made.missing) == (8, 2, 0)
     assert sorted(entries) == ["m8", "m9"]
@@ -487,12 +480,10 @@ def test_some_failed(
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 def test_a_message_left_out_of_the_outcomes_is_released(
-    spark: SparkSession, staged: Staged, monkeypatch: pytest.MonkeyPatch, small: int
+    job: Job, monkeypatch: pytest.MonkeyPatch, small: int
 ) -> None:
     monkeypatch.setattr(unsuccessful, "SMALL", small)
-    made, entries = one(
-        spark,
-        staged,
+    made, entries = job.one(
         lambda messages, info: messages.where("data.n > 1").selectExpr(
             "message_id", "data.n > 2 AS status"
         ),
@@ -515,8 +506,8 @@ def _nobody(messages: DataFrame) -> Any:
 
 
 @pytest.mark.parametrize("callback", [_nobody, lambda m: failed([]), lambda m: []])
-def test_nobody_failed(spark: SparkSession, staged: Staged, callback: Callable[[Any], Any]) -> None:
-    made, _ = one(spark, staged, lambda messages, info: callback(messages))
+def test_nobody_failed(job: Job, callback: Callable[[Any], Any]) -> None:
+    made, _ = job.one(lambda messages, info: callback(messages))
     assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
 
 
@@ -573,58 +564,55 @@ def _bad_kind(messages: DataFrame) -> Any:
     ],
 )
 def test_the_whole_batch_failed(
-    spark: SparkSession,
-    staged: Staged,
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     callback: Callable[[Any], Any],
     text: str,
     small: int,
 ) -> None:
     monkeypatch.setattr(unsuccessful, "SMALL", small)
-    plan = staged.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
+    plan = job.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
 
     def first_only(messages: DataFrame, info: BatchInfo) -> Any:
         return callback(messages) if info.batch_id == "b0" else None
 
     # The application did its work, so it ends well; the others of the batch go on.
-    assert run(spark, staged, first_only, plan) == 0
-    made = staged.outcome("default", "b0")
+    assert job.run(first_only, plan) == 0
+    made = job.outcome("default", "b0")
     assert text in made.error
     assert (made.successful, made.failed) == (0, 5)
-    entries = staged.entries(made)
+    entries = job.entries(made)
     assert sorted(entries) == [f"m{n}" for n in range(5)]
     assert all(text in entry.verdict.reason for entry in entries.values())
-    assert staged.outcome("default", "b1").successful == 5
+    assert job.outcome("default", "b1").successful == 5
 
 
-def test_a_pipeline_without_handle_batch(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("default", [Planned("b0", rows(2))])
-    work = staged.work(Without, plan)
-    assert run_work(spark, staged.uri, staged.files, work) == 0
-    assert "Without defines no handle_batch" in staged.outcome("default", "b0").error
+def test_a_pipeline_without_handle_batch(job: Job) -> None:
+    plan = job.plan("default", [Planned("b0", rows(2))])
+    work = job.work(Without, plan)
+    assert job.run_work(work) == 0
+    assert "Without defines no handle_batch" in job.outcome("default", "b0").error
 
 
-def test_an_empty_batch(spark: SparkSession, staged: Staged) -> None:
-    made, _ = one(spark, staged, lambda messages, info: failed(messages), count=0)
+def test_an_empty_batch(job: Job) -> None:
+    made, _ = job.one(lambda messages, info: failed(messages), count=0)
     assert (made.successful, made.failed, made.exceptions) == (0, 0, None)
 
 
 @pytest.mark.parametrize("by", ["ids", "rows", "column"])
 @pytest.mark.parametrize("letter", ["x", "ü"])
-def test_reasons_are_cut_at_2048_bytes(
-    spark: SparkSession, staged: Staged, letter: str, by: str
-) -> None:
+def test_reasons_are_cut_at_2048_bytes(job: Job, letter: str, by: str) -> None:
     from pyspark.sql import functions as F  # noqa: N812
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
         reason: Any = F.lit(letter * 5000) if by == "column" else letter * 5000
         return failed(["m0"] if by == "ids" else messages.where("data.n = 0"), reason=reason)
 
-    _, entries = one(spark, staged, callback)
+    _, entries = job.one(callback)
     assert 2046 <= len(entries["m0"].verdict.reason.encode()) <= 2048
 
 
-def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -> None:
+def test_attempts_payload_and_own_actions(job: Job) -> None:
     given = [
         Row("last", {"n": 0}, attempt=5, payload=b"body", properties='{"a":1}'),
         Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
@@ -632,15 +620,15 @@ def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -
         Row("acked", {"n": 3}, acked=True),
         Row("gone", {"n": 4}, acked=True),
     ]
-    plan = staged.plan("default", [Planned("b0", given)])
+    plan = job.plan("default", [Planned("b0", given)])
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
         kept = messages.where("message_id != 'gone'")
         return kept.selectExpr("message_id", "false AS ok", "'no' AS reason")
 
-    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
-    made = staged.outcome("default", "b0")
-    entries = staged.entries(made)
+    assert job.run(callback, plan, pipeline=Mending) == 0
+    made = job.outcome("default", "b0")
+    entries = job.entries(made)
     assert {name: entry.verdict.action for name, entry in entries.items()} == {
         "last": Action.DEAD_LETTER,
         "own": Action.ACK,
@@ -658,8 +646,7 @@ def test_attempts_payload_and_own_actions(spark: SparkSession, staged: Staged) -
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize("pipeline", [Counting, Mending])
 def test_in_a_batch_of_two_generations_every_entry_names_its_own(
-    spark: SparkSession,
-    staged: Staged,
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     pipeline: type[Counting],
     small: int,
@@ -668,33 +655,33 @@ def test_in_a_batch_of_two_generations_every_entry_names_its_own(
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
     for each in generations:
-        staged.lease(generation=each)
+        job.lease(generation=each)
     given = [
         Row("both", {"n": 0}, receipt="first", source=0),
         Row("both", {"n": 0}, receipt="second", source=1, redelivered=True),
         Row("one", {"n": 1}, receipt="third", source=1),
         Row("fine", {"n": 2}, receipt="fourth", source=0),
     ]
-    plan = staged.plan("default", [Planned("b0", given, generations=generations)])
+    plan = job.plan("default", [Planned("b0", given, generations=generations)])
     callback = lambda messages, info: failed(messages.where("data.n < 2"))  # noqa: E731
-    assert run(spark, staged, callback, plan, pipeline=pipeline) == 0
-    made = staged.outcome("default", "b0")
+    assert job.run(callback, plan, pipeline=pipeline) == 0
+    made = job.outcome("default", "b0")
     assert (made.successful, made.failed, made.missing) == (1, 3, 0)
     assert [
-        (line.entry.message_id, line.entry.receipt, line.source) for line in staged.lines(made)
+        (line.entry.message_id, line.entry.receipt, line.source) for line in job.lines(made)
     ] == [("both", "first", 0), ("both", "second", 1), ("one", "third", 1)]
 
 
-def test_a_large_failure_is_streamed(spark: SparkSession, staged: Staged) -> None:
-    made, entries = one(
-        spark, staged, lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
+def test_a_large_failure_is_streamed(job: Job) -> None:
+    made, entries = job.one(
+        lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
     )
     assert (made.successful, made.failed) == (10_000, 10_000)
     assert len(entries) == 10_000
 
 
 def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
-    spark: SparkSession, staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given the first sample of the guide, which writes into a folder here
     guide = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
@@ -706,19 +693,19 @@ def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
     data = [{"origin": "EWR", "dest": "LAX", "dep_delay": late} for late in (5.0, 1000.0, 1000.1)]
     given = [Row(f"m{n}", each) for n, each in enumerate(data)]
     schema = pipeline.batchers["default"].schema
-    plan = staged.plan("default", [Planned("b0", given)], schema=schema)
+    plan = job.plan("default", [Planned("b0", given)], schema=schema)
 
     # When a batch of it is handled
     handle = lambda messages, info: pipeline.handle_batch("default", messages, info, None)  # noqa: E731
-    assert run(spark, staged, handle, plan) == 0
+    assert job.run(handle, plan) == 0
 
     # Then one has failed, with its reason, and the others are in the lake
-    made = staged.outcome("default", "b0")
+    made = job.outcome("default", "b0")
     assert (made.successful, made.failed, made.error) == (2, 1, "")
-    assert {name: entry.verdict.reason for name, entry in staged.entries(made).items()} == {
+    assert {name: entry.verdict.reason for name, entry in job.entries(made).items()} == {
         "m2": "implausible delay"
     }
-    found = spark.read.parquet(f"file://{tmp_path}/lake/flights").collect()
+    found = job.spark.read.parquet(f"file://{tmp_path}/lake/flights").collect()
     assert sorted((row.message_id, row.dest, row.dep_delay) for row in found) == [
         ("m0", "LAX", 5.0),
         ("m1", "LAX", 1000.0),
@@ -728,7 +715,7 @@ def test_the_guides_own_callback_fails_what_is_implausible_and_writes_the_rest(
 # -- handle_failed ---------------------------------------------------------------------------------
 
 
-def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) -> None:
+def test_handle_failed_may_change_verdicts(job: Job) -> None:
     def mend(messages: list[Message]) -> list[Message]:
         assert [m.batcher for m in messages] == ["default"] * len(messages)
         return [
@@ -738,8 +725,8 @@ def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) 
 
     Mending.mend = staticmethod(mend)
     given: dict[str, Any] = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
-    made, entries = one(
-        spark, staged, lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **given
+    made, entries = job.one(
+        lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **given
     )
     assert made.failed == 4
     assert {n: (e.verdict.action, e.verdict.reason) for n, e in entries.items()} == {
@@ -754,7 +741,7 @@ def test_handle_failed_may_change_verdicts(spark: SparkSession, staged: Staged) 
     assert message.status.text == "failed by handle_batch"
 
 
-def test_handle_failed_gets_the_key_of_the_batch(spark: SparkSession, staged: Staged) -> None:
+def test_handle_failed_gets_the_key_of_the_batch(job: Job) -> None:
     keys = ["default", "7", 7, ["a", [1]], None]
     batches = [
         Planned(f"b{n}", rows(1, prefix=f"b{n}-", batch_key=key), batch_key=key)
@@ -763,9 +750,9 @@ def test_handle_failed_gets_the_key_of_the_batch(spark: SparkSession, staged: St
     # A batch of several keys has none itself
     several = [Row(str(key), {"n": 1}, batch_key=key) for key in ("EWR", ["a", 1])]
     batches.append(Planned("merged", several, batch_key=None, keys=2))
-    plan = staged.plan("default", batches)
+    plan = job.plan("default", batches)
     callback = lambda messages, info: failed(messages)  # noqa: E731
-    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
+    assert job.run(callback, plan, pipeline=Mending) == 0
     assert {m.message_id: m.batch_key for call in Mending.seen for m in call} == {
         "b0-0": "default",
         "b1-0": "7",
@@ -777,8 +764,8 @@ def test_handle_failed_gets_the_key_of_the_batch(spark: SparkSession, staged: St
     }
 
 
-def test_handle_failed_gets_at_most_a_thousand(spark: SparkSession, staged: Staged) -> None:
-    made, _ = one(spark, staged, _raise_later, 2_500, pipeline=Mending)
+def test_handle_failed_gets_at_most_a_thousand(job: Job) -> None:
+    made, _ = job.one(_raise_later, 2_500, pipeline=Mending)
     assert made.failed == 2_500
     assert sorted(len(chunk) for chunk in Mending.seen) == [500, 1000, 1000]
     assert Mending.seen[0][0].status.text == "ValueError: later"
@@ -789,31 +776,25 @@ def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
 
 
 @pytest.mark.parametrize("mend", [lambda messages: 1 / 0, lambda messages: None])
-def test_a_broken_handle_failed_changes_nothing(
-    spark: SparkSession, staged: Staged, mend: Any
-) -> None:
+def test_a_broken_handle_failed_changes_nothing(job: Job, mend: Any) -> None:
     Mending.mend = staticmethod(mend)
-    made, entries = one(spark, staged, lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
+    made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
     assert (made.failed, made.error) == (1, "")
     assert entries["m0"].verdict.reason == "r"
 
 
-def test_what_handle_failed_does_not_return_is_released(
-    spark: SparkSession, staged: Staged
-) -> None:
+def test_what_handle_failed_does_not_return_is_released(job: Job) -> None:
     Mending.mend = staticmethod(lambda messages: messages[1:])
     some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
-    made, entries = one(spark, staged, some, pipeline=Mending, rows=BODY)
+    made, entries = job.one(some, pipeline=Mending, rows=BODY)
     assert (made.successful, made.failed, made.missing) == (8, 1, 1)
     assert sorted(e.verdict.action for e in entries.values()) == [Action.RELEASE, Action.RETRY]
     assert {(e.payload, e.properties) for e in entries.values()} == {(b"body", "{}")}
 
 
-def test_nobody_settles_at_once_in_the_driver(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_settles_at_once_in_the_driver(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     Mending.mend = staticmethod(lambda messages: [m.ack_immediately() for m in messages])
-    made, entries = one(spark, staged, lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
+    made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
     assert made.failed == 1
     assert entries["m0"].verdict.action is Action.RETRY
     assert "ack_immediately is not possible in a Spark batch" in caplog.text
@@ -821,7 +802,7 @@ def test_nobody_settles_at_once_in_the_driver(
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "America/New_York", "Europe/Berlin"])
 def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
-    spark: SparkSession, staged: Staged, monkeypatch: pytest.MonkeyPatch, zone: str
+    job: Job, monkeypatch: pytest.MonkeyPatch, zone: str
 ) -> None:
     # Given instants that datetime.fromtimestamp cannot build, or builds twice, in some zone
     monkeypatch.setenv("TZ", zone)
@@ -859,11 +840,11 @@ def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
         for row in given
     ]
     batches = [Planned("b0", staged_rows), Planned("b1", [Row("n0", None)])]
-    plan = staged.plan("default", batches, schema=schema)
+    plan = job.plan("default", batches, schema=schema)
 
     # When they fail
     try:
-        assert run(spark, staged, lambda m, info: failed(m), plan, pipeline=Mending) == 0
+        assert job.run(lambda m, info: failed(m), plan, pipeline=Mending) == 0
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -875,12 +856,11 @@ def test_handle_failed_gets_every_instant_whatever_the_drivers_zone(
         "n0": None,
     }
     assert [seen[row.message_id].received_at for row in given] == instants
-    assert sorted(staged.outcomes("default")) == ["b0", "b1"]
+    assert sorted(job.outcomes("default")) == ["b0", "b1"]
 
 
 def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
-    spark: SparkSession,
-    staged: Staged,
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -891,10 +871,10 @@ def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
 
     monkeypatch.setattr(spark_entries, "to_python", to_python)
     batches = [Planned(f"b{n}", rows(2, lambda i, n=n: {"n": n + i})) for n in (0, 2, 4)]
-    plan = staged.plan("default", batches)
+    plan = job.plan("default", batches)
     callback = lambda messages, info: failed(messages, reason="bad")  # noqa: E731
-    assert run(spark, staged, callback, plan, pipeline=Mending) == 0
-    found = staged.outcomes("default")
+    assert job.run(callback, plan, pipeline=Mending) == 0
+    found = job.outcomes("default")
     assert {name: (made.failed, made.error) for name, made in found.items()} == {
         "b0": (2, ""),
         "b2": (2, "ValueError: year 0 is out of range"),
@@ -907,9 +887,7 @@ def test_a_batch_whose_data_cannot_be_read_back_fails_without_handle_failed(
 # -- order, resume, fence --------------------------------------------------------------------------
 
 
-def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(
-    spark: SparkSession, staged: Staged
-) -> None:
+def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(job: Job) -> None:
     running: set[Any] = set()
     order: list[tuple[str, str]] = []
     most = 0
@@ -929,87 +907,83 @@ def test_batches_of_a_key_run_in_order_and_batchers_beside_each_other(
 
     wide = [Planned(f"w{n:02}", rows(1, prefix=f"w{n}"), batch_key=n % 2) for n in range(8)]
     other = [Planned(f"o{n:02}", rows(1, prefix=f"o{n}"), batch_key=n) for n in range(8)]
-    assert run(spark, staged, callback, staged.plan("wide", wide), staged.plan("other", other)) == 0
+    assert job.run(callback, job.plan("wide", wide), job.plan("other", other)) == 0
     for batcher, key in (("wide", 0), ("wide", 1)):
         own = [i for b, i in order if b == batcher and int(i[1:]) % 2 == key]
         assert own == sorted(own)
     assert 3 <= most <= 5  # two keys of "wide", and two lanes of "other"
     assert len(order) == 16
-    assert all(not made.error for made in staged.outcomes("wide").values())
+    assert all(not made.error for made in job.outcomes("wide").values())
 
 
-def test_a_second_application_runs_only_what_has_no_outcome(
-    spark: SparkSession, staged: Staged
-) -> None:
-    plan = staged.plan("default", pairs(4))
-    assert run(spark, staged, lambda messages, info: None, plan) == 0
-    before = staged.outcomes("default")
+def test_a_second_application_runs_only_what_has_no_outcome(job: Job) -> None:
+    plan = job.plan("default", pairs(4))
+    assert job.run(lambda messages, info: None, plan) == 0
+    before = job.outcomes("default")
     for name in ("b1", "b3"):
-        (staged.root / paths.outcome(plan_path("default"), name)).unlink()
+        (job.root / paths.outcome(plan_path("default"), name)).unlink()
     Counting.calls.clear()
-    assert run(spark, staged, lambda messages, info: None, plan, try_number=2) == 0
+    assert job.run(lambda messages, info: None, plan, try_number=2) == 0
     assert [(info.batch_id, info.attempt) for _, info in Counting.calls] == [("b1", 2), ("b3", 2)]
-    after = staged.outcomes("default")
+    after = job.outcomes("default")
     assert {n: after[n].try_number for n in after} == {"b0": 1, "b1": 2, "b2": 1, "b3": 2}
     assert after["b0"] == before["b0"]
 
 
 def test_a_zombie_records_nothing_once_a_later_try_has_begun(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = staged.plan("default", pairs(3))
+    plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":  # the task was killed, and retried, while this batch ran
-            staged.files.create(paths.work("handle_batches", 2), "{}")
+            job.files.create(paths.work("handle_batches", 2), "{}")
 
-    assert run(spark, staged, callback, plan) == 1
-    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert job.run(callback, plan) == 1
+    assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
     assert "try 2 of 'handle_batches' has begun" in caplog.text
 
 
-def test_a_zombie_stops_its_running_job(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("default", [Planned("b0", rows(2))])
+def test_a_zombie_stops_its_running_job(job: Job) -> None:
+    plan = job.plan("default", [Planned("b0", rows(2))])
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
-        staged.files.create(paths.work("handle_batches", 2), "{}")
+        job.files.create(paths.work("handle_batches", 2), "{}")
         sleep(messages)
 
     started = time.monotonic()
-    assert run(spark, staged, callback, plan, watch_interval=0.2) == 1
+    assert job.run(callback, plan, watch_interval=0.2) == 1
     assert time.monotonic() - started < 30
-    assert staged.outcomes("default") == {}
+    assert job.outcomes("default") == {}
 
 
-def test_it_starts_no_batch_if_a_later_try_is_there_already(
-    spark: SparkSession, staged: Staged
-) -> None:
-    plan = staged.plan("default", [Planned("b0", rows(2))])
-    staged.files.create(paths.work("handle_batches", 2), "{}")
+def test_it_starts_no_batch_if_a_later_try_is_there_already(job: Job) -> None:
+    plan = job.plan("default", [Planned("b0", rows(2))])
+    job.files.create(paths.work("handle_batches", 2), "{}")
     with pytest.raises(OwnershipLost):
-        run(spark, staged, lambda messages, info: None, plan)
+        job.run(lambda messages, info: None, plan)
     assert Counting.calls == []
 
 
 def test_messages_that_are_no_longer_held_never_reach_the_callback(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    staged.lease(generation="gone", seconds=-1)
-    plan = staged.plan(
+    job.lease(generation="gone", seconds=-1)
+    plan = job.plan(
         "default",
         [Planned("b0", rows(2), generations=("gone",)), Planned("b1", rows(2, prefix="n"))],
     )
-    assert run(spark, staged, lambda messages, info: None, plan) == 1
+    assert job.run(lambda messages, info: None, plan) == 1
     assert [info.batch_id for _, info in Counting.calls] == ["b1"]
-    assert sorted(staged.outcomes("default")) == ["b1"]
+    assert sorted(job.outcomes("default")) == ["b1"]
     assert "1 batch without an outcome: the lease of generation gone lapsed" in caplog.text
     assert "this run no longer holds its messages: clear `process`" in caplog.text
 
 
-def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged: Staged) -> None:
+def test_a_stop_leaves_what_runs_without_an_outcome(job: Job) -> None:
     stop = threading.Event()
-    plan = staged.plan("default", pairs(3))
+    plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
@@ -1017,47 +991,44 @@ def test_a_stop_leaves_what_runs_without_an_outcome(spark: SparkSession, staged:
             sleep(messages)
 
     started = time.monotonic()
-    assert run(spark, staged, callback, plan, stop=stop) == 1
+    assert job.run(callback, plan, stop=stop) == 1
     assert time.monotonic() - started < 30
-    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert sorted(job.outcomes("default")) == ["b0"]
 
 
-def test_a_keyboard_interrupt_is_never_swallowed(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("default", pairs(3))
+def test_a_keyboard_interrupt_is_never_swallowed(job: Job) -> None:
+    plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
             raise KeyboardInterrupt
 
-    assert run(spark, staged, callback, plan) == 130
-    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert job.run(callback, plan) == 130
+    assert sorted(job.outcomes("default")) == ["b0"]
 
 
-def test_what_is_no_exception_ends_the_application_and_what_is_recorded_stands(
-    spark: SparkSession, staged: Staged
-) -> None:
+def test_what_is_no_exception_ends_the_application_and_what_is_recorded_stands(job: Job) -> None:
     class Over(BaseException):
         pass
 
-    plan = staged.plan("default", pairs(3))
+    plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
             raise Over
 
-    assert run(spark, staged, callback, plan) == 1
-    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert job.run(callback, plan) == 1
+    assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
 
 
 def test_a_batch_whose_spark_was_stopped_has_no_outcome(
-    spark: SparkSession,
-    staged: Staged,
+    job: Job,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Given a context that is stopped while the second of three batches is handled
-    plan = staged.plan("default", pairs(3))
+    plan = job.plan("default", pairs(3))
     stopped = mock.Mock()
     stopped._jsc.sc().isStopped.return_value = True
 
@@ -1067,35 +1038,35 @@ def test_a_batch_whose_spark_was_stopped_has_no_outcome(
             raise RuntimeError("cannot call methods on a stopped SparkContext")
 
     # Then it is no failure of the callback, and what was recorded before stands
-    assert run(spark, staged, callback, plan) == 1
-    assert sorted(staged.outcomes("default")) == ["b0"]
+    assert job.run(callback, plan) == 1
+    assert sorted(job.outcomes("default")) == ["b0"]
     assert "the SparkContext was stopped" in caplog.text
 
 
 def test_an_unwritable_folder_is_one_clear_error(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = staged.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
-    (staged.root / "outcomes").write_text("in the way")
-    assert run(spark, staged, lambda messages, info: None, plan) == 1
+    plan = job.plan("default", [Planned("b0", rows(2)), Planned("b1", rows(2, prefix="n"))])
+    (job.root / "outcomes").write_text("in the way")
+    assert job.run(lambda messages, info: None, plan) == 1
     assert len(Counting.calls) == 1
     errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
     assert len(errors) == 1
 
 
-def test_an_unknown_batcher_is_one_clear_error(spark: SparkSession, staged: Staged) -> None:
-    plan = staged.plan("nowhere", [Planned("b0", rows(2))])
+def test_an_unknown_batcher_is_one_clear_error(job: Job) -> None:
+    plan = job.plan("nowhere", [Planned("b0", rows(2))])
     with pytest.raises(PipelineError, match="for the batcher 'nowhere', which the pipeline"):
-        run(spark, staged, lambda messages, info: None, plan)
+        job.run(lambda messages, info: None, plan)
 
 
-def test_a_pipeline_that_cannot_be_imported(spark: SparkSession, staged: Staged) -> None:
-    work = staged.work({"class": "no.such.module:Flights", "options": {}})
+def test_a_pipeline_that_cannot_be_imported(job: Job) -> None:
+    work = job.work({"class": "no.such.module:Flights", "options": {}})
     with pytest.raises(BroadwayError, match=r"the pipeline's module 'no.such.module' cannot be"):
-        run_work(spark, staged.uri, staged.files, work)
+        job.run_work(work)
 
 
-def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
+def test_telemetry_of_a_batch(job: Job) -> None:
     seen: list[tuple[str, str]] = []
 
     def handler(event: str, measurements: Any, metadata: Any) -> None:
@@ -1104,13 +1075,13 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
     events = ["batch_processor.start", "batch_processor.stop", "batch_processor.exception"]
     handler_id = telemetry.attach(handler, events=events)
     try:
-        plan = staged.plan("default", [Planned("b0", rows(1)), Planned("b1", rows(1, prefix="n"))])
+        plan = job.plan("default", [Planned("b0", rows(1)), Planned("b1", rows(1, prefix="n"))])
 
         def callback(messages: DataFrame, info: BatchInfo) -> None:
             if info.batch_id == "b1":
                 raise ValueError("no")
 
-        assert run(spark, staged, callback, plan) == 0
+        assert job.run(callback, plan) == 0
     finally:
         telemetry.detach(handler_id)
     assert seen == [
@@ -1122,32 +1093,32 @@ def test_telemetry_of_a_batch(spark: SparkSession, staged: Staged) -> None:
 
 
 def test_a_session_that_passes_over_damaged_files_passes_over_no_message(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Given a cluster set to read on without files that it cannot read, and a damaged data file
-    plan = staged.plan("default", pairs(2), batches_per_file=1)
-    (staged.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
+    plan = job.plan("default", pairs(2), batches_per_file=1)
+    (job.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         for name in ("Missing", "Corrupt"):
             messages.sparkSession.conf.set(f"spark.sql.files.ignore{name}Files", "true")
         messages.collect()
 
-    assert run(spark, staged, callback, plan) == 1
+    assert job.run(callback, plan) == 1
 
     # Then the batch is no success of the messages that were left: of none; and others go on
-    assert sorted(staged.outcomes("default")) == ["b1"]
+    assert sorted(job.outcomes("default")) == ["b1"]
     assert "failed messages of the batch b0 cannot be read back" in caplog.text
 
 
 def test_a_batch_whose_file_is_gone_alone_has_no_outcome(
-    spark: SparkSession, staged: Staged, caplog: pytest.LogCaptureFixture
+    job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = staged.plan("default", pairs(3), batches_per_file=1)
-    (staged.root / plan.path / plan.data[1]).unlink()
+    plan = job.plan("default", pairs(3), batches_per_file=1)
+    (job.root / plan.path / plan.data[1]).unlink()
 
-    assert run(spark, staged, lambda messages, info: None, plan) == 1
+    assert job.run(lambda messages, info: None, plan) == 1
 
-    assert sorted(staged.outcomes("default")) == ["b0", "b2"]
+    assert sorted(job.outcomes("default")) == ["b0", "b2"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b2"]
     assert "messages of the batch b1 cannot be read back" in caplog.text

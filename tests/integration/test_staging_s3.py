@@ -219,32 +219,6 @@ def test_an_execution_that_fails_uploads_nothing(uri: str, options: dict[str, An
     assert run.files.list(generation) == []
 
 
-def test_of_two_settlers_at_once_the_first_ones_report_stands(
-    uri: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", options)
-    # Given two who have both seen that there is none
-    both = [StateFiles(uri, "sqs/orders"), StateFiles(uri, "sqs/orders")]
-    assert not any(notes.exists("settled.json") for notes in both)
-    start = threading.Barrier(2)
-    won: dict[int, bool] = {}
-
-    def settle(number: int) -> None:
-        start.wait()
-        won[number] = both[number].create("settled.json", {"by": number})
-
-    # When both write it
-    threads = [threading.Thread(target=settle, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    # Then one is told that it did, and what it wrote is there
-    [winner] = [number for number, did in won.items() if did]
-    assert both[0].read("settled.json") == {"by": winner}
-
-
 def test_failures_on_record_are_merged_and_read_in_a_bucket(
     uri: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

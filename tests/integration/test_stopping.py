@@ -23,7 +23,6 @@ from airflow.sdk.execution_time.timeout import timeout
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
-from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.integration.pipelines.slow import (
     FirstBatchSeesKill,
@@ -191,45 +190,6 @@ def test_a_message_that_outlasts_the_execution_timeout_costs_no_others_work(
         processed=[reference],
     )
     assert batch.execute(place.context())["outcomes"]["successful"] == 30
-
-
-@pytest.mark.parametrize("kind", [Slow, SlowThreads])
-def test_max_seconds_ends_run_after_the_message_at_work(place: Place, kind: type[Slow]) -> None:
-    operator = place.operator(
-        BroadwayRunOperator, place.pipeline(kind), max_seconds=1.0, idle_seconds=0.0
-    )
-    started = time.monotonic()
-    returned = operator.execute(place.context())
-    assert time.monotonic() - started < 1.5 + SPARE
-    assert 4 <= returned["acked"] < 140
-    assert returned["acked"] + returned["released"] == returned["received"]
-    assert place.counts() == (COUNT - returned["acked"], 0)
-
-
-def test_on_kill_ends_run_within_shutdown(place: Place) -> None:
-    operator = place.operator(
-        BroadwayRunOperator, place.pipeline(Slow, shutdown=1.0), idle_seconds=0.0
-    )
-    started = time.monotonic()
-    with killed(operator, 1.0):
-        returned = operator.execute(place.context())
-    assert time.monotonic() - started < 2.0 + SPARE
-    assert returned["acked"] + returned["released"] == returned["received"]
-    assert place.counts()[1] == 0
-
-
-def test_an_execution_timeout_of_run_keeps_what_was_settled(place: Place) -> None:
-    operator = place.operator(
-        BroadwayRunOperator,
-        place.pipeline(OneHangs),
-        execution_timeout=timedelta(seconds=60.0),
-        idle_seconds=0.0,
-    )
-    with _timeout(60.0), pytest.raises(AirflowTaskTimeout):
-        operator.execute(place.context())
-    ready, leased = place.counts()
-    assert leased == 0
-    assert ready < COUNT
 
 
 def test_on_kill_begins_no_further_batch(place: Place) -> None:
