@@ -109,6 +109,10 @@ class FakeSqs:
             queue.known[held.key] = held
             queue.ready.append(held)
 
+    def answers(self, action: str, given: dict[str, Any] | Exception) -> None:
+        """Answer all requests of one action with this from now on."""
+        self.answer = lambda asked, _: given if asked == action else None
+
     def waiting(self, url: str = URL) -> list[str]:
         """The bodies that a receive would find."""
         self._wake(self.queue(url))

@@ -19,7 +19,7 @@ import pytest
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import Action
-from airflow_broadway.core.errors import BroadwayError, PipelineError
+from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
@@ -775,14 +775,6 @@ def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
     raise ValueError("later")
 
 
-@pytest.mark.parametrize("mend", [lambda messages: 1 / 0, lambda messages: None])
-def test_a_broken_handle_failed_changes_nothing(job: Job, mend: Any) -> None:
-    Mending.mend = staticmethod(mend)
-    made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
-    assert (made.failed, made.error) == (1, "")
-    assert entries["m0"].verdict.reason == "r"
-
-
 def test_what_handle_failed_does_not_return_is_released(job: Job) -> None:
     Mending.mend = staticmethod(lambda messages: messages[1:])
     some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
@@ -1058,12 +1050,6 @@ def test_an_unknown_batcher_is_one_clear_error(job: Job) -> None:
     plan = job.plan("nowhere", [Planned("b0", rows(2))])
     with pytest.raises(PipelineError, match="for the batcher 'nowhere', which the pipeline"):
         job.run(lambda messages, info: None, plan)
-
-
-def test_a_pipeline_that_cannot_be_imported(job: Job) -> None:
-    work = job.work({"class": "no.such.module:Flights", "options": {}})
-    with pytest.raises(BroadwayError, match=r"the pipeline's module 'no.such.module' cannot be"):
-        job.run_work(work)
 
 
 def test_telemetry_of_a_batch(job: Job) -> None:

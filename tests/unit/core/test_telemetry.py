@@ -136,15 +136,6 @@ def test_all_events_of_a_span_have_its_context_and_spans_have_different_ones() -
     assert len(spans) == 6
 
 
-def test_a_batch_that_raises_is_no_exception_event_but_a_stop_with_all_as_failed() -> None:
-    seen = told(["raise in batch", "fine"])
-    batch = [each for each in seen if each[0].startswith("batch_processor.")]
-    assert [event for event, *_ in batch] == ["batch_processor.start", "batch_processor.stop"]
-    _, _, metadata = batch[1]
-    assert [each.data for each in metadata["failed_messages"]] == ["raise in batch", "fine"]
-    assert metadata["successful_messages"] == []
-
-
 def test_a_chunk_stops_after_handle_failed_and_a_message_that_failed_is_no_exception() -> None:
     seen = [event for event, *_ in told(["fail"])]
     assert seen.index("handle_failed.stop") < seen.index("processor.stop")

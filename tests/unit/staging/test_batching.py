@@ -68,27 +68,6 @@ def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(
     ]
 
 
-def test_a_custom_splitter_sees_messages_as_they_were(tmp_path: Path) -> None:
-    # Given a splitter that closes a batch when its data adds up to 10
-    seen: list[Message] = []
-
-    def split(message: Message, acc: int) -> tuple[str, int]:
-        seen.append(message)
-        acc += message.data["n"]
-        return ("emit", 0) if acc >= 10 else ("cont", acc)
-
-    pipeline = python_pipeline(batch_size=(0, split), max_demand=10)
-    run = open_run(tmp_path)
-    messages = [
-        message(n, {"n": n}, batcher="b", batch_key=("k", 1), metadata={"q": 1}) for n in range(8)
-    ]
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [messages]))
-
-    assert [ids(run, plan, batch) for batch in batches] == [[0, 1, 2, 3, 4], [5, 6], [7]]
-    assert (seen[1].data, seen[1].batcher, seen[1].batch_key) == ({"n": 1}, "b", ("k", 1))
-    assert seen[1].metadata == {"q": 1}
-
-
 def test_redelivered_messages_and_sources_are_counted(tmp_path: Path) -> None:
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
     first = publish(run, pipeline, [stream(2)])

@@ -60,16 +60,6 @@ def test_an_acknowledger_of_the_tests_own() -> None:
     assert [call.ref for call in recording.calls] == [("own", 1)]
 
 
-def test_what_is_produced_is_rate_limited_and_what_is_pushed_is_not() -> None:
-    driver = PipelineDriver(Pipeline)
-    driver.produce([driver.message(n) for n in range(5)])
-    driver.push(["pushed"])
-    driver.elapse(10.0)
-    driver.drain()
-    order = [m.data for call in driver.acknowledger.calls for m in call.successful]
-    assert order == [0, 1, "pushed", 2, 3, 4]
-
-
 def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent(
@@ -136,39 +126,3 @@ def test_batches_for_spark_are_recorded_and_succeed_without_handle_batch() -> No
     assert [message.data for message in tested.successful] == [1, 2, 3]
     with pytest.raises(PipelineError, match="run on Spark"):
         Sparkish().run_local([1])
-
-
-def test_there_is_an_ack_call_for_each_result_of_a_stage() -> None:
-    driver = PipelineDriver(Pipeline)
-    tested = test_batch(driver, [1, "bad", 2, 3])
-    assert [([m.data for m in call.successful], [m.data for m in call.failed])
-            for call in tested.calls] == [([], ["bad"]), ([1, 2, 3], [])]  # fmt: skip
-
-
-def test_what_is_produced_goes_through_the_transformer_and_what_is_pushed_past_it() -> None:
-    producer = DummyProducer(transformer=lambda message: message.put_data(-message.data))
-    driver = PipelineDriver(Pipeline(producer=producer))
-    driver.push([1])
-    driver.produce([driver.message(2)])
-    driver.drain()
-    settled = [m.data for call in driver.acknowledger.calls for m in call.successful]
-    assert settled == [1, -2]
-
-
-def test_the_end_of_a_rate_limits_interval_lets_out_no_more_than_the_next_allows() -> None:
-    driver = PipelineDriver(Pipeline)
-    driver.produce([driver.message(n) for n in range(5)])
-    driver.push(["mark"])
-    driver.reset_rate_limit()
-    driver.push(["mark"])
-    driver.drain()
-    order = [m.data for batch in driver.batches for m in batch.messages]
-    assert order == [0, 1, "mark", 2, 3, "mark", 4]
-
-
-def test_the_end_delivers_a_batch_that_is_not_full() -> None:
-    driver = PipelineDriver(Pipeline)
-    driver.push([1, 2])
-    assert driver.batches == []
-    driver.drain()
-    assert [batch.info.trigger.value for batch in driver.batches] == ["flush"]

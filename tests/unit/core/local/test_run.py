@@ -73,18 +73,6 @@ def test_a_run_waits_for_messages_only_as_long_as_it_may() -> None:
     assert clock.monotonic() == pytest.approx(130.0)
 
 
-def test_what_nobody_returned_goes_back_at_the_end(path: str) -> None:
-    class Pipeline(Plain):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-            return messages[1:]
-
-    queue = queue_of(path, 20)
-    report = on(path, Pipeline).run_local()
-    assert (report.settled.acked, report.settled.released) == (18, 2)
-    assert report.balanced
-    assert queue.depth().ready == 2
-
-
 def test_sigterm_stops_taking_finishes_and_gives_back_the_rest(path: str) -> None:
     class Pipeline(Plain):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:

@@ -40,15 +40,6 @@ def test_a_batch_times_out_exactly_its_timeout_after_its_first_message() -> None
     assert batcher.next_due() is None
 
 
-def test_a_batch_closed_by_size_gives_the_next_one_a_fresh_timeout() -> None:
-    batcher = stage(batch_size=2, batch_timeout=2.0)
-    assert data(batcher.add([message(1), message(2), message(3)], 0.0)) == [("k", "size", [1, 2])]
-    batcher.add([message(4)], 1.0)  # closes 3, 4
-    batcher.add([message(5)], 1.5)
-    assert batcher.next_due() == 3.5
-    assert data(batcher.due(3.5)) == [("k", "timeout", [5])]
-
-
 def test_timeouts_come_in_the_order_in_which_they_pass() -> None:
     batcher = stage(batch_size=10, batch_timeout=1.0)
     for number, key in enumerate("cab"):

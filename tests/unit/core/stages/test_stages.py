@@ -130,20 +130,6 @@ def test_groups_are_settled_although_another_groups_acknowledger_raises(
     assert codes == ["acknowledger_error", "acknowledger_error"]
 
 
-def test_missing_and_duplicated_messages_of_a_batch_are_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Pipeline(Batched):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-            return [messages[1], messages[1], messages[2], messages[2]]
-
-    report = Pipeline().run_local([1, 2, 3])
-    [record] = caplog.records
-    assert getattr(record, "code", None) == "handle_batch_count_mismatch"
-    assert "received 3 messages and returned only 4" in record.getMessage()
-    assert report.received == 3
-
-
 def test_a_failed_message_with_an_unknown_batcher_keeps_its_reason() -> None:
     class Pipeline(Batched):
         def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -196,29 +182,6 @@ def test_options_by_which_nothing_would_be_processed_are_refused(options: dict[s
 
 
 # -- the run's acknowledger ------------------------------------------------------------------------
-
-
-def test_a_configuration_of_the_message_decides_its_verdict() -> None:
-    tally = Tally()
-    acknowledger = RunAcknowledger(DummyProducer(), tally)
-
-    class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-            match message.data:
-                case 1:
-                    return message.configure_ack(on_success="dead_letter")
-                case 2:
-                    return message.configure_ack(on_failure="ack").failed("no matter")
-                case 3:
-                    return message.configure_ack(on_failure="ignore")
-            return message
-
-    tested = test_batch(
-        Pipeline, [1, 2, 3, 4], acknowledger=lambda data, ref: AckRef(acknowledger, "run")
-    )
-    assert tested.calls == []
-    counts = {name: count for name, count in tally.counts.items() if count}
-    assert counts == {"acked": 2, "dead_lettered": 1, "requeued": 1}
 
 
 def test_an_unknown_ack_option_names_the_valid_ones() -> None:

@@ -12,6 +12,7 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, Entry, Settlement
+from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.receiving import Budget
@@ -42,6 +43,20 @@ class Halves:
 
     def take(self, demand: int = 100_000) -> list[Message]:
         return take(self.source, demand)
+
+    def take_new(self, bodies: Sequence[str], **more: Any) -> list[Message]:
+        """Put messages into the queue, and take all there are."""
+        self.fake.put(bodies, **more)
+        return self.take()
+
+    def settle(
+        self,
+        messages: Sequence[Message],
+        verdicts: dict[str, Verdict] | None = None,
+        rest: Verdict = ACK,
+    ) -> SettleReport:
+        """Settle by a manifest that names ``messages``; ``verdicts`` by body."""
+        return self.custodian.settle(self.source.lease, settlement(messages, verdicts, rest))
 
     def other(self) -> Custodian:
         """A custodian as another process opens it: it knows what is written down."""

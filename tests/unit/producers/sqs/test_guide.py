@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
 from tests.fake_sqs import URL
-from tests.unit.producers.sqs.kit import Halves, halves, settlement
+from tests.unit.producers.sqs.kit import Halves, halves
 from tests.unit.producers.sqs.test_errors import env
 
 DEAD = f"{URL}-dead"
@@ -99,19 +99,17 @@ def test_a_dead_letter_carries_the_bytes_of_a_binary_attribute() -> None:
 
 def dead(run: Halves, **more: Any) -> None:
     """Receive a message, and make it a dead letter."""
-    run.fake.put(["a"], **more)
-    messages = run.take()
-    report = run.custodian.settle(run.source.lease, settlement(messages, {"a": DEAD_LETTER}))
+    messages = run.take_new(["a"], **more)
+    report = run.settle(messages, {"a": DEAD_LETTER})
     assert report.dead_lettered == 1, report
 
 
 @pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
 def test_a_delay_is_rounded_up_to_the_second(delay: float, seconds: int) -> None:
     with halves() as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         later = Verdict(Action.RETRY, delay, "later", "process")
-        run.custodian.settle(run.source.lease, settlement(messages, {"a": later}))
+        run.settle(messages, {"a": later})
 
         run.clock.advance(seconds - 0.001)
         assert run.fake.waiting() == []
@@ -162,11 +160,10 @@ def test_the_end_of_the_twelve_hours_is_told_two_leases_ahead_and_an_hour_at_lea
 def test_a_settlement_in_the_last_hour_says_so_in_its_report() -> None:
     for left, told in ((HOUR + 1, False), (HOUR - 1, True)):
         with halves(lease=12 * HOUR) as run:
-            run.fake.put(["a"])
-            messages = run.take()
+            messages = run.take_new(["a"])
             run.clock.advance(12 * HOUR - left)
 
-            report = run.custodian.settle(run.source.lease, settlement(messages))
+            report = run.settle(messages)
 
             assert report.acked == 1
             assert bool(report.errors) is told
@@ -175,9 +172,8 @@ def test_a_settlement_in_the_last_hour_says_so_in_its_report() -> None:
 def test_what_is_retried_keeps_its_count_when_it_lapsed_meanwhile(tmp_path: Path) -> None:
     staging = f"file://{tmp_path}"
     with halves(staging) as run:
-        run.fake.put(["a"])
-        messages = run.take()
-        run.custodian.settle(run.source.lease, settlement(messages, {"a": RETRY}))
+        messages = run.take_new(["a"])
+        run.settle(messages, {"a": RETRY})
     with halves(staging, fake=run.fake) as lapsed:
         assert [message.attempt for message in lapsed.take()] == [2]
         lapsed.clock.advance(601.0)

@@ -145,8 +145,7 @@ def test_a_message_without_what_it_needs_is_told_and_comes_again(
 def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_path: Path) -> None:
     """AWS refuses half a surrogate pair in any request; a request of ten has nine others."""
     with halves(f"file://{tmp_path}", dead_letter="dead") as run:
-        run.fake.put([*(str(number) for number in range(12)), "half \ud83d"])
-        messages = run.take()
+        messages = run.take_new([*(str(number) for number in range(12)), "half \ud83d"])
         assert messages[-1].data == "half \ud83d".encode("utf-8", "surrogatepass")
         refused: list[int] = []
 
@@ -175,13 +174,10 @@ def test_a_body_that_is_no_unicode_is_a_dead_letter_that_is_refused_alone(tmp_pa
 
 def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever() -> None:
     with halves(dead_letter="dead") as run:
-        run.fake.put([str(number) for number in range(500)])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
-            client_error("UnsupportedOperation", "no") if action == "DeleteMessage" else None
-        )
+        messages = run.take_new([str(number) for number in range(500)])
+        run.fake.answers("DeleteMessage", client_error("UnsupportedOperation", "no"))
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert report.failed == 500
         assert run.fake.requests["DeleteMessage"] < 40
@@ -189,15 +185,12 @@ def test_a_request_that_is_refused_whatever_it_says_is_not_cut_up_for_ever() -> 
 
 def test_an_answer_that_names_other_entries_counts_for_none() -> None:
     with halves() as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
-            {"Successful": [{"Id": "7"}], "Failed": [{"Id": "x"}, {}]}
-            if action == "DeleteMessage"
-            else None
+        messages = run.take_new(["a", "b"])
+        run.fake.answers(
+            "DeleteMessage", {"Successful": [{"Id": "7"}], "Failed": [{"Id": "x"}, {}]}
         )
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert (report.acked, report.failed) == (0, 2)
         assert "SQS did not say what became of it" in report.errors[0]

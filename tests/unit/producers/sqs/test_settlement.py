@@ -44,12 +44,11 @@ def failing(code: str, times: int, *, fault: bool = False) -> Any:
 )
 def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: bool) -> None:
     with halves() as run:
-        run.fake.put([str(number) for number in range(3)])
-        messages = run.take()
+        messages = run.take_new([str(number) for number in range(3)])
         run.fake.answer = failing(code, 2, fault=fault)
         began = run.clock.monotonic()
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert report == SettleReport(acked=3)
         assert run.fake.log is not None
@@ -60,11 +59,10 @@ def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: b
 
 def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
     with halves() as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         run.fake.answer = failing("InternalError", 1000)
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert (report.acked, report.failed) == (0, 1)
         assert report.errors == ("InternalError: no",)
@@ -74,11 +72,10 @@ def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
 
 def test_an_invalid_receipt_is_never_sent_twice() -> None:
     with halves() as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
+        messages = run.take_new(["a", "b"])
         run.fake.answer = failing("ReceiptHandleIsInvalid", 1000, fault=True)
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert (report.acked, report.lapsed, report.failed) == (1, 1, 0)
         assert run.fake.requests["DeleteMessage"] == 1
@@ -87,13 +84,12 @@ def test_an_invalid_receipt_is_never_sent_twice() -> None:
 
 def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
     with halves() as run:
-        run.fake.put(["a", "b", "c"])
-        messages = run.take()
+        messages = run.take_new(["a", "b", "c"])
         for message in messages[1:]:
             run.fake.queue().known[message.message_id].receipt = "another's"
         verdicts = {"b": RETRY, "c": RELEASE}
 
-        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+        report = run.settle(messages, verdicts)
 
         assert (report.acked, report.lapsed) == (1, 2)
         assert (report.requeued, report.released) == (0, 0)
@@ -101,11 +97,10 @@ def test_a_message_that_another_has_is_lapsed_whatever_its_verdict() -> None:
 
 def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said() -> None:
     with halves() as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
+        messages = run.take_new(["a", "b"])
         run.fake.answer = failing("KmsAccessDenied", 1000, fault=True)
 
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
 
         assert (report.acked, report.failed) == (1, 1)
         assert report.errors == ("KmsAccessDenied: no",)
@@ -117,16 +112,14 @@ def test_an_entry_of_the_senders_fault_is_refused_at_once_with_what_sqs_said() -
 
 def test_a_denied_action_keeps_none_of_the_others_from_being_done() -> None:
     with halves() as run:
-        run.fake.put([str(number) for number in range(40)])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
-            client_error("AccessDenied", "User: arn:… is not authorized", status=403)
-            if action == "ChangeMessageVisibility"
-            else None
+        messages = run.take_new([str(number) for number in range(40)])
+        run.fake.answers(
+            "ChangeMessageVisibility",
+            client_error("AccessDenied", "User: arn:… is not authorized", status=403),
         )
         verdicts = {str(number): RELEASE for number in range(25)}
 
-        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+        report = run.settle(messages, verdicts)
 
         assert (report.acked, report.failed, report.total) == (15, 25, 40)
         [error] = report.errors
@@ -137,11 +130,8 @@ def test_a_denied_action_keeps_none_of_the_others_from_being_done() -> None:
 
 def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path: Path) -> None:
     with halves(f"file://{tmp_path}", dead_letter="orders-dead") as run:
-        run.fake.put([str(number) for number in range(5)])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
-            client_error("ServiceUnavailable", status=503) if action == "DeleteMessage" else None
-        )
+        messages = run.take_new([str(number) for number in range(5)])
+        run.fake.answers("DeleteMessage", client_error("ServiceUnavailable", status=503))
         verdicts = {"0": DEAD, "1": RETRY}
         lease = run.source.lease
         with pytest.raises(ProducerUnavailable, match="just now"):
@@ -184,15 +174,14 @@ def test_a_message_handed_out_twice_at_once_is_one_and_settled_by_its_newer_rece
         messages = run.take()
 
         assert [message.data for message in messages] == [b"a"]
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
         assert report == SettleReport(acked=1)
         assert held.key not in run.fake.queue().known
 
 
 def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Path) -> None:
     with halves(f"file://{tmp_path}") as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
+        messages = run.take_new(["a", "b"])
         lease = run.source.lease
         # SQS makes one visible too early, as it may; the run receives it again.
         held = run.fake.queue().known[messages[0].message_id]
@@ -210,8 +199,7 @@ def test_a_message_that_comes_again_within_its_run_is_handled_once(tmp_path: Pat
 
 def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt() -> None:
     with halves() as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         lease = run.source.lease
         run.clock.advance(600.0)
 
@@ -225,8 +213,7 @@ def test_a_lapse_is_reported_by_our_own_clock_where_sqs_would_take_the_receipt()
 
 def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path: Path) -> None:
     with halves(f"file://{tmp_path}") as run:
-        run.fake.put(["a", "b", "c"])
-        messages = run.take()
+        messages = run.take_new(["a", "b", "c"])
         lease = run.source.lease
         run.clock.advance(300.0)
         run.fake.queue().known[messages[1].message_id].receipt = "another's"
@@ -244,10 +231,9 @@ def test_a_message_whose_renewal_is_refused_has_lapsed_alone(tmp_path: Path) -> 
 
 def test_what_was_received_and_never_staged_is_given_back() -> None:
     with halves() as run:
-        run.fake.put(["a", "b", "c"])
-        messages = run.take()
+        messages = run.take_new(["a", "b", "c"])
 
-        report = run.custodian.settle(run.source.lease, settlement(messages[:2]))
+        report = run.settle(messages[:2])
 
         assert report == SettleReport(acked=2, released=1)
         assert run.fake.waiting() == ["c"]
@@ -258,12 +244,11 @@ def test_what_was_received_and_never_staged_is_given_back() -> None:
 
 def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
     with halves(lease=43_200.0) as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         run.clock.advance(42_000.0)
         verdicts = {"a": Verdict(Action.RETRY, 3600.0, "later", "process")}
 
-        report = run.custodian.settle(run.source.lease, settlement(messages, verdicts))
+        report = run.settle(messages, verdicts)
 
         assert (report.requeued, report.failed) == (1, 0)
         assert "cut to the 1,199 s that remained" in report.errors[0]
@@ -273,9 +258,9 @@ def test_a_delay_is_cut_to_what_remains_of_twelve_hours_and_says_so() -> None:
 
 def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> None:
     with halves(dead_letter="orders-dead") as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
+        messages = run.take_new(["a", "b"])
+        run.fake.answers(
+            "SendMessage",
             {
                 "Successful": [{"Id": "1"}],
                 "Failed": [
@@ -286,14 +271,10 @@ def test_a_dead_letter_that_is_refused_keeps_its_message_and_quotes_sqs() -> Non
                         "SenderFault": True,
                     }
                 ],
-            }
-            if action == "SendMessage"
-            else None
+            },
         )
 
-        report = run.custodian.settle(
-            run.source.lease, settlement(messages, {"a": DEAD, "b": DEAD})
-        )
+        report = run.settle(messages, {"a": DEAD, "b": DEAD})
 
         assert (report.dead_lettered, report.failed, report.lapsed) == (1, 1, 0)
         assert report.errors == ("SendMessage: InvalidParameterValue: too long",)
@@ -311,12 +292,12 @@ def test_what_is_written_down_does_not_pile_up(tmp_path: Path) -> None:
         fake.put([str(number) for number in range(30)])
         messages = run.take()
         assert "receipts-000000.json" in files()
-        run.custodian.settle(run.source.lease, settlement(messages, {"1": RETRY}))
+        run.settle(messages, {"1": RETRY})
         left = [path for path in tmp_path.rglob("*.json") if path.parent.name != "attempts"]
         assert "settled.json" in {path.name for path in left}
         assert len(left) == 2  # and that it may be removed later
     with halves(staging, fake=fake) as empty:
-        empty.custodian.settle(empty.source.lease, settlement([]))
+        empty.settle([])
         assert len(files()) == 3  # an empty run leaves nothing
     fake.clock.sleep(20 * 86_400.0)
 
@@ -331,7 +312,7 @@ def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
         fake = first.fake
         fake.put(["a"])
         messages = first.take()
-        first.custodian.settle(first.source.lease, settlement(messages, rest=RELEASE))
+        first.settle(messages, rest=RELEASE)
 
     with halves(fake=fake) as second:
         [again] = second.take()
@@ -341,8 +322,7 @@ def test_without_a_staging_folder_the_receives_stand_for_attempts() -> None:
 
 def test_what_a_run_gives_back_waits_for_its_end() -> None:
     with halves() as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         run.custodian.settle_now(
             run.source.lease, list(settlement(messages, {"a": RELEASE}).entries())
         )
@@ -359,13 +339,8 @@ def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
 ) -> None:
     # Given two verdicts at once, of which the second is not answered
     with halves(tmp_path.as_uri()) as run:
-        run.fake.put(["a", "b", "c"])
-        messages = run.take()
-        run.fake.answer = lambda action, _: (
-            client_error("RequestThrottled", status=400)
-            if action == "ChangeMessageVisibility"
-            else None
-        )
+        messages = run.take_new(["a", "b", "c"])
+        run.fake.answers("ChangeMessageVisibility", client_error("RequestThrottled", status=400))
         both = list(settlement(messages, {"a": ACK, "b": RETRY}).entries())
         with pytest.raises(ProducerUnavailable):
             run.custodian.settle_now(run.source.lease, both)
@@ -382,8 +357,7 @@ def test_what_was_settled_at_once_before_sqs_was_gone_is_known_to_be(
 def test_what_was_deleted_without_an_answer_counts_as_acked_and_not_as_retried() -> None:
     # Given a verdict at once that SQS carries out, and whose answer is lost
     with halves() as run:
-        run.fake.put(["a", "b"])
-        messages = run.take()
+        messages = run.take_new(["a", "b"])
 
         def lose(action: str, arguments: dict[str, Any]) -> Any:
             if action != "DeleteMessage":
@@ -398,7 +372,7 @@ def test_what_was_deleted_without_an_answer_counts_as_acked_and_not_as_retried()
             run.custodian.settle_now(run.source.lease, now)
 
         # When the callback that heard of it fails, and its message is to be retried
-        report = run.custodian.settle(run.source.lease, settlement(messages, {"a": RETRY}))
+        report = run.settle(messages, {"a": RETRY})
 
         # Then the report says what became of it
         assert report == SettleReport(acked=2)
@@ -425,7 +399,7 @@ def test_a_failure_that_comes_again_holds_back_the_later_ones_of_its_group() -> 
         messages = run.take()
         assert len(messages) == 5
 
-        report = run.custodian.settle(run.source.lease, settlement(messages, {"x1": RETRY}))
+        report = run.settle(messages, {"x1": RETRY})
 
         assert (report.acked, report.requeued, report.released) == (2, 1, 2)
         assert fifo(run) == []  # the group waits for its first
@@ -439,7 +413,7 @@ def test_noop_and_release_hold_back_too(verdict: Verdict) -> None:
         in_groups(run.fake)
         messages = run.take()
 
-        report = run.custodian.settle(run.source.lease, settlement(messages, {"x2": verdict}))
+        report = run.settle(messages, {"x2": verdict})
 
         assert report.acked == 3  # x1, y1, y2
         assert report.released + report.left == 2
@@ -453,8 +427,6 @@ def test_settling_in_portions_holds_back_across_them() -> None:
         first = list(settlement([by_body["x1"]], {"x1": RETRY}).entries())
         run.custodian.settle_now(run.source.lease, first)
 
-        report = run.custodian.settle(
-            run.source.lease, settlement([m for m in messages if m.data != b"x1"])
-        )
+        report = run.settle([m for m in messages if m.data != b"x1"])
 
         assert (report.acked, report.released) == (2, 2)

@@ -89,8 +89,7 @@ def received(
         tempfile.TemporaryDirectory() as folder,
         halves(f"file://{folder}", dead_letter="dead") as run,
     ):
-        run.fake.put([str(place) for place in range(len(verdicts))])
-        messages = run.take()
+        messages = run.take_new([str(place) for place in range(len(verdicts))])
         run.source.close()
         by_body = {str(place): verdict for place, verdict in enumerate(verdicts)}
         by_id = {message.message_id: by_body[message.data.decode()] for message in messages}

@@ -24,7 +24,7 @@ from airflow_broadway.producers.sqs.reading import request_of
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 from tests.unit.passing import Passing
-from tests.unit.producers.sqs.kit import FIFO, halves, settlement, take
+from tests.unit.producers.sqs.kit import FIFO, halves, take
 from tests.waiting import eventually
 
 
@@ -73,8 +73,7 @@ def test_metadata_has_what_was_asked_for_and_nothing_more() -> None:
         message_attribute_names=["kind", "trace.*"],
         dead_letter="orders-dead",  # for which all of them are asked for
     ) as run:
-        run.fake.put(["a"], MessageAttributes=attributes)
-        [message] = run.take()
+        [message] = run.take_new(["a"], MessageAttributes=attributes)
 
     assert message.metadata["attributes"] == {"approximate_receive_count": 1}
     assert message.metadata["message_attributes"] == {
@@ -140,7 +139,7 @@ def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop(
 
         assert 500 <= len(messages) <= 1000
         assert len(run.fake.waiting()) == 2000 - len(messages)
-        report = run.custodian.settle(run.source.lease, settlement(messages))
+        report = run.settle(messages)
         assert report.acked == len(messages)
 
 
@@ -305,9 +304,7 @@ def test_attributes_that_may_not_be_read_are_done_without(
     caplog.set_level(logging.INFO)
     fake = FakeSqs(ManualClock())
     fake.put(["a"])
-    fake.answer = lambda action, _: (
-        client_error("AccessDenied") if action == "GetQueueAttributes" else None
-    )
+    fake.answers("GetQueueAttributes", client_error("AccessDenied"))
 
     with halves(fake=fake) as run:
         assert len(run.take()) == 1
@@ -496,10 +493,9 @@ def test_a_clock_that_differs_from_the_servers_is_told(
 ) -> None:
     fake = FakeSqs(ManualClock())
     date = format_datetime(fake.clock.now() - timedelta(seconds=ahead), usegmt=True)
-    fake.answer = lambda action, _: (
-        {"Attributes": {}, "ResponseMetadata": {"HTTPHeaders": {"date": date}}}
-        if action == "GetQueueAttributes"
-        else None
+    fake.answers(
+        "GetQueueAttributes",
+        {"Attributes": {}, "ResponseMetadata": {"HTTPHeaders": {"date": date}}},
     )
 
     with halves(fake=fake):

@@ -211,11 +211,7 @@ def test_what_is_given_back_in_vain_is_given_back_once_more_when_the_source_is_c
     with halves() as run:
         run.fake.put([str(number) for number in range(30)])
         run.source.receive(10, timeout=0)
-        run.fake.answer = lambda action, _: (
-            client_error("ServiceUnavailable", status=503)
-            if action == "ChangeMessageVisibility"
-            else None
-        )
+        run.fake.answers("ChangeMessageVisibility", client_error("ServiceUnavailable", status=503))
         run.source.stop()
         assert len(run.fake.waiting()) == 20
         run.fake.answer = lambda *_: None
@@ -229,8 +225,7 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
     tmp_path: Path,
 ) -> None:
     with halves(f"file://{tmp_path}") as run:
-        run.fake.put(["a"])
-        messages = run.take()
+        messages = run.take_new(["a"])
         queue = run.fake.queue()
         queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
         again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
