@@ -1,7 +1,4 @@
-"""What the model itself costs per message: no I/O, ``max_demand=500``.
-
-``python -m tests.benchmarks.core`` prints the figures; ``make bench`` has them in its table.
-"""
+"""What the model itself costs per message: no I/O, ``max_demand=500``."""
 
 from __future__ import annotations
 
@@ -192,8 +189,3 @@ def bench_core() -> list[dict[str, Any]]:
             "of": "core.metadata.long_way",
         },
     ]
-
-
-if __name__ == "__main__":
-    for figure in bench_core():
-        print(figure)

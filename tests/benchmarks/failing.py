@@ -1,7 +1,4 @@
-"""What failures cost the process stage: as many messages that fail as such that succeed.
-
-``python -m tests.benchmarks.failing`` prints the figures, and the lines that the failures log.
-"""
+"""What failures cost the process stage: as many messages that fail as such that succeed."""
 
 from __future__ import annotations
 
@@ -91,8 +88,3 @@ def bench_failing(messages: int = MESSAGES, tries: int = 5) -> list[dict[str, An
         },
         {"name": "process.failing.log", "value": lines, "unit": "lines"},
     ]
-
-
-if __name__ == "__main__":
-    for figure in bench_failing():
-        print(figure)

@@ -9,14 +9,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.local_airflow import LocalAirflow
 
-__all__ = ["Figures", "folder_of_its_own", "memory", "rate", "run_of", "took"]
+__all__ = ["Figures", "Took", "folder_of_its_own", "median", "memory", "rate", "run_of", "took"]
 
 #: ``{"name", "value", "unit"}``, and ``"ratio"`` with ``"of"``, the figure it is compared with.
 Figures = list[dict[str, Any]]
+
+
+class Took(NamedTuple):
+    """What one try of one thing took."""
+
+    messages: int
+    seconds: float
+    cpu: float
+    requests: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Messages a second."""
+        return self.messages / self.seconds
+
+    @property
+    def cpu_of_each(self) -> float:
+        """Microseconds of processor time for a message."""
+        return 1e6 * self.cpu / self.messages
 
 
 @contextmanager
@@ -42,6 +61,22 @@ def memory(name: str, peak: int) -> dict[str, Any]:
 def took(name: str, tries: Sequence[float]) -> dict[str, Any]:
     """The median of seconds."""
     return {"name": name, "value": round(statistics.median(tries), 2), "unit": "s"}
+
+
+def median(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    digits: int | None = None,
+    of: str = "",
+    ratios: Sequence[float] = (),
+) -> dict[str, Any]:
+    """The median of tries; with ratios, also theirs to another figure."""
+    figure = {"name": name, "value": round(statistics.median(values), digits), "unit": unit}
+    if ratios:
+        figure |= {"ratio": round(statistics.median(ratios), 2), "of": of}
+    return figure
 
 
 def run_of(airflow: LocalAirflow, dag_id: str) -> float:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
-from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqsProducer
 
 #: Settings of Spark: a small, quick JVM.
 SPARK = {
@@ -31,3 +31,24 @@ class Keyed(Broadway):
         self, batcher: str, messages: SparkBatch, batch_info: BatchInfo, context: Any
     ) -> None:
         return None
+
+
+class Halved(Broadway):
+    """Trivial callbacks; every other message goes to each of two batchers."""
+
+    processors = Processors(concurrency=1, max_demand=1000)
+    batchers = {"even": Batcher(), "odd": Batcher()}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_batcher("odd" if message.position % 2 else "even")
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return None
+
+
+class OnRabbitMQ(Halved):
+    producer = RabbitMQProducer(queue="bench", uri="amqp://localhost")
+
+
+class OnSqs(Halved):
+    producer = SqsProducer(queue_name="bench")

@@ -11,7 +11,6 @@ the client's processor time for a message, ``.peak`` the largest process of a st
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -21,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
 from scripts.airflow_env import airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.benchmarks.figures import Figures, folder_of_its_own, memory, run_of
+from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, run_of
 from tests.benchmarks.stages import Stage, run_stage
 from tests.rabbitmq_server import RabbitServer
 
@@ -36,23 +35,10 @@ __all__ = ["bench_rabbitmq"]
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 BODY = b"x" * 200
-PIPELINE = "tests.benchmarks.rabbitmq_pipeline:Bench"
+PIPELINE = "tests.benchmarks.pipelines:OnRabbitMQ"
 #: The queue of the Dags; each runs with the producer concurrency that its name ends with.
 QUEUE = "bench"
 DAGS = Path(__file__).parent / "dags"
-
-
-class Took(NamedTuple):
-    """What some messages took."""
-
-    messages: int
-    seconds: float
-    cpu: float
-
-    @property
-    def rate(self) -> float:
-        """Messages a second."""
-        return self.messages / self.seconds
 
 
 def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
@@ -264,19 +250,15 @@ def figures(taken: dict[str, list[Took]]) -> Figures:
     for name, tries in taken.items():
         if name.startswith("ceiling of "):
             continue
-        ceilings = taken.get(f"ceiling of {name}", taken["ceiling"])
-        cpu = [1e6 * each.cpu / each.messages for each in tries]
-        rate: dict[str, Any] = {
-            "name": f"rabbitmq.{name}",
-            "value": round(statistics.median(each.rate for each in tries)),
-            "unit": "msg/s",
-        }
+        ratios = []
         if name != "ceiling":
+            ceilings = taken.get(f"ceiling of {name}", taken["ceiling"])
             ratios = [a.rate / b.rate for a, b in zip(tries, ceilings, strict=True)]
-            rate |= {"ratio": round(statistics.median(ratios), 2), "of": "rabbitmq.ceiling"}
-        made.append(rate)
-        value = round(statistics.median(cpu), 1)
-        made.append({"name": f"rabbitmq.{name}.cpu", "value": value, "unit": "us/msg"})
+        name = f"rabbitmq.{name}"
+        rates = [each.rate for each in tries]
+        made.append(median(name, rates, "msg/s", of="rabbitmq.ceiling", ratios=ratios))
+        cpu = [each.cpu_of_each for each in tries]
+        made.append(median(f"{name}.cpu", cpu, "us/msg", digits=1))
     return made
 
 

@@ -1,7 +1,6 @@
 """What a run of small batches asks of a bucket: a Python batcher, staging on S3 (moto, loopback).
 
 Requests are what S3 counts, and bills; the seconds are those of a server that answers at once.
-``python -m tests.benchmarks.s3`` prints the figures; ``make bench`` has them in its table.
 """
 
 from __future__ import annotations
@@ -45,8 +44,3 @@ def _figures(server: Any, messages: int, batch_size: int) -> Figures:
 
 def _requests(name: str, value: float) -> dict[str, Any]:
     return {"name": name, "value": value, "unit": "requests"}
-
-
-if __name__ == "__main__":
-    for figure in bench_s3():
-        print(figure)

@@ -11,14 +11,13 @@ them; figures are medians, and so are the ratios, each to the ceiling of the sam
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.benchmarks.figures import Figures, folder_of_its_own
-from tests.benchmarks.sqs_worker import BODY, NOWHERE, Took
+from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median
+from tests.benchmarks.sqs_worker import BODY, NOWHERE
 from tests.sqs_server import SqsServer
 
 __all__ = ["bench_sqs"]
@@ -52,7 +51,9 @@ def one_try(endpoint: str, count: int, server: SqsServer | None) -> dict[str, To
     took = apart("bare", queues=queues[:2], **given)
     with folder_of_its_own() as folder:
         took |= apart("ours", queues=queues[2:], folder=str(folder), **given)
-    return {**took, "run": took["process"] + took["settle"]}
+    one, two = took["process"], took["settle"]
+    used = one.cpu + two.cpu, one.requests + two.requests
+    return {**took, "run": Took(count, one.seconds + two.seconds, *used)}
 
 
 def fill(server: SqsServer, count: int) -> str:
@@ -83,15 +84,10 @@ def rates(taken: dict[str, list[Took]]) -> Figures:
     """Messages a second, at moto's server."""
     made: Figures = []
     for name, tries in taken.items():
-        figure: dict[str, Any] = {
-            "name": f"sqs.{name}",
-            "value": round(statistics.median(each.rate for each in tries)),
-            "unit": "msg/s",
-        }
-        if name in OF:
-            ratios = [a.rate / b.rate for a, b in zip(tries, taken[OF[name]], strict=True)]
-            figure |= {"ratio": round(statistics.median(ratios), 2), "of": f"sqs.{OF[name]}"}
-        made.append(figure)
+        of = OF.get(name, "")
+        ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
+        found = [each.rate for each in tries]
+        made.append(median(f"sqs.{name}", found, "msg/s", of=f"sqs.{of}", ratios=ratios))
     return made
 
 
@@ -99,22 +95,15 @@ def processor(taken: dict[str, list[Took]]) -> Figures:
     """The client's processor time for a message, and bare boto3's part of it."""
     made: Figures = []
     for name, tries in taken.items():
-        figure: dict[str, Any] = {
-            "name": f"sqs.client.{name}.cpu",
-            "value": round(statistics.median(1e6 * each.cpu / each.messages for each in tries), 1),
-            "unit": "us/msg",
-        }
-        if name in OF:
-            ratios = [b.cpu / a.cpu for a, b in zip(tries, taken[OF[name]], strict=True)]
-            figure |= {
-                "ratio": round(statistics.median(ratios), 2),
-                "of": f"sqs.client.{OF[name]}.cpu",
-            }
-        made.append(figure)
+        of = OF.get(name, "")
+        ratios = [b.cpu / a.cpu for a, b in zip(tries, taken[of], strict=True)] if of else []
+        name, of = (f"sqs.client.{each}.cpu" for each in (name, of))
+        found = [each.cpu_of_each for each in tries]
+        made.append(median(name, found, "us/msg", digits=1, of=of, ratios=ratios))
     return made
 
 
 def requests(taken: dict[str, list[Took]]) -> dict[str, Any]:
     """Requests for a message, from its receipt to its deletion."""
-    value = statistics.median(each.requests / each.messages for each in taken["run"])
-    return {"name": "sqs.requests", "value": round(value, 4), "unit": "req/msg"}
+    found = [each.requests / each.messages for each in taken["run"]]
+    return median("sqs.requests", found, "req/msg", digits=4)

@@ -16,43 +16,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
+from tests.benchmarks.figures import Took
 from tests.sqs_server import KEY, REGION, Connections
 
-__all__ = ["Took"]
-
-PIPELINE = "tests.benchmarks.sqs_pipeline:Bench"
+PIPELINE = "tests.benchmarks.pipelines:OnSqs"
 BODY = "x" * 200
 #: The endpoint of the stub: nobody listens there, nor has to.
 NOWHERE = "http://127.0.0.1:9"
-
-
-class Took(NamedTuple):
-    """What some messages took.
-
-    :param cpu: Seconds of processor time of this process.
-    :param requests: Requests to SQS.
-    """
-
-    messages: int
-    seconds: float
-    cpu: float
-    requests: int
-
-    @property
-    def rate(self) -> float:
-        """Messages a second."""
-        return self.messages / self.seconds
-
-    def __add__(self, other: Took) -> Took:  # type: ignore[override]
-        """Of the same messages, one after the other."""
-        return Took(
-            self.messages,
-            self.seconds + other.seconds,
-            self.cpu + other.cpu,
-            self.requests + other.requests,
-        )
 
 
 class Requests:

@@ -1,7 +1,4 @@
-"""What staging costs: rows of ten columns on this machine's disk, in one process.
-
-``python -m tests.benchmarks.staging`` prints the figures; ``make bench`` has them in its table.
-"""
+"""What staging costs: rows of ten columns on this machine's disk, in one process."""
 
 from __future__ import annotations
 
@@ -130,8 +127,3 @@ def bench_staging() -> list[dict[str, Any]]:
     """The figures of staging, for ``build/bench.json``."""
     with tempfile.TemporaryDirectory() as folder:
         return list(_figures(Path(folder)))
-
-
-if __name__ == "__main__":
-    for figure in bench_staging():
-        print(figure)
