@@ -13,12 +13,12 @@ from airflow_broadway.core.custody.acknowledger import Judged
 from airflow_broadway.core.custody.in_process import check_settled, done_of, entry_of
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Verdict
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.model.acks import NO_ACK, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.failures import Reasons, forget_trace
+from airflow_broadway.core.stages.failure_log import Reasons, forget_trace
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.staging.writer import ProcessWriter
 
@@ -41,8 +41,8 @@ class ChunkStager:
         self._pipeline = pipeline
         self._writer = writer
         self._settle_at_once = settle_at_once
-        #: Ids that callbacks settled at once, until their chunk is staged.
-        self._now: set[str] = set()
+        #: What callbacks settled at once, by message id, until its chunk is staged.
+        self._now: dict[str, Verdict] = {}
         #: Held while something is settled at once, and to close: nothing is settled so afterwards.
         self._lock = threading.Lock()
         self._closed = False
@@ -58,8 +58,6 @@ class ChunkStager:
         :raises StagingError: If it cannot be written.
         """
         successful, failed = self._marked(result.successful), self._marked(result.failed)
-        if self._now:
-            self._now.difference_update(each.message_id for each in (*successful, *failed))
         self.failed += len(failed)
         self.reasons.add(failed)
         # Successes without a batcher end here, as failures do: their verdicts come to `record`.
@@ -67,8 +65,12 @@ class ChunkStager:
         ack_messages_or_raise(ended, failed)
         if self._pipeline.batchers:
             self._writer.messages(successful)
-        at_once = [entry_of(each, ACK) for each in (*ended, *failed) if is_settled(each)]
-        self._writer.entries(at_once, settled=True)
+        at_once = [each for each in (*ended, *failed) if is_settled(each)]
+        settled = [entry_of(each, self._now.get(each.message_id, ACK)) for each in at_once]
+        self._writer.entries(settled, settled=True)
+        if self._now:
+            for each in (*successful, *failed):
+                self._now.pop(each.message_id, None)
         self.give_back(_unaccounted(chunk, successful, failed))
         if self._pipeline.defines("handle_failed"):  # else nobody could ask for them till now
             for message in failed:
@@ -77,10 +79,9 @@ class ChunkStager:
     def give_back(self, messages: Iterable[Message]) -> None:
         """Give back what has no outcome, unless a callback settled it at once."""
         for message in messages:
-            at_once = message.message_id in self._now
-            self._now.discard(message.message_id)
-            verdict = ACK if at_once else RELEASE
-            self._writer.entries([entry_of(message, verdict)], settled=at_once)
+            verdict = self._now.pop(message.message_id, None)
+            entry = entry_of(message, verdict or RELEASE)
+            self._writer.entries([entry], settled=verdict is not None)
 
     def close(self) -> None:
         """Settle nothing at once any more: what is not staged is about to be given back."""
@@ -105,7 +106,7 @@ class ChunkStager:
             report, done, _ = self._settle_at_once(entries)
             # What is done counts, though the callback hears of an error.
             self.settled_now += done_of(report)
-            self._now.update(entry.message_id for entry in done)
+            self._now.update((entry.message_id, entry.verdict) for entry in done)
         check_settled(report)
 
     def _marked(self, messages: list[Message]) -> list[Message]:

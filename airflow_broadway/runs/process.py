@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
@@ -21,7 +21,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import settling_trouble
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError, StagingError
-from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.manifest import Manifest, Staged
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -37,7 +37,7 @@ from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
-from airflow_broadway.staging.writer import ProcessWriter, Written
+from airflow_broadway.staging.writer import ProcessWriter
 
 log = logging.getLogger(__name__)
 
@@ -226,16 +226,15 @@ class Process:
     def _publish(
         self,
         lease: Lease,
-        written: Written,
+        written: Staged,
         stager: ChunkStager,
         receiving: Receiving,
         started: datetime,
     ) -> Manifest:
-        staged = sum(written.batchers.values()) + written.entry_count
-        if staged != receiving.received:
+        if written.count != receiving.received:
             raise StagingError(
-                f"received {many(receiving.received, 'message')} and staged {staged}: all of them"
-                " are given back; this is an error in airflow-broadway, please report it"
+                f"received {many(receiving.received, 'message')} and staged {written.count}: all of"
+                " them are given back; this is an error in airflow-broadway, please report it"
             )
         manifest = Manifest(
             generation=self._env.generation,
@@ -246,12 +245,7 @@ class Process:
             received_bytes=receiving.received_bytes,
             failed=stager.failed,
             settled_now=stager.settled_now.to_json(),
-            batchers=written.batchers,
-            files=written.files,
-            entries=written.entries,
-            sums=written.sums,
-            configured=written.configured,
-            dropped=written.dropped,
+            **asdict(written),
             stopped=receiving.ended or self._stop.reason(),
             started_at=started.isoformat(),
             ended_at=self._clock.now().isoformat(),

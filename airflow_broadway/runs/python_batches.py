@@ -33,7 +33,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load_key
 from airflow_broadway.core.stages.batch_order import chains
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
-from airflow_broadway.core.stages.failures import Reasons
+from airflow_broadway.core.stages.failure_log import Reasons
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.core.text import many

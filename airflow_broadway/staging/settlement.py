@@ -94,7 +94,6 @@ def settle_generation(
     """
     done = settled_journal(run, record.generation)
     if done is not None:
-        run.forget_open(record.generation)
         return done.report
     intent = {
         "version": VERSION,

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import pyarrow as pa
 
 from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.formats.entries import dump_entry
+from airflow_broadway.core.formats.manifest import Staged
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import BatchMode, Message
@@ -27,7 +28,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
 from airflow_broadway.staging.tables import INSTANT, TableFiles, message_schema
 
-__all__ = ["ProcessWriter", "Written"]
+__all__ = ["ProcessWriter"]
 
 #: A row group holds at most so many messages, and about so many bytes.
 GROUP_ROWS = 16_384
@@ -36,27 +37,6 @@ GROUP_BYTES = 8 * 1024 * 1024
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _PLAIN = Delivery()
-
-
-class Written(NamedTuple):
-    """What a writer wrote; see :class:`airflow_broadway.core.formats.manifest.Manifest`.
-
-    :param batchers: Batcher → its messages.  A batcher without any is missing.
-    :param files: Batcher → its message files.
-    :param entries: Files of entries.
-    :param configured: Whether a callback configured how any message of a batcher is settled.
-    :param dropped: Key that a schema does not name → how often it was dropped.
-    :param entry_count: Lines in the files of entries.
-    :param sums: File of entries → its lines, bytes and SHA-256.
-    """
-
-    batchers: dict[str, int]
-    files: dict[str, list[str]]
-    entries: list[str]
-    configured: bool
-    dropped: dict[str, int]
-    entry_count: int
-    sums: dict[str, dict[str, Any]]
 
 
 class ProcessWriter:
@@ -74,7 +54,7 @@ class ProcessWriter:
         }
         self._entries = _EntriesFile(run.files, f"{generation}/failed-00000.jsonl")
         self._chunk = 0
-        self._written: Written | None = None
+        self._written: Staged | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +89,7 @@ class ProcessWriter:
             return entry
         return entry._replace(payload=None, properties=None)
 
-    def close(self) -> Written:
+    def close(self) -> Staged:
         """Finish all files, durably; safe to repeat.
 
         :raises StagingError: If they cannot be written.
@@ -125,20 +105,19 @@ class ProcessWriter:
             self._written = self._summary()
         return self._written
 
-    def _summary(self) -> Written:
+    def _summary(self) -> Staged:
         used = {name: files for name, files in self._batchers.items() if files.rows}
         dropped: Counter[str] = Counter()
         for files in used.values():
             dropped.update(files.dropped)
         summing = self._entries.summing
         sums = {self._entries.path: summing.to_json()} if summing.lines else {}
-        return Written(
+        return Staged(
             batchers={name: files.rows for name, files in used.items()},
             files={name: files.paths for name, files in used.items()},
             entries=list(sums),
             configured=any(files.configured for files in used.values()),
             dropped=dict(dropped),
-            entry_count=summing.lines,
             sums=sums,
         )
 

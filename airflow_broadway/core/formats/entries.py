@@ -25,7 +25,8 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
 
     :param source: In a batch of several generations: whose message it is, as an index into the
         plan's ``generations``.
-    :param settled: Whether a callback settled it at once, so that nothing is left to do.
+    :param settled: Whether a callback settled it at once, so that nothing is left to do: then its
+        body is left out.
     """
     # Written by hand: there may be as many lines as messages, and most of the cost of each would be
     # to make an encoder.
@@ -40,9 +41,9 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
         line += f',"reason":{_quoted(cut(reason, MAX_REASON))}'
     if stage:
         line += f',"stage":{_quoted(stage)}'
-    if payload is not None:
+    if payload is not None and not settled:
         line += f',"payload":"{base64.b64encode(payload).decode("ascii")}"'
-    if properties is not None:
+    if properties is not None and not settled:
         line += f',"properties":{_quoted(properties)}'
     if source is not None:
         line += f',"source":{source}'

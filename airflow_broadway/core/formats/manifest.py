@@ -11,12 +11,37 @@ from typing import Any
 from airflow_broadway.core.formats.layout import VERSION, load
 from airflow_broadway.core.formats.sums import sealed
 
-__all__ = ["Manifest"]
+__all__ = ["Manifest", "Staged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What one execution of a process task received and made of it.
+class Staged:
+    """The files of a generation.
+
+    :param batchers: Batcher → messages staged for it; a batcher without any is missing.
+    :param files: Batcher → its Parquet files, in order of arrival.
+    :param entries: Files of entries: one line for each message that is in no batcher's files.
+    :param configured: Whether any staged message has an ack configuration of its own.
+    :param dropped: Column → messages that carried it although the schema lacks it.
+    :param sums: Lines, bytes and SHA-256 of each file of entries, by its path.
+    """
+
+    batchers: dict[str, int]
+    files: dict[str, list[str]]
+    entries: list[str]
+    configured: bool
+    dropped: dict[str, int]
+    sums: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Messages in these files: as many as were received."""
+        return sum(self.batchers.values()) + sum(int(each["lines"]) for each in self.sums.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Staged):
+    """What one execution of a process task received, and the files that it made of it.
 
     :param generation: The execution; the folder's name.
     :param root_id: The staging root that it was written under.
@@ -26,13 +51,6 @@ class Manifest:
     :param received_bytes: Bytes of their payloads together.
     :param failed: Of these, failed before any batch.
     :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
-    :param batchers: Batcher → messages staged for it.
-    :param files: Batcher → its Parquet files, in order of arrival.
-    :param entries: Files of entries: one line for each message that is in no batcher's files.
-        So ``received`` is the sum of ``batchers`` and of the lines here.
-    :param configured: Whether any staged message has an ack configuration of its own.
-    :param dropped: Column → messages that carried it although the schema lacks it.
-    :param sums: Lines, bytes and SHA-256 of each file of entries, by its path.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
         ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop from outside.
     :param seconds: Seconds spent in receiving (``receive``), and in all (``total``).
@@ -46,16 +64,10 @@ class Manifest:
     received_bytes: int
     failed: int
     settled_now: dict[str, Any]
-    batchers: dict[str, int]
-    files: dict[str, list[str]]
-    entries: list[str]
-    configured: bool
-    dropped: dict[str, int]
     stopped: str
     started_at: str
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
-    sums: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = VERSION
 
     def dumps(self) -> str:

@@ -17,7 +17,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, Closed, KeyMerger
 from airflow_broadway.core.stages.callbacks import context_of
-from airflow_broadway.core.stages.failures import log_stuck
+from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, placed_message
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop

@@ -19,7 +19,7 @@ from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import context_of
-from airflow_broadway.core.stages.failures import Reasons
+from airflow_broadway.core.stages.failure_log import Reasons
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.staged_row import DirectConverter

@@ -15,6 +15,7 @@ from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
     context_of,
+    expect_messages,
     fail_all,
     log_failure,
     run_handle_failed,
@@ -155,19 +156,12 @@ class BatchProcessorStage:
                 code="handle_batch_undefined",
             )
         returned: Any = self.pipeline.handle_batch(self.batcher, list(messages), info, context)
-        if not isinstance(returned, list):
-            raise PipelineError(
-                f"handle_batch must return a list of messages, got: {returned!r:.200}",
-                code="handle_batch_bad_return",
-            )
-        for each in returned:
-            if type(each) is not Message:
-                raise PipelineError(
-                    "handle_batch must return a list of messages, but one element was:"
-                    f" {each!r:.200}",
-                    code="handle_batch_bad_element",
-                )
-        return returned
+        return expect_messages(
+            "handle_batch",
+            returned,
+            code="handle_batch_bad_return",
+            element_code="handle_batch_bad_element",
+        )
 
 
 def _missing(

@@ -19,7 +19,7 @@ from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import Scope
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.failures import LOGGED_FAILURES, count_failure
+from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES, count_failure
 from airflow_broadway.core.text import many
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PROTECTED",
     "Returned",
     "context_of",
+    "expect_messages",
     "fail_all",
     "is_of",
     "run_handle_failed",
@@ -82,8 +83,9 @@ def code_of(error: BaseException) -> str:
     """The ``code`` under which ``error`` is logged."""
     if isinstance(error, SystemExit):
         return "callback_exit"
-    code = error.code if isinstance(error, PipelineError) else ""
-    return code or "callback_error"
+    if isinstance(error, PipelineError) and error.code:
+        return error.code
+    return "callback_error"
 
 
 def log_failure(
@@ -122,6 +124,24 @@ def log_failure(
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
     """``messages`` as they were before the callback that failed, with its ``status``."""
     return [scope.restored(message).with_status(status) for message in messages]
+
+
+def expect_messages(
+    callback: str, returned: Any, *, code: str = "", element_code: str = ""
+) -> list[Message]:
+    """``returned``, if it is a list of messages.
+
+    :param code: The error's code, if it is no list.
+    :param element_code: The error's code, if the list holds something else.
+    :raises PipelineError: In both cases.
+    """
+    what = f"{callback} must return a list of messages"
+    if not isinstance(returned, list):
+        raise PipelineError(f"{what}, got: {returned!r:.200}", code=code)
+    for each in returned:
+        if type(each) is not Message:
+            raise PipelineError(f"{what}, but one element was: {each!r:.200}", code=element_code)
+    return returned
 
 
 class Returned(NamedTuple):

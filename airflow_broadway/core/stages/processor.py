@@ -23,13 +23,14 @@ from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
     context_of,
+    expect_messages,
     fail_all,
     is_of,
     log_failure,
     run_handle_failed,
     status_of,
 )
-from airflow_broadway.core.stages.failures import forget_trace
+from airflow_broadway.core.stages.failure_log import forget_trace
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
@@ -186,25 +187,14 @@ class ProcessorStage:
         self, chunk: list[Message], context: Any, failed: list[Message], scope: Scope
     ) -> list[Message]:
         try:
-            prepared: Any = self.pipeline.prepare_messages(list(chunk), context)
-            if not isinstance(prepared, list):
-                raise PipelineError(
-                    f"prepare_messages must return a list of messages, got: {prepared!r:.200}",
-                    code="callback_error",
-                )
+            returned = self.pipeline.prepare_messages(list(chunk), context)
+            prepared = expect_messages("prepare_messages", returned)
             if len(prepared) != len(chunk):
                 raise PipelineError(
                     "expected all messages to be returned from prepare_messages: it was given"
                     f" {len(chunk)} and returned {len(prepared)}",
                     code="prepare_messages_count_mismatch",
                 )
-            for each in prepared:
-                if type(each) is not Message:
-                    raise PipelineError(
-                        "prepare_messages must return a list of messages, but one element was:"
-                        f" {each!r:.200}",
-                        code="callback_error",
-                    )
             found = Returned.of(chunk, prepared, scope)
             if len(found.own) != len(chunk):
                 raise PipelineError(

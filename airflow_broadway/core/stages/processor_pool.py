@@ -17,7 +17,7 @@ from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.batcher import partition_of
-from airflow_broadway.core.stages.failures import log_stuck
+from airflow_broadway.core.stages.failure_log import log_stuck
 from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, ProcessorStage
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_processor import SubprocessProcessor

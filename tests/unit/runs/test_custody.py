@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -380,6 +381,28 @@ def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> N
     assert complete
     assert (list(settlement.entries()), settlement.expected) == ([], 8)
     assert run.ack()["balanced"]
+
+
+class Faithful(Forgetful):
+    """Returns it too."""
+
+    def handle_failed(self, messages: Any, context: Any) -> Any:
+        return [each.ack_immediately() for each in messages]
+
+
+@pytest.mark.parametrize("pipeline", [Forgetful, Faithful])
+def test_what_was_settled_at_once_keeps_the_verdict_that_it_got(
+    tmp_path: Path, pipeline: type[Sums]
+) -> None:
+    run = filled(Run(tmp_path, pipeline=pipeline))
+
+    reference = run.process()
+
+    manifest = run.staged.manifest(reference["generation"])
+    assert manifest is not None
+    [path] = manifest.entries
+    line = json.loads(run.staged.files.read(path))
+    assert (line["action"], line["reason"], line["settled"]) == ("dead_letter", "three", True)
 
 
 @pytest.mark.faults

@@ -20,7 +20,7 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, StagingError
 from airflow_broadway.core.model.acks import ack_immediately
-from airflow_broadway.core.stages.failures import LOGGED_FAILURES
+from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -174,18 +175,7 @@ def publish(
         writer.entries(entries)
         writer.entries(settled, settled=True)
     written = writer.close()
-    manifest = manifest_of(
-        run,
-        generation,
-        received,
-        settled_now=settled_now,
-        batchers=written.batchers,
-        files=written.files,
-        entries=written.entries,
-        sums=written.sums,
-        configured=written.configured,
-        dropped=written.dropped,
-    )
+    manifest = manifest_of(run, generation, received, settled_now=settled_now, **asdict(written))
     assert run.publish(manifest)
     return generation
 

@@ -158,7 +158,7 @@ def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Pat
     writer.entries([failed])
     writer.entries([Entry("b", "", ACK)], settled=True)
     written = writer.close()
-    assert written.entry_count == 2
+    assert written.count == 2
     lines = [load_line(text) for text in run.files.lines(written.entries[0])]
     assert [(line.entry.message_id, line.settled) for line in lines] == [("a", False), ("b", True)]
     assert lines[0].entry == failed
@@ -168,7 +168,7 @@ def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     generation = open_generation(run).generation
     written = ProcessWriter(run, generation, pipeline_of(default=Batcher())).close()
-    assert written == ({}, {}, [], False, {}, 0, {})
+    assert (written.count, written.batchers, written.files, written.entries) == (0, {}, {}, [])
     assert run.files.list(generation) == []
 
 

@@ -26,5 +26,6 @@ def test_a_line_is_the_json_of_what_it_says_whatever_that_is() -> None:
             read = load_line(line)
             assert (read.source, read.settled) == (source, settled)
             cut = verdict._replace(delay=round(delay, 3), reason=read.entry.verdict.reason)
-            assert read.entry == entry._replace(verdict=cut)
+            body = (None, None) if settled else (entry.payload, entry.properties)
+            assert read.entry == entry._replace(verdict=cut, payload=body[0], properties=body[1])
             assert len(read.entry.verdict.reason.encode()) <= 2048
