@@ -13,7 +13,7 @@ from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.producers.rabbitmq import bundle
-from airflow_broadway.producers.rabbitmq.broker import management, queue_calls, topology
+from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
@@ -44,7 +44,7 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "takes back beyond {:,} messages", ids._MAX_REMEMBERED),
         ("rabbitmq.md", "when it is at least {:g} seconds old", queue_calls._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", subscription.DEMAND_TIMEOUT),
-        ("rabbitmq.md", "A look counts for {} minutes", {600.0: "ten"}[topology._CHECK_INTERVAL]),
+        ("rabbitmq.md", "A look counts for {} minutes", {600.0: "ten"}[checks._CHECK_INTERVAL]),
         ("rabbitmq.md", "{:g} s per request at most", management.ANSWER_TIMEOUT),
         ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),

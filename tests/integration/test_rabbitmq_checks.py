@@ -17,7 +17,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
-from airflow_broadway.producers.rabbitmq.broker import topology
+from airflow_broadway.producers.rabbitmq.broker import checks
 from airflow_broadway.producers.rabbitmq.broker.checks import check_queues
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import lease_arguments
@@ -107,7 +107,7 @@ def test_the_look_is_taken_once_in_a_while_and_not_by_an_empty_run(
         looks.append(lease)
         return check_queues(*given, lease=lease, **more)
 
-    monkeypatch.setattr(topology, "check_queues", look)
+    monkeypatch.setattr(checks, "check_queues", look)
     place.declare()
     assert received(place, "g0", extra=extra) == []
     assert looks == []

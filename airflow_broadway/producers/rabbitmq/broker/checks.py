@@ -28,9 +28,11 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
+from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.amqp.address import Address
+    from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
     from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "act_on",
     "check_queues",
     "judge",
+    "refuse_losses",
     "refuse_version",
     "roles_of",
 ]
@@ -59,6 +62,8 @@ _LASTING = ("returns", "quarantine", "dead", "sink")
 #: The first release in which a quorum queue gives up a message after 20 returns by default.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
+#: Seconds for which a look at the broker's policies counts.
+_CHECK_INTERVAL = 600.0
 
 _Found = tuple[str, str, str]
 
@@ -124,6 +129,36 @@ def roles_of(options: RabbitMQOptions, *, lease: str = "") -> list[Role]:
     elif not place.get("exchange"):
         found.append(Role("sink", str(place.get("routing_key", ""))))
     return found
+
+
+def refuse_losses(
+    connection: ConnectionThread,
+    options: RabbitMQOptions,
+    journal: QueueJournal,
+    lease: str,
+    now: float,
+) -> None:
+    """See that no policy makes a run's queues lose messages, as far as the broker tells.
+
+    Once in ten minutes for a queue, whatever came of it, unless that was an error: what an
+    ordinary run pays for it is the reading of one small file.
+
+    :param lease: The lease queue.
+    :param now: Seconds since the epoch.
+    :raises ProducerError: If messages would be lost.
+    """
+    address = connection.address
+    refuse_version(connection.version, options, address.shown)
+    where = f"{address.shown} {address.virtual_host} {address.login} {address.management_url}"
+    what = digest(f"{where} {options.lease} {options.queue_type} {options.dead_letter}")
+    last = journal.checked()
+    if last.get("what") == what and 0 <= now - float(last.get("at", 0)) < _CHECK_INTERVAL:
+        return
+    if address.management_url == "":
+        log.info("Policies are not checked: the connection's extra 'management_url' is false.")
+    else:
+        act_on(check_queues(options, address, version=connection.version, lease=lease))
+    journal.note_checked(now, what)
 
 
 def refuse_version(version: str, options: RabbitMQOptions, where: str) -> None:

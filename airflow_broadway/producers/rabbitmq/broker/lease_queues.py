@@ -121,8 +121,7 @@ class LeaseQueues:
 
         :raises ProducerError: If it is none of this source's.
         """
-        name = self._names.own_lease(name)
-        return queue_calls.purge(connection, name) + queue_calls.delete(connection, name)
+        return queue_calls.empty_and_delete(connection, self._names.own_lease(name))
 
     def _declare(self, connection: ConnectionThread, name: str) -> None:
         arguments = lease_arguments(self._names, self._lease, quorum=self._quorum)

@@ -10,7 +10,7 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Connectio
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 from airflow_broadway.producers.rabbitmq.amqp.get import Getter
 
-__all__ = ["await_age", "declare", "delete", "depth", "is_empty", "purge"]
+__all__ = ["await_age", "declare", "delete", "depth", "empty_and_delete", "is_empty"]
 
 #: Seconds from declaring a quorum queue until it is relied on.  RabbitMQ 3.10, killed within the
 #: first second, forgets that it has the queue, and with it messages that it has confirmed (probed).
@@ -65,23 +65,24 @@ def declare(connection: ConnectionThread, name: str, arguments: dict[str, Any]) 
     channel.close()
 
 
-def purge(connection: ConnectionThread, name: str) -> int:
-    """Empty a queue; how many messages were ready in it."""
-    return _end(connection, "queue_purge", name)
-
-
 def delete(connection: ConnectionThread, name: str) -> int:
     """Delete a queue; how many messages were ready in it."""
-    return _end(connection, "queue_delete", name)
+    return _end(connection, name, "queue_delete")
 
 
-def _end(connection: ConnectionThread, method: str, name: str) -> int:
-    channel = connection.channel()
+def empty_and_delete(connection: ConnectionThread, name: str) -> int:
+    """Delete a queue if it can be emptied first; how many messages were ready in it."""
+    return _end(connection, name, "queue_purge", "queue_delete")
+
+
+def _end(connection: ConnectionThread, name: str, *methods: str) -> int:
+    channel, count = connection.channel(), 0
     try:
-        ended = channel.call(method, queue=name)
+        for method in methods:
+            count += int(channel.call(method, queue=name).method.message_count)
     except Refused as error:
         if error.code == 404:
-            return 0
+            return count
         raise explained(error, f"the queue {name!r}") from None
     channel.close()
-    return int(ended.method.message_count)
+    return count

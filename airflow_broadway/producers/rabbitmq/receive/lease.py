@@ -7,9 +7,11 @@ from datetime import datetime, timedelta
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 __all__ = ["OpenLease"]
 
@@ -18,17 +20,15 @@ _LEASE_MARGIN = 0.02
 
 
 class OpenLease:
-    """The lease of one generation; for the run's thread.
-
-    :param seconds: For how long it may hold messages, from the first one on.
-    """
+    """The lease of one generation, from its first message on; for the run's thread."""
 
     def __init__(
-        self, env: ProducerEnv, seconds: float, topology: Topology, journal: QueueJournal
+        self, env: ProducerEnv, options: RabbitMQOptions, topology: Topology, journal: QueueJournal
     ) -> None:
         self._generation = env.generation
         self._clock = env.clock
-        self._seconds = seconds
+        self._options = options
+        self._seconds = options.lease
         self._topology = topology
         self._journal = journal
         self._lapsed: LeaseLapsed | None = None
@@ -46,8 +46,8 @@ class OpenLease:
 
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
-        now = self._clock.now().timestamp()
-        self._topology.check(connection, self._generation, now)
+        now, lease = self._clock.now().timestamp(), self._topology.queues.lease(self._generation)
+        refuse_losses(connection, self._options, self._journal, lease, now)
         name = self._topology.open_lease(connection, self._generation)
         self.deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one

@@ -22,6 +22,7 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import (
     explained,
     too_large,
 )
+from airflow_broadway.producers.rabbitmq.broker.source_queue import prepare
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, Turns
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
@@ -76,7 +77,6 @@ class Session:
         self._options = options
         self._generation = env.generation
         self._clock = env.clock
-        self._topology = topology
         self._journal = journal
         self._ids = ids
         self._lease = lease
@@ -130,7 +130,7 @@ class Session:
         connection = ConnectionThread.to(self.address, on_lost=self._buffer.fail)
         try:
             channel = connection.channel()
-            self.found_messages = self._topology.prepare(connection, channel) > 0
+            self.found_messages = prepare(self._options, channel) > 0
             self.consumer = Consumer(
                 channel,
                 self._options,

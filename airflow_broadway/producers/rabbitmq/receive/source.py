@@ -20,6 +20,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
@@ -54,7 +55,7 @@ class RabbitSource:
         self._journal = QueueJournal(env.staging, options.queue)
         self._topology = Topology(options, self._journal)
         self._buffer = Buffer()
-        self._lease = OpenLease(env, options.lease, self._topology, self._journal)
+        self._lease = OpenLease(env, options, self._topology, self._journal)
         ids = Ids(secrets.token_hex(8))
         staged = options.custody == "staged"
         self._bundler = Bundler(
@@ -237,7 +238,7 @@ class RabbitSource:
         now = self._clock.now().timestamp()
         if not self._handed and not self._journal.seen_type(now):
             with self._unless_lost():
-                self._topology.refuse_stream(self._session.connection)
+                refuse_stream(self._session.connection, self._options.queue)
                 self._journal.note_type(now)
         if self._buffer.error is None:
             self._session.worked()
@@ -248,7 +249,7 @@ class RabbitSource:
             return
         connection, consumer = self._session.connection, self._session.consumer
         if consumer.may_be_stream:
-            self._topology.refuse_stream(connection)
+            refuse_stream(connection, self._options.queue)
         self._lease.open(connection)
         connection.post(consumer.open)
 
