@@ -1,0 +1,181 @@
+"""The protocol with one guard left out at a time, and the promise that each of them keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from tests.model.protocol import Custody, Run
+from tests.model.rows import Rows
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+class Mutant(NamedTuple):
+    """A model that lacks a guard.
+
+    :param drop: What the model calls the guard.
+    :param place: Where it stands in the code.
+    :param guard: What it does there.
+    :param promise: What is broken without it.
+    :param custody: The custody in which that shows.
+    :param options: Those of the smallest run in which it shows.
+    """
+
+    drop: str
+    place: str
+    guard: str
+    promise: str
+    custody: Callable[[Run], Custody]
+    options: dict[str, Any]
+
+
+_PROCESS: Final = {"batchers": False, "results": ("ok",)}
+_BATCH: Final = {"batchers": True, "results": ("ok",)}
+
+MUTANTS: Final = (
+    Mutant(
+        "is_over",
+        "runs.sweep.sweep",
+        "asks Airflow whether another run is over, before it settles what that one holds",
+        "the normal path makes no repetition",
+        Rows,
+        {**_PROCESS, "trouble": 0, "lapses": 0, "beside": True},
+    ),
+    Mutant(
+        "settling",
+        "runs.sweep.sweep",
+        "finishes what somebody began to settle, instead of calling it void",
+        "no outcome is contradicted",
+        Rows,
+        {**_BATCH, "lapses": 0, "trouble": 2},
+    ),
+    Mutant(
+        "retention",
+        "staging.retention.sweep_retention",
+        "keeps a run that has an unsettled generation, though it was marked balanced",
+        "what is unsettled stays in staging",
+        Rows,
+        {**_PROCESS, "lapses": 0},
+    ),
+    Mutant(
+        "listed first",
+        "staging.run_folder.StagedRun.open_generation",
+        "writes the copy for sweeps before the record",
+        "a sweep finds what is unsettled",
+        Rows,
+        {**_PROCESS, "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "publish",
+        "staging.run_folder.StagedRun.publish",
+        "looks whether settling has begun, before the manifest is created",
+        "no manifest is published of what is being settled",
+        Rows,
+        {**_PROCESS, "lapses": 0},
+    ),
+    Mutant(
+        "try",
+        "core.formats.ownership.Ownership.check_try",
+        "refuses a try when a later one has begun",
+        "a batch is begun by the last try alone",
+        Rows,
+        {**_BATCH, "lapses": 0},
+    ),
+    Mutant(
+        "journal",
+        "core.formats.ownership.Ownership.check",
+        "refuses a batch whose generation is being settled",
+        "what a run no longer holds reaches no handle_batch",
+        Rows,
+        {**_BATCH, "lapses": 0},
+    ),
+    Mutant(
+        "deadline",
+        "core.formats.ownership.Ownership.check",
+        "refuses a batch whose lease has lapsed",
+        "what a run no longer holds reaches no handle_batch",
+        Rows,
+        {**_BATCH, "trouble": 0},
+    ),
+    Mutant(
+        "outcome",
+        "core.formats.record_batch.BatchRecorder.record",
+        "creates an outcome exclusively: the first one stands",
+        "no outcome is contradicted",
+        Rows,
+        {"batchers": True, "lapses": 0},
+    ),
+    Mutant(
+        "record",
+        "core.formats.record_batch.BatchRecorder.record",
+        "writes the outcome down before anybody may settle by it",
+        "nothing is acknowledged without a recorded success",
+        Rows,
+        {**_BATCH, "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "rest",
+        "staging.settlement.build_settlement",
+        "acknowledges the rest only when every message has an outcome",
+        "nothing is acknowledged without a recorded success",
+        Rows,
+        {**_BATCH, "lapses": 0},
+    ),
+    Mutant(
+        "manifest",
+        "staging.settlement.build_settlement",
+        "releases all of a generation that has published no manifest",
+        "an incomplete generation is never acknowledged",
+        Rows,
+        {**_PROCESS, "lapses": 0},
+    ),
+    Mutant(
+        "outcomes",
+        "staging.settlement.build_settlement",
+        "looks at the manifest and the outcomes before anything is released",
+        "no outcome is contradicted",
+        Rows,
+        {**_PROCESS, "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "intent",
+        "staging.settlement.settle_generation",
+        "creates the intent before the custodian settles",
+        "what a run no longer holds reaches no handle_batch",
+        Rows,
+        {**_BATCH, "lapses": 0},
+    ),
+    Mutant(
+        "forget",
+        "staging.settlement_journal.record_settled",
+        "takes a generation from the list of unsettled ones after its report is written",
+        "a sweep finds what is unsettled",
+        Rows,
+        {**_PROCESS, "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "ended",
+        "producers.sqlite.settling.settle",
+        "settles nothing by a lease that has ended, and gives its report once more",
+        "who holds a message settles it",
+        Rows,
+        {**_PROCESS, "trouble": 0},
+    ),
+    Mutant(
+        "never opened",
+        "producers.sqlite.settling.settle",
+        "ends a lease that has received nothing, so that a late holder cannot begin to",
+        "nothing is received for what is settled",
+        Rows,
+        {**_PROCESS, "lapses": 0},
+    ),
+    Mutant(
+        "deliveries",
+        "producers.sqlite.receive.receive",
+        "counts each delivery of a message",
+        "a repetition is marked",
+        Rows,
+        {**_PROCESS, "lapses": 0},
+    ),
+)

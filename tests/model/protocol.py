@@ -1,0 +1,611 @@
+"""The custody protocol: what each task of a run does, one atomic step after another.
+
+A step is one durable write, one request to a broker, or one look at what others write.  In the
+order of the code::
+
+    process   iter_unsettled · settling of each that is dead · sweep_retention
+              open_generation: the copy in _open/ · the record
+              the source: receive, secure (by the custody) · ProcessWriter.close
+              publish: is there an intent? · create the manifest
+              without batchers: settling of its own
+    batch     plan_batches · begin_try · for each batch: begin: own it? · handle_batch
+              check: own it still? · record: create the outcome · StandIn.finish
+    ack       RunWatcher.settle: which are unsettled? · settling of each · keep_report
+    settling  build_settlement: what is recorded now? · settle_generation: create the intent
+              the custodian: settle (by the custody) · record_settled: create the report
+              forget_open: remove the copy in _open/
+
+A process may be killed or sleep between any two.  Both are one in the model: Airflow takes a thread
+for dead, and goes on without it, and from then on it may take its next step at any time, or never.
+Of what Airflow and people do there is: the next try; no further try; a task cleared; the sensor's
+time-out; a run that is over though its tasks are at work.  A deadline may pass at any time.
+
+What is no step here: renewals (a deadline that has not passed yet may have been moved), settling at
+once, and errors of a broker or a disk, which end a task as a kill does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, Final, Protocol
+
+from tests.model.checker import Step
+from tests.model.state import A, B, Decision, Gen, State, Thread, put, set_gen, set_thread
+
+__all__ = ["CODE", "Custody", "Run"]
+
+#: The step of each thread, and what takes it in the code.
+CODE: Final = {
+    "sweep": "staging.run_folder.iter_unsettled",
+    "retain": "staging.retention.sweep_retention",
+    "list": "staging.run_folder.StagedRun.open_generation",
+    "open": "staging.run_folder.StagedRun.open_generation",
+    "receive": "core.stages.receiving.Receiving",
+    "stage": "staging.writer.ProcessWriter.close",
+    "look": "staging.run_folder.StagedRun.publish",
+    "publish": "staging.run_folder.StagedRun.publish",
+    "plan": "staging.planner.plan_batches",
+    "try": "core.formats.ownership.begin_try",
+    "begin": "core.formats.record_batch.BatchRecorder.begin",
+    "handle": "core.pipeline.Pipeline.handle_batch",
+    "check": "core.formats.ownership.Ownership.check",
+    "record": "core.formats.record_batch.BatchRecorder.record",
+    "stand in": "runs.stand_in.StandIn.finish",
+    "ack": "runs.watch.RunWatcher.settle",
+    "report": "runs.account.keep_report",
+    "decide": "staging.settlement.build_settlement",
+    "intent": "staging.settlement.settle_generation",
+    "settle": "core.custody.protocol.Custodian.settle",
+    "journal": "staging.settlement_journal.record_settled",
+    "forget": "staging.run_folder.StagedRun.forget_open",
+}
+
+#: The first step of each task.
+FIRST: Final = {"process": "sweep", "batch": "plan", "ack": "ack"}
+#: The step that ends a task.
+END: Final = "end"
+
+
+class Custody(Protocol):
+    """One way of holding messages: what the source and the custodian do, and the broker."""
+
+    #: The step of a thread, and what takes it in the code.
+    code: dict[str, str]
+    protocol: Run
+
+    def start(self, present: int, messages: int) -> tuple[Any, ...]:
+        """The broker with so many messages, of so many that will be sent."""
+        ...
+
+    def send(self, state: State) -> State | None:
+        """The publisher sends the next message; ``None``: there is none."""
+        ...
+
+    def step(self, state: State, thread: Thread) -> Iterator[Step[State]]:
+        """What a source or custodian does next: ``receive``, ``settle``, or its own."""
+        ...
+
+    def events(self, state: State) -> Iterator[Step[State]]:
+        """What the broker may do by itself."""
+        ...
+
+    def holds(self, state: State, gen: int) -> bool:
+        """Whether a generation's deadline may still pass."""
+        ...
+
+    def lapse(self, state: State) -> State:
+        """Time goes by until no lease holds any more."""
+        ...
+
+    def ended(self, state: State, gen: int) -> bool:
+        """Whether a settlement has ended the generation's lease."""
+        ...
+
+    def wrong(self, state: State) -> str:
+        """Which promise is broken at the broker."""
+        ...
+
+    def left(self, state: State) -> str:
+        """What is left over, once all should be done."""
+        ...
+
+
+class Run:
+    """The protocol, as a model to explore.
+
+    :param batchers: Whether the pipeline has batchers.
+    :param present: Messages that are in the queue at the beginning.
+    :param later: Messages that are sent at any time.
+    :param trouble: How often something goes wrong: a kill, a clear, a time-out.
+    :param lapses: How many deadlines pass.
+    :param beside: Whether the other run may begin before this one is over.
+    :param results: What a callback may make of a message that comes for the first time.
+    :param drop: The guards that are left out.
+    """
+
+    def __init__(
+        self,
+        custody: Callable[[Run], Custody],
+        *,
+        batchers: bool,
+        present: int = 1,
+        later: int = 0,
+        trouble: int = 1,
+        lapses: int = 1,
+        beside: bool = False,
+        results: Sequence[str] = ("ok", "dead"),
+        drop: str = "",
+    ) -> None:
+        self.batchers = batchers
+        self.present, self.messages = present, present + later
+        self.trouble, self.lapses = trouble, lapses
+        self.beside = beside
+        self.results = results
+        self.drop = drop
+        self.custody = custody(self)
+        self.code = {**CODE, **self.custody.code}
+        self._steps: dict[str, Callable[[State, Thread], Iterator[tuple[str, State]]]] = {
+            "sweep": self._sweep,
+            "retain": self._retain,
+            "list": self._list,
+            "open": self._open,
+            "stage": self._stage,
+            "look": self._look,
+            "publish": self._publish,
+            "plan": self._plan,
+            "try": self._try,
+            "begin": self._begin,
+            "handle": self._handle,
+            "check": self._check,
+            "record": self._record,
+            "stand in": self._stand_in,
+            "ack": self._ack,
+            "report": self._report,
+            "decide": self._decide,
+            "intent": self._intent,
+            "journal": self._journal,
+            "forget": self._forget,
+        }
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def start(self) -> State:
+        none = (False,) * self.messages
+        other = Gen(B, False, False, none, none, ("",) * self.messages)
+        threads = (self.thread("A1", A), self.thread("B1", B, gen=0))
+        broker = self.custody.start(self.present, self.messages)
+        return State((other,), threads, broker, self.trouble, self.lapses)
+
+    @staticmethod
+    def thread(name: str, run: int, task: str = "process", gen: int = -1, **more: Any) -> Thread:
+        """A new execution of a task."""
+        return Thread(name, run, task, FIRST[task], gen, **more)
+
+    def steps(self, state: State) -> list[Step[State]]:
+        found: list[Step[State]] = []
+        for thread in state.threads:
+            found += self.of(state, thread)
+        found += self._airflow(state)
+        if state.lapses:
+            for number, gen in enumerate(state.gens):
+                if (
+                    gen.run == A
+                    and gen.record
+                    and not gen.late
+                    and self.custody.holds(state, number)
+                ):
+                    late = set_gen(state, number, late=True)
+                    name = f"clock: the deadline of generation {number} passes"
+                    found.append(Step(name, late._replace(lapses=state.lapses - 1)))
+        found += self.custody.events(state)
+        sent = self.custody.send(state)
+        if sent is not None:
+            found.append(Step("publisher: another message is sent", sent))
+        return found
+
+    def of(self, state: State, thread: Thread) -> list[Step[State]]:
+        """What one thread may do next."""
+        if thread.at == "sweep" and thread.run == B and not (self.beside or state.over[A]):
+            return []
+        own = self._steps.get(thread.at)
+        if own is None:
+            return list(self.custody.step(state, thread))
+        alone = thread.name if self._is_alone(state, thread) else ""
+        return [
+            Step(self.name(thread, note), self._settled_down(made, thread), alone)
+            for note, made in own(state, thread)
+        ]
+
+    @staticmethod
+    def _is_alone(state: State, thread: Thread) -> bool:
+        """Whether nobody can tell when the thread takes its step.
+
+        Nobody else looks at what a run does in its own files while it goes well with one thread.
+        """
+        if thread.at == "stage":
+            return True
+        if thread.at in ("sweep", "retain") or state.over[thread.run]:
+            return False
+        if thread.run == A and (state.trouble or sum(each.run == A for each in state.threads) > 1):
+            return False
+        if thread.settling and state.gens[thread.settling[0][0]].run != thread.run:
+            return False
+        if thread.at in ("begin", "check") and thread.run == A:
+            return not state.lapses or state.gens[thread.gen].late
+        return True
+
+    def name(self, thread: Thread, note: str) -> str:
+        """What a thread does, for people."""
+        return f"{thread.name} {thread.task}: {self.code[thread.at]}: {note}"
+
+    def wrong(self, state: State) -> str:
+        if state.broken:
+            return state.broken
+        calm = state.trouble == self.trouble and state.lapses == self.lapses
+        for message in range(self.messages):
+            took = [each.marked[message] for each in state.gens if each.got[message]]
+            if took.count(False) > 1:
+                return "a repetition is marked"
+            if calm and len(took) > 1 and "retry" not in self.results:
+                return "the normal path makes no repetition"
+        for gen in state.gens:
+            if gen.record and not gen.report and not gen.listed:
+                return "a sweep finds what is unsettled"
+        return self.custody.wrong(state)
+
+    # -- Airflow, and people -------------------------------------------------------------------
+
+    def _airflow(self, state: State) -> Iterator[Step[State]]:
+        if not state.trouble:
+            return
+        less = state._replace(trouble=state.trouble - 1)
+        main = next((each for each in state.threads if each.run == A and each.chain), None)
+        if main is None:
+            if state.over[A]:
+                again = less._replace(over=put(less.over, A, False))
+                yield Step("Airflow: process is cleared", self._begins(again, "process", None))
+            return
+        gone = set_thread(less, main, chain=False)
+        who = f"Airflow: {main.name} {main.task}"
+        task = "process" if main.task == "given back" else main.task
+        yield Step(f"{who} is taken for dead, and tried again", self._begins(gone, task, main))
+        if main.task != "ack":
+            yield Step(f"{who} is taken for dead for good", self._begins(gone, "ack", main))
+            last = self._begins(less, "ack", main, chain=False)
+            yield Step("Airflow: ack looks for the last time", last)
+        if main.task in ("batch", "ack"):
+            yield Step("Airflow: process is cleared", self._begins(gone, "process", main))
+        yield Step("Airflow: the run is over", gone._replace(over=put(gone.over, A, True)))
+
+    def _begins(self, state: State, task: str, before: Thread | None, **more: Any) -> State:
+        count = state.executions + 1
+        gen = -1 if before is None or task == "process" else before.gen
+        thread = self.thread(f"A{count}", A, task, gen, **more)
+        return state._replace(threads=(*state.threads, thread), executions=count)
+
+    def _settled_down(self, state: State, thread: Thread) -> State:
+        """Go on with the task that follows one that has ended."""
+        now = next((each for each in state.threads if each.name == thread.name), None)
+        if now is None or now.at != END:
+            return state
+        if not now.chain or now.task == "ack":
+            gone = tuple(each for each in state.threads if each.name != now.name)
+            state = state._replace(threads=gone)
+            if now.task == "ack" and now.chain:
+                state = state._replace(over=put(state.over, now.run, True))
+            return state
+        batch = now.task == "process" and self.batchers
+        task = "batch" if batch else "ack"
+        fresh = self.thread(now.name, now.run, task, now.gen)
+        return set_thread(state, now, **fresh._asdict())
+
+    # -- the process task ----------------------------------------------------------------------
+
+    def _sweep(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        todo = []
+        broken = ""
+        for number, gen in enumerate(state.gens):
+            if not gen.listed or number == thread.gen:
+                continue
+            if gen.report:
+                state = set_gen(state, number, listed=False)
+                continue
+            own = gen.run == thread.run
+            if not own and not state.over[gen.run] and self.drop != "is_over":
+                continue
+            void = own and self.batchers and (not gen.intent or self.drop == "settling")
+            if void and gen.intent and any(gen.outcome):
+                broken = "no outcome is contradicted"
+            todo.append((number, void))
+        after = "retain" if any(state.balanced) else "list"
+        at, then = ("decide", after) if todo else (after, "")
+        state = set_thread(state, thread, at=at, settling=tuple(todo), then=then)
+        dead = ", ".join(str(number) for number, _ in todo) or "none"
+        yield f"dead generations: {dead}", state._replace(broken=broken)
+
+    def _retain(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        broken = ""
+        for gen in state.gens:
+            old = gen.record and state.balanced[gen.run] and gen.run != thread.run
+            if old and not gen.report and self.drop == "retention":
+                broken = "what is unsettled stays in staging"
+        note = "runs that were marked balanced, but for unsettled ones"
+        yield note, set_thread(state, thread, at="list")._replace(broken=broken)
+
+    def _list(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        gen = thread.gen
+        if gen < 0:
+            gen = len(state.gens)
+            none = (False,) * self.messages
+            fresh = Gen(thread.run, False, False, none, none, ("",) * self.messages)
+            state = state._replace(gens=(*state.gens, fresh))
+        first = "record" if self.drop == "listed first" else "listed"
+        state = set_gen(state, gen, **{first: True})
+        yield (
+            f"the copy of generation {gen} in _open/",
+            set_thread(state, thread, gen=gen, at="open"),
+        )
+
+    def _open(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        state = set_gen(state, thread.gen, record=True, listed=True)
+        yield "its record", set_thread(state, thread, at="receive")
+
+    def enough(self, state: State, thread: Thread) -> Step[State]:
+        """The source stops, and its messages are handled."""
+        name = self.name(thread, "the queue is empty, or the budget spent")
+        return Step(name, set_thread(state, thread, at="stage", memo=()))
+
+    def give_back(self, state: State, thread: Thread) -> State:
+        """The task fails: what its generation holds is released."""
+        return set_thread(
+            state,
+            thread,
+            task="given back",
+            at="decide",
+            settling=((thread.gen, True),),
+            then=END,
+            memo=(),
+        )
+
+    def _stage(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        gen = state.gens[thread.gen]
+        if self.batchers:
+            yield "the messages for batchers", set_thread(state, thread, at="look")
+            return
+        for results in product(*(self.made_of(gen, place) for place in range(self.messages))):
+            made = set_gen(state, thread.gen, outcome=results)
+            yield f"the entries: {_listed(results)}", set_thread(made, thread, at="look")
+
+    def made_of(self, gen: Gen, message: int) -> Sequence[str]:
+        """What a callback may make of a message."""
+        if not gen.got[message]:
+            return ("",)
+        return ("ok",) if gen.marked[message] else self.results
+
+    def _look(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        intent = state.gens[thread.gen].intent
+        if intent and self.drop != "publish":
+            yield "settling has begun: it gives back", self.give_back(state, thread)
+            return
+        broken = "no manifest is published of what is being settled" if intent else ""
+        state = set_thread(state, thread, at="publish")._replace(broken=broken)
+        yield "settling has not begun", state
+
+    def _publish(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        state = set_gen(state, thread.gen, manifest=True)
+        if self.batchers and any(state.gens[thread.gen].got):
+            state = set_thread(state, thread, at=END, memo=())
+        else:
+            own = ((thread.gen, False),)
+            state = set_thread(state, thread, at="decide", settling=own, then=END, memo=())
+        yield "the manifest", state
+
+    # -- the batch task ------------------------------------------------------------------------
+
+    def _plan(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        gen = state.gens[thread.gen] if thread.gen >= 0 else None
+        if gen is None or not gen.manifest or gen.intent:
+            yield "the generation is left out", set_thread(state, thread, at=END)
+            return
+        state = set_gen(state, thread.gen, planned=True)
+        yield "the plan", set_thread(state, thread, at="try")
+
+    def _try(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number = state.tries[thread.run] + 1
+        state = state._replace(tries=put(state.tries, thread.run, number))
+        changes = self._next(state, thread, 0)
+        yield f"try {number}", set_thread(state, thread, number=number, **changes)
+
+    def _next(self, state: State, thread: Thread, place: int) -> dict[str, Any]:
+        """Go to the next batch without an outcome."""
+        gen = state.gens[thread.gen]
+        while place < self.messages and (not gen.got[place] or gen.outcome[place]):
+            place += 1
+        at = "begin" if place < self.messages else "stand in"
+        return {"at": at, "place": place if at == "begin" else 0, "result": ""}
+
+    def _owns(self, state: State, thread: Thread) -> str:
+        gen = state.gens[thread.gen]
+        if state.tries[thread.run] > thread.number and self.drop != "try":
+            return "a later try has begun"
+        if (gen.intent or gen.report) and self.drop != "journal":
+            return "it is being settled"
+        if gen.late and self.drop != "deadline":
+            return "its lease has lapsed"
+        return ""
+
+    def _begin(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        refused = self._owns(state, thread)
+        if refused:
+            at = END if refused.startswith("a later") else "stand in"
+            yield f"{refused}: it stops", set_thread(state, thread, at=at, place=0)
+            return
+        broken = ""
+        if state.tries[thread.run] > thread.number:
+            broken = "a batch is begun by the last try alone"
+        elif self.custody.ended(state, thread.gen) or state.gens[thread.gen].late:
+            broken = "what a run no longer holds reaches no handle_batch"
+        state = set_thread(state, thread, at="handle")._replace(broken=broken)
+        yield f"batch {thread.place} is owned", state
+
+    def _handle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        if self.drop == "record":  # what has no outcome counts as if it had one
+            yield (
+                "ok, and nothing is recorded",
+                set_thread(state, thread, **self._next(state, thread, thread.place + 1)),
+            )
+            return
+        for result in self.made_of(state.gens[thread.gen], thread.place):
+            note = f"batch {thread.place}: {result}"
+            yield note, set_thread(state, thread, at="check", result=result)
+
+    def _check(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        refused = self._owns(state, thread)
+        if refused:
+            at = END if refused.startswith("a later") else "stand in"
+            yield (
+                f"{refused}: nothing is recorded",
+                set_thread(state, thread, at=at, place=0, result=""),
+            )
+        else:
+            yield "it is owned still", set_thread(state, thread, at="record")
+
+    def _record(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        gen, place = state.gens[thread.gen], thread.place
+        there, broken = gen.outcome[place], ""
+        if not there or self.drop == "outcome":
+            note = f"the outcome of batch {place}: {thread.result}"
+            if there and there != thread.result:
+                broken = "no outcome is contradicted"
+            outcome = put(gen.outcome, place, thread.result)
+            state = set_gen(state, thread.gen, outcome=outcome)
+        else:
+            note = f"the outcome {there!r} of batch {place} stands"
+        changes = self._next(state, thread, place + 1)
+        yield note, set_thread(state, thread, **changes)._replace(broken=broken)
+
+    def _stand_in(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        yield "the sensor is there", set_thread(state, thread, at=END)
+        gen = state.gens[thread.gen]
+        decision = self.decision(gen, void=False)
+        if (decision.complete or gen.intent) and not gen.report:
+            made = set_thread(
+                state,
+                thread,
+                at="intent",
+                decision=decision,
+                settling=((thread.gen, False),),
+                then=END,
+            )
+            yield "no sensor has looked: it settles", made
+
+    # -- the sensor ----------------------------------------------------------------------------
+
+    def _ack(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        todo = tuple(
+            (number, False)
+            for number, each in enumerate(state.gens)
+            if each.run == thread.run and each.record and not each.report
+        )
+        at = "decide" if todo else "report"
+        note = f"unsettled: {', '.join(str(number) for number, _ in todo) or 'none'}"
+        yield note, set_thread(state, thread, at=at, settling=todo, then="report")
+
+    def _report(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        own = [each for each in state.gens if each.run == thread.run and each.record]
+        balanced = all(each.report and _balances(each) for each in own)
+        if balanced:
+            state = state._replace(balanced=put(state.balanced, thread.run, True))
+        yield f"balanced: {balanced}", set_thread(state, thread, at=END)
+
+    # -- settling ------------------------------------------------------------------------------
+
+    def decision(self, gen: Gen, *, void: bool) -> Decision:
+        """What is made of what is recorded now."""
+        if self.drop == "outcomes" or (not gen.manifest and self.drop != "manifest"):
+            return Decision(False, False, ("release",) * self.messages, void)
+        verdicts = []
+        for got, outcome in zip(gen.got, gen.outcome, strict=True):
+            verdict = {"ok": "ack", "": "release"}.get(outcome, outcome)
+            if not outcome and self.drop in ("rest", "manifest", "record"):
+                verdict = "ack"
+            verdicts.append("" if not got else "release" if void else verdict)
+        recorded = all(not got or was for got, was in zip(gen.got, gen.outcome, strict=True))
+        return Decision(True, recorded and not void, tuple(verdicts), void)
+
+    def _decide(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number, void = thread.settling[0]
+        decision = self.decision(state.gens[number], void=void)
+        note = f"generation {number}: {_listed(decision.verdicts)}"
+        note += "" if decision.published else ", no manifest"
+        released = zip(state.gens[number].outcome, decision.verdicts, strict=True)
+        broken = ""
+        if (
+            state.gens[number].manifest
+            and not void
+            and any(o and v == "release" for o, v in released)
+        ):
+            broken = "no outcome is contradicted"
+        state = set_thread(state, thread, at="intent", decision=decision)
+        yield note, state._replace(broken=broken)
+
+    def _intent(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number, _ = thread.settling[0]
+        if state.gens[number].report:
+            state = set_gen(state, number, listed=False)
+            yield f"generation {number} is settled", self._settled(state, thread)
+            return
+        if self.drop != "intent":
+            state = set_gen(state, number, intent=True)
+        if self.drop == "forget":
+            state = set_gen(state, number, listed=False)
+        yield f"the intent of generation {number}", set_thread(state, thread, at="settle", memo=())
+
+    def _journal(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number, _ = thread.settling[0]
+        there = state.gens[number].report
+        note, broken = f"the report of generation {number}: {_listed(thread.report)}", ""
+        if there and self.drop != "report":
+            note = f"the report {_listed(there)} of generation {number} stands"
+        else:
+            if there and there != thread.report:
+                broken = "the first report stands"
+            state = set_gen(state, number, report=thread.report, intent=True)
+        state = set_thread(state, thread, at="forget", report=(), memo=())
+        yield note, state._replace(broken=broken)
+
+    def _forget(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        number, _ = thread.settling[0]
+        state = set_gen(state, number, listed=False)
+        yield f"the copy of generation {number} in _open/", self._settled(state, thread)
+
+    @staticmethod
+    def _settled(state: State, thread: Thread) -> State:
+        """Go on to the next generation to settle."""
+        left = thread.settling[1:]
+        at, then = ("decide", thread.then) if left else (thread.then, "")
+        return set_thread(
+            state, thread, at=at, then=then, settling=left, decision=None, report=(), memo=()
+        )
+
+    def carried(self, state: State, thread: Thread, message: int, verdict: str) -> str:
+        """Which promise is broken by a verdict that is carried out now; empty if none is."""
+        number, _ = thread.settling[0]
+        gen = state.gens[number]
+        if verdict == "ack" and not gen.manifest:
+            return "an incomplete generation is never acknowledged"
+        if verdict == "ack" and gen.outcome[message] != "ok":
+            return "nothing is acknowledged without a recorded success"
+        if verdict in ("retry", "dead") and gen.outcome[message] != verdict:
+            return "no outcome is contradicted"
+        return ""
+
+
+def _balances(gen: Gen) -> bool:
+    """Whether a report names as many messages as the manifest, where there is one."""
+    return not gen.manifest or sum(map(bool, gen.report)) == sum(gen.got)
+
+
+def _listed(values: Sequence[str]) -> str:
+    return " ".join(each or "-" for each in values)

@@ -1,0 +1,102 @@
+"""From every state the end can be reached: all processes die, and Airflow does what it does then.
+
+Whatever died, a task that is tried again, a sensor alone, or the next run gives back what is held;
+then leases lapse, and one more run takes what is there.  After that nothing may be left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tests.model.protocol import Run
+from tests.model.state import A, B, C, State, Thread, put
+
+__all__ = ["Recovery"]
+
+#: Steps of one execution, at most.
+MOST = 400
+
+
+class Recovery:
+    """Brings a run's states to their end, each once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: dict[State, tuple[str, Sequence[str]] | None] = {}
+        #: States from which the last run brings all to an end.
+        self._well: set[State] = set()
+
+    def __call__(self, state: State) -> tuple[str, Sequence[str]] | None:
+        """Which promise is broken on the way, and by which steps; ``None`` if all ends well."""
+        dead = state._replace(threads=(), trouble=0, lapses=0, tries=(0, 0, 0), executions=0)
+        if dead not in self._known:
+            self._known[dead] = self._found(dead)
+        return self._known[dead]
+
+    def _found(self, dead: State) -> tuple[str, Sequence[str]] | None:
+        while (sent := self._run.custody.send(dead)) is not None:
+            dead = sent
+        dead = dead._replace(over=put(dead.over, B, True))
+        run = self._run
+        gen = max((n for n, each in enumerate(dead.gens) if each.run == A), default=-1)
+        first = [
+            run.thread("next run", C),
+            run.thread("next try", A),
+            run.thread("next batch", A, "batch", gen),
+            run.thread("next ack", A, "ack", gen),
+        ]
+        for thread in first if run.batchers else [first[0], first[1], first[3]]:
+            found = self._ends(dead, thread)
+            if found is not None:
+                return found
+        return None
+
+    def _ends(self, state: State, thread: Thread) -> tuple[str, Sequence[str]] | None:
+        names = ["all processes die"]
+        over = put(state.over, A, thread.run != A)
+        state, promise = self._run_through(state._replace(over=over), thread, names)
+        if promise:
+            return promise, names
+        names.append("all leases lapse")
+        state = self._run.custody.lapse(state)._replace(over=(True, True, False))
+        if state in self._well:
+            return None
+        end, promise = self._run_through(state, self._run.thread("last run", C), names)
+        promise = promise or self._left(end)
+        if promise:
+            return promise, names
+        self._well.add(state)
+        return None
+
+    def _run_through(self, state: State, thread: Thread, names: list[str]) -> tuple[State, str]:
+        """Execute a task, and those after it; the promise that is broken on the way."""
+        state = state._replace(threads=(thread,))
+        for name, reached in self._steps(state):
+            names.append(name)
+            state = reached
+            promise = self._run.wrong(state)
+            if promise:
+                return state, promise
+        return state, f"{thread.name} ends" if state.threads else ""
+
+    def _steps(self, state: State) -> Iterator[tuple[str, State]]:
+        """The steps of the one thread, and what the broker does meanwhile."""
+        for _ in range(MOST):
+            for event in self._run.custody.events(state):
+                state = event.state
+                yield event.name, state
+                break
+            else:
+                if not state.threads:
+                    return
+                step = self._run.of(state, state.threads[0])[0]
+                state = step.state
+                yield step.name, state
+
+    def _left(self, state: State) -> str:
+        for number, gen in enumerate(state.gens):
+            if gen.record and not gen.report:
+                return f"generation {number} is unsettled in the end"
+            if gen.listed:
+                return f"generation {number} is on the list of unsettled ones in the end"
+        return self._run.custody.left(state)

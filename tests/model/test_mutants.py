@@ -1,0 +1,22 @@
+"""The model has teeth: without any one of its guards, the search finds what goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.checker import explore
+from tests.model.mutants import MUTANTS, Mutant
+from tests.model.protocol import Run
+from tests.model.recovery import Recovery
+
+MOST = 150_000
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.drop)
+def test_without_a_guard_a_promise_is_broken(mutant: Mutant) -> None:
+    run = Run(mutant.custody, **mutant.options, drop=mutant.drop)
+
+    found = explore(run, most=MOST, then=Recovery(run)).broken
+
+    assert found is not None, f"nothing shows that {mutant.place} {mutant.guard}"
+    assert found.promise == mutant.promise, str(found)

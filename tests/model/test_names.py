@@ -1,0 +1,40 @@
+"""The model's steps and guards are the code's: whoever renames a function renames it here too."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+from tests.model.mutants import MUTANTS
+from tests.model.protocol import CODE
+from tests.model.rows import Rows
+
+NAMES = sorted({*CODE.values(), *Rows.code.values(), *(mutant.place for mutant in MUTANTS)})
+
+
+def found(name: str) -> Any:
+    """What a dotted name means in the package."""
+    parts = ["airflow_broadway", *name.split(".")]
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("airflow_broadway"):
+                raise
+            continue
+        for part in parts[end:]:
+            value = getattr(value, part)
+        return value
+    raise AssertionError(f"there is no {name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_model_names_is_there(name: str) -> None:
+    assert callable(found(name))
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    with pytest.raises(AttributeError):
+        found("staging.run_folder.StagedRun.publish_it")
