@@ -11,7 +11,6 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Self
 
 __all__ = ["FETCH", "KafkaProxy"]
@@ -67,6 +66,13 @@ class KafkaProxy:
         async def listen() -> asyncio.Server:
             return await asyncio.start_server(self._join, "127.0.0.1", 0, ssl=self._tls)
 
+        async def hang_up() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the sockets are closed at the loop's next turn
+
         loop = self._loop
         # A client that does not trust the certificate hangs up in the middle: as it should.
         loop.set_exception_handler(lambda *_: None)
@@ -77,20 +83,24 @@ class KafkaProxy:
             loop.run_forever()
         finally:
             server.close()
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            loop.run_until_complete(asyncio.sleep(0))
+            loop.run_until_complete(hang_up())
             loop.close()
 
     async def _join(self, client: Any, to_client: asyncio.StreamWriter) -> None:
         broker, to_broker = await asyncio.open_connection("127.0.0.1", self._target)
         asked: dict[int, int] = {}
-        with suppress(OSError, asyncio.IncompleteReadError):
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._requests(client, to_broker, to_client, asked))
-                both.create_task(self._answers(broker, to_client, asked))
-        for writer in (to_client, to_broker):
-            writer.close()
+        ways = (
+            asyncio.ensure_future(self._requests(client, to_broker, to_client, asked)),
+            asyncio.ensure_future(self._answers(broker, to_client, asked)),
+        )
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            for writer in (to_client, to_broker):
+                writer.close()
+            await asyncio.gather(*ways, return_exceptions=True)
 
     async def _requests(
         self,
