@@ -32,7 +32,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_ke
 from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.message import Status
-from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
+from airflow_broadway.core.stages.callbacks import PROTECTED, end_span, log_failure, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
@@ -225,9 +225,7 @@ class _Batch:
                 span.stop(self._about)
             return self._failed_whole(error)
         except BaseException as error:
-            if span is not None:
-                status = status_of(error)
-                span.exception(status.kind, status.reason, status.stacktrace)
+            end_span(span, error)
             raise
         if span is not None:
             span.stop(self._about)

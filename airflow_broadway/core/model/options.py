@@ -113,25 +113,7 @@ def override(base: Any, given: Mapping[str, Any], path: str, *, rendered: bool =
     :param rendered: Templates have been rendered: read text as what the rule asks for.
     :raises OptionsError: With the full path of the option.
     """
-    if not isinstance(given, Mapping):
-        raise OptionsError(path, "a mapping of options", given)
-    fields = {field.name: field for field in dataclasses.fields(base)}
-    changed: dict[str, Any] = {}
-    for name, value in given.items():
-        where = f"{path}.{name}"
-        if name not in fields:
-            raise _unknown(where, value, fields)
-        rule: Rule = fields[name].metadata["rule"]
-        nested = fields[name].metadata["nested"]
-        if nested is not None and isinstance(value, Mapping):
-            held = getattr(base, name)
-            changed[name] = (
-                build(nested, value, where, rendered=rendered)
-                if held is None
-                else override(held, value, where, rendered=rendered)
-            )
-            continue
-        changed[name] = _checked(where, rule, value, rendered)
+    changed = _read(type(base), base, given, path, rendered)
     auto = {name: AUTO for name in getattr(base, "_auto", ()) if name not in changed}
     try:
         return dataclasses.replace(base, **auto, **changed)
@@ -141,6 +123,17 @@ def override(base: Any, given: Mapping[str, Any], path: str, *, rendered: bool =
 
 def build(cls: type[Any], given: Mapping[str, Any], path: str, *, rendered: bool = False) -> Any:
     """A new set of options from a mapping, as :func:`override` reads one."""
+    values = _read(cls, None, given, path, rendered)
+    try:
+        return cls(**values)
+    except OptionsError as error:
+        raise _under(path, error) from None
+
+
+def _read(
+    cls: type[Any], base: Any, given: Mapping[str, Any], path: str, rendered: bool
+) -> dict[str, Any]:
+    """The options of a mapping, checked; nested ones replace some of those that ``base`` has."""
     if not isinstance(given, Mapping):
         raise OptionsError(path, "a mapping of options", given)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -149,16 +142,14 @@ def build(cls: type[Any], given: Mapping[str, Any], path: str, *, rendered: bool
         where = f"{path}.{name}"
         if name not in fields:
             raise _unknown(where, value, fields)
-        nested = fields[name].metadata["nested"]
-        values[name] = (
-            build(nested, value, where, rendered=rendered)
-            if nested is not None and isinstance(value, Mapping)
-            else _checked(where, fields[name].metadata["rule"], value, rendered)
-        )
-    try:
-        return cls(**values)
-    except OptionsError as error:
-        raise _under(path, error) from None
+        nested, held = fields[name].metadata["nested"], getattr(base, name, None)
+        if nested is None or not isinstance(value, Mapping):
+            values[name] = _checked(where, fields[name].metadata["rule"], value, rendered)
+        elif held is None:
+            values[name] = build(nested, value, where, rendered=rendered)
+        else:
+            values[name] = override(held, value, where, rendered=rendered)
+    return values
 
 
 def _unknown(

@@ -15,6 +15,7 @@ from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
     context_of,
+    end_span,
     expect_messages,
     fail_all,
     log_failure,
@@ -81,9 +82,7 @@ class BatchProcessorStage:
             with Scope("batch") as scope:
                 result = self._handle(messages, info, context, scope)
         except BaseException as error:
-            if span is not None:
-                status = status_of(error)
-                span.exception(status.kind, status.reason, status.stacktrace)
+            end_span(span, error)
             raise
         if span is not None:
             span.stop(

@@ -27,6 +27,7 @@ __all__ = [
     "PROTECTED",
     "Returned",
     "context_of",
+    "end_span",
     "expect_messages",
     "fail_all",
     "is_of",
@@ -77,6 +78,13 @@ def status_of(error: BaseException) -> Status:
     if isinstance(error, SystemExit):
         return Status("exit", error.code)
     return Status("error", error)
+
+
+def end_span(span: telemetry.Span | None, error: BaseException) -> None:
+    """End a span, if there is one, by the exception that its work raised."""
+    if span is not None:
+        status = status_of(error)
+        span.exception(status.kind, status.reason, status.stacktrace)
 
 
 def code_of(error: BaseException) -> str:
@@ -212,10 +220,8 @@ def run_handle_failed(
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)
     except PROTECTED as error:
-        status = status_of(error)
         log_failure("handle_failed", pipeline, error, len(failed))
-        if span is not None:
-            span.exception(status.kind, status.reason, status.stacktrace)
+        end_span(span, error)
         return [scope.restored(message) for message in failed]
     handled = _handled(pipeline, failed, returned, scope)
     if span is not None:

@@ -23,6 +23,7 @@ from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
     Returned,
     context_of,
+    end_span,
     expect_messages,
     fail_all,
     is_of,
@@ -116,9 +117,7 @@ class ProcessorStage:
             with Scope("process") as scope:
                 result = self._handle(chunk, context, scope, unconverted, heard)
         except BaseException as error:
-            if span is not None:
-                status = status_of(error)
-                span.exception(status.kind, status.reason, status.stacktrace)
+            end_span(span, error)
             raise
         if span is not None:
             successful = result.successful if unconverted is None else unconverted
@@ -317,13 +316,11 @@ class ProcessorStage:
                 if result.ok and self._convert is not None:
                     result = self._convert(result)
             except PROTECTED as error:
-                status = status_of(error)
                 log_failure("handle_message", self.pipeline, error, 1, message.message_id)
-                failed.append(scope.restored(message).with_status(status))
-                span.exception(status.kind, status.reason, status.stacktrace)
+                failed.append(scope.restored(message).with_status(status_of(error)))
+                end_span(span, error)
             except BaseException as error:
-                status = status_of(error)
-                span.exception(status.kind, status.reason, status.stacktrace)
+                end_span(span, error)
                 if not isinstance(error, self._interrupts):
                     raise
                 self._interrupted(message, error)

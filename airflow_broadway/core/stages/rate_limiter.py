@@ -67,11 +67,6 @@ class RateLimiter:
         self._clock = clock or SystemClock()
         self._state = state or MemoryRateState()
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is a limit."""
-        return self._options is not None
-
     def take(self, wanted: int) -> int:
         """Grant up to ``wanted`` messages of the present window, and count them as taken."""
         if self._options is None or wanted <= 0:

@@ -65,17 +65,20 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """It, for people."""
+        """Host and port, for people."""
         return f"{self.host}:{self.port}"
 
     def hosts(self) -> Iterator[Address]:
-        """It, for each of its hosts."""
+        """One address for each host, the first one first."""
         yield replace(self, others=())
         for host, port in self.others:
             yield replace(self, host=host, port=port, others=())
 
     def parameters(self) -> Any:
-        """It, for pika."""
+        """What pika is to connect with.
+
+        :raises ConnectionMissing: If the files that ``tls`` names cannot be used.
+        """
         import pika
         from pika.credentials import ExternalCredentials
 
@@ -223,7 +226,7 @@ def _is_external(extra: Mapping[str, Any], tls: Mapping[str, Any] | None, shown:
 
 
 def _management_url_of(extra: Mapping[str, Any], shown: str) -> str | None:
-    """See :class:`Address`."""
+    """As :class:`Address` has it."""
     url = extra.get("management_url")
     if url is False or url == "false":
         return ""

@@ -53,7 +53,7 @@ class Backoff:
         return self._last
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin with the shortest delay again."""
         self._last = None
 
 
@@ -81,12 +81,12 @@ class Attempts:
         self._end: float | None = None
 
     def worked(self) -> None:
-        """The next failure begins anew."""
+        """End this stretch: the next failure begins another."""
         self._end = None
         self._backoff.reset()
 
     def again(self, error: BroadwayError) -> None:
-        """Wait until it is to be tried again: after the first failure of a stretch at once.
+        """Wait as the back-off says; after the first failure of a stretch, not at all.
 
         :param error: What failed.
         :raises BroadwayError: The error, if it is not to be tried again.
@@ -96,7 +96,7 @@ class Attempts:
         self._begin()
 
     def pause(self, error: BroadwayError) -> None:
-        """The same, but after the first failure too there is a delay."""
+        """The same, but wait after the first failure too."""
         end = self._begin()
         pause, now = self._backoff.next(), self._clock.monotonic()
         if pause is None or now + pause > end or self._stopping():
@@ -109,7 +109,7 @@ class Attempts:
                 raise error
 
     def _begin(self) -> float:
-        """When it is given up; the time runs from the first failure on."""
+        """When this stretch is given up: so long after its first failure."""
         if self._end is None:
             self._end = self._clock.monotonic() + self._seconds
         return self._end

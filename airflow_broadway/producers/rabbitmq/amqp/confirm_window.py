@@ -19,7 +19,7 @@ __all__ = ["ConfirmWindow", "Place"]
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """The place of one publication in the order of the deliveries."""
+    """The place of one publication in the order of the deliveries; see :meth:`.reserve`."""
 
     key: str
     tag: int | None
@@ -56,7 +56,7 @@ class ConfirmWindow:
 
     @property
     def unpublished(self) -> bool:
-        """Whether all waits for what has a place and is not published yet.  From any thread."""
+        """Whether the first place is not published yet: all wait for it.  For any thread."""
         return any(not place.sent for place in list(self._order)[:1])
 
     def reserve(self, key: str, tag: int | None = None, load: Any = None) -> Place:
@@ -82,7 +82,7 @@ class ConfirmWindow:
         self.send(self.reserve(key, tag, load))
 
     def extend(self, tag: int) -> bool:
-        """Let ``tag`` be done with when all that has a place is; ``False`` if nothing has."""
+        """Let ``tag`` be done with when the last place is; ``False`` if there is none."""
         if not self._order:
             return False
         last = self._order[-1]
@@ -90,14 +90,17 @@ class ConfirmWindow:
         return True
 
     def returned(self, key: str | None, reason: str) -> None:
-        """The broker gave a publication back; an unknown key refuses everything that is open."""
+        """Note that the broker gave a publication back: every open one, if its key is unknown."""
         names = [key] if key is not None and key in self._keys else list(self._keys)
         for name in names:
             self.refused.setdefault(name, reason)
             self._keys[name].refused = True
 
     def confirmed(self, number: int, multiple: bool, *, refused: bool = False) -> list[Place]:
-        """A confirm, or a refusal, of one publication or of all up to it; those it answers."""
+        """Note the answer to one publication, or to all up to it; returns their places.
+
+        :param number: Of the publication on its channel, from 1.
+        """
         if multiple:
             numbers = []
             for each in self._open:
@@ -120,7 +123,7 @@ class ConfirmWindow:
         return answered
 
     def relied_on(self) -> list[tuple[int | None, Any]]:
-        """The tags and loads of the longest prefix that may newly be relied on."""
+        """The tags and loads of what may newly be relied on, in order; each is returned once."""
         order, found = self._order, []
         while order and order[0].confirmed:
             place = order.popleft()
@@ -128,7 +131,7 @@ class ConfirmWindow:
         return found
 
     def forget(self) -> dict[str, str]:
-        """Begin anew once nothing is open; what was refused, and why."""
+        """Begin anew, once nothing is open; returns what was refused: key → why."""
         refused, self.refused = self.refused, {}
         self._order.clear()
         return refused

@@ -57,7 +57,7 @@ class Publisher:
             self._send()
 
     def flush(self) -> dict[str, str]:
-        """Wait until everything is confirmed; what was refused since the last time, and why.
+        """Wait until everything is confirmed; returns what was refused meanwhile: key → why.
 
         :raises ProducerError: If the channel is lost.
         """

@@ -52,12 +52,12 @@ class Buffer:
             self.credit = count
 
     def add_under_way(self, count: int) -> None:
-        """So many messages of a returned bundle are under way."""
+        """Note that so many messages of a returned bundle are under way."""
         with self.changed:
             self.under_way += count
 
     def take(self, demand: int) -> list[Held]:
-        """At most ``demand`` messages."""
+        """Hand out at most ``demand`` messages."""
         taken: list[Held] = []
         with self.changed:
             while self._waiting and len(taken) < demand:
@@ -73,19 +73,19 @@ class Buffer:
         return taken
 
     def take_all(self) -> list[Held]:
-        """Everything; what else was under way is its queue's again, and was handed to nobody."""
+        """Hand out everything; what else was under way is its queue's again."""
         with self.changed:
             taken = self.take(self._count())
             self.under_way = 0
         return taken
 
     def begin(self) -> None:
-        """A connection is made: whatever ended an earlier one is over."""
+        """Forget why an earlier connection ended: another is made."""
         with self.changed:
             self.error = None
 
     def forget_unsecured(self) -> None:
-        """A connection is lost: what was taken and not secured is its queue's again."""
+        """Forget what a lost connection took and did not secure: it is its queue's again."""
         with self.changed:
             self.under_way = self._count()
 
@@ -102,7 +102,7 @@ class Buffer:
         return room
 
     def unclaim(self, count: int) -> None:
-        """So many were not taken after all."""
+        """Note that so many claimed messages were not taken."""
         with self.changed:
             self.under_way -= count
 
@@ -112,7 +112,7 @@ class Buffer:
         return self.under_way >= self.credit
 
     def add(self, loads: Iterable[list[Held] | Aside | None]) -> None:
-        """Bundles may be relied on, or what was published in their place."""
+        """Take in what may be relied on: a bundle's messages, or what was set aside."""
         with self.changed:
             for load in loads:
                 if isinstance(load, Aside):
@@ -133,7 +133,7 @@ class Buffer:
             )
 
     def fail(self, error: BroadwayError) -> None:
-        """Nothing more comes."""
+        """Note why nothing more comes; the first reason stands."""
         with self.changed:
             if self.error is None:
                 self.error = error

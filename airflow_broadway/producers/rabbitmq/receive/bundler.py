@@ -152,11 +152,11 @@ class OpenBundle:
         self._tag = tag
 
     def add_repetition(self, tag: int) -> None:
-        """A delivery is one message once more: it is done with when what came before is."""
+        """Note a message that came before: its delivery is done with when all up to it is."""
         self._tag = tag
 
     def publish_full(self) -> None:
-        """Publish it if it takes no more messages; see to the end of mere repetitions."""
+        """Publish it if it is full; if there were repetitions alone, have them acknowledged."""
         if len(self.messages) >= bundles.MAX_MESSAGES:
             self.publish()
         elif self._tag is not None and not self.messages:

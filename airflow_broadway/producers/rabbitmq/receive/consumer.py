@@ -114,14 +114,14 @@ class Consumer:
         return bool(backlog) and b"x-stream-offset" in backlog[0].properties
 
     def journal_read(self) -> None:
-        """The journal that was wanted is read."""
+        """Go on, now that the wanted journal is read."""
         self._unread = ""
         self.channel.connection.post(self._pump)
 
     # -- in the connection's thread ------------------------------------------------------------
 
     def open(self) -> None:
-        """There is a lease queue now."""
+        """Go on, now that there is a lease queue."""
         self._open = True
         self._pump()
 

@@ -36,10 +36,10 @@ __all__ = ["RabbitCustodian"]
 
 log = logging.getLogger(__name__)
 
-#: So near to its end a lease is not relied on, and bundles are read and compared: a part of the
-#: whole lease, and seconds at most.
+#: A lease that ends so soon is not relied on: bundles are read and compared.  A part of the whole
+#: lease, and seconds at most.
 _LEASE_MARGIN, _MAX_LEASE_MARGIN_SECONDS = 0.05, 60.0
-#: How often a settlement is begun whose connection held for a while, and then broke on the way.
+#: How often a settlement is begun whose connections break only after a while.
 _MAX_SETTLE_TRIES = 3
 
 _Done = TypeVar("_Done")
@@ -122,7 +122,7 @@ class RabbitCustodian:
         declared = lease.state.get("declared") or self._journal.opened(lease.generation)
         if not declared or self._clock.now() >= lease.deadline:
             return SettleReport()
-        # Not by us: who deletes it has noted that it is settled, or waits until it has lapsed.
+        # It was not us: we delete a lease queue once it is settled, which is noted, or has lapsed.
         handed = int(lease.state.get("messages", 0)) - len(self._journal.now(lease.generation))
         held = many(handed, "message") if handed > 0 else "all of it"
         error = (

@@ -100,7 +100,7 @@ class Outbox:
     def carry_out(self, held: Held, verdict: Verdict, *, again: bool = False) -> None:
         """Publish what follows from a verdict other than ``ACK``; :meth:`finish` says what failed.
 
-        :param again: Whether somebody else may do the same.
+        :param again: Whether another settlement may publish the same: a dead letter says so.
         """
         action, key = verdict.action, held.message_id
         exchange, routing_key = self._place(held, verdict)
@@ -174,7 +174,7 @@ class Outbox:
         )
 
     def release(self, header: Header, messages: Sequence[Held]) -> None:
-        """Put released messages into the returns queue."""
+        """Put messages back into the returns queue, in bundles made of the one they came in."""
         for number, part in enumerate(bundles.grouped(messages, self._capacity)):
             name = f"{header.bundle}.released" + (f".{number}" if number else "")
             again = header.released_part(name, len(part))
@@ -213,7 +213,7 @@ class Outbox:
     # -- what came of it -----------------------------------------------------------------------
 
     def finish(self) -> dict[str, Action]:
-        """Wait until all is confirmed; the messages that failed, and what was to be done.
+        """Wait until all is confirmed; returns what failed: message id → what was to be done.
 
         :raises ProducerError: If the returns queue takes none of them: then nothing is to be
             acknowledged.

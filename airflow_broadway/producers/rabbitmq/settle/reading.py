@@ -67,6 +67,7 @@ class BundlesRead:
         self.named = named
         #: Bundle → its messages.
         self.bundles: dict[str, list[str]] = {}
+        #: Message id → what was done with it.
         self.became: dict[str, Action] = {}
         self.failed: set[str] = set()
         self.errors: list[str] = []
@@ -74,7 +75,7 @@ class BundlesRead:
         self._more: Counter[Action] = Counter()
 
     def unpack(self, body: bytes, journal: QueueJournal) -> tuple[Header | None, list[Held]]:
-        """A bundle's header and messages; no header if it cannot be read, and is left."""
+        """A bundle's header and messages; no header if it cannot be read: it stays where it is."""
         try:
             header, messages = bundles.unpack(body)
             if header.staged is not None:
@@ -115,7 +116,10 @@ def _hash_of(message: Held) -> int:
 
 
 def together(other: Settled, read: BundlesRead) -> tuple[SettleReport, list[str] | None]:
-    """What another settlement noted while this one was at work, and what this one did beside it."""
+    """The report of two settlements at once: this one, and another that noted its own meanwhile.
+
+    :returns: The report, and the bundles that it is true of; ``None``: all.
+    """
     report = other.report
     if other.details["bundles"] is None:
         return report, None

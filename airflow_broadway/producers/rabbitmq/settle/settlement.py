@@ -98,7 +98,7 @@ class LeaseSettlement:
         )
 
     def by_staging(self, settlement: Settlement) -> SettleReport | None:
-        """Settle without reading bundles; ``None`` if the lease came too near to its end."""
+        """Settle without reading bundles; ``None`` if the lease ended meanwhile."""
         actions = self._publish_entries(settlement.entries())
         failed = self._finish(actions)
         actions[Action.ACK] = (
@@ -175,8 +175,9 @@ class LeaseSettlement:
     def by_bundles(self, settlement: Settlement, *, held: bool, crashed: bool) -> SettleReport:
         """Settle what the lease queue still has.
 
-        :param held: Whether the lease has not come to its end: then nothing can be under way from
-            the lease queue, and with a manifest nothing to it.
+        :param held: Whether the lease is far from its end: then no bundle has lapsed out of the
+            lease queue, and if there is a manifest, none is on its way into it.
+        :param crashed: Whether the process that received died: its messages then count a crash.
         """
         published = settlement.expected is not None
         if not published:
