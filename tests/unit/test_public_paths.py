@@ -45,11 +45,13 @@ PUBLIC = {
     "airflow_broadway.operators.run": ["BroadwayRunOperator"],
     "airflow_broadway.operators.spark_submit": ["BroadwaySparkSubmitOperator"],
     "airflow_broadway.producers": [
+        "KafkaProducer",
         "RabbitMQProducer",
         "SqliteProducer",
         "SqliteQueue",
         "SqsProducer",
     ],
+    "airflow_broadway.producers.kafka": ["ClientConfig", "FetchConfig", "KafkaProducer"],
     "airflow_broadway.producers.rabbitmq": ["Qos", "RabbitMQProducer"],
     "airflow_broadway.producers.sqlite": [
         "DeadLetter",

@@ -27,6 +27,10 @@ class ContractBase(ABC):
     tells_lapse: ClassVar[bool] = True
     #: Whether a message given back keeps its attempt.
     keeps_attempt: ClassVar[bool] = True
+    #: Whether two runs may hold messages of one queue side by side.
+    shares: ClassVar[bool] = True
+    #: Whether a message that comes again holds back no other.
+    independent: ClassVar[bool] = True
     #: Messages that are settled while the settler is killed.
     many: ClassVar[int] = 3_000
     #: Bodies that the broker can carry, odd ones among them.
@@ -83,6 +87,11 @@ class ContractBase(ABC):
         """Settle from a custodian of its own."""
         with self.custodian(harness) as custodian:
             return custodian.settle(lease, settlement)
+
+    def need_independent(self) -> None:
+        """Skip a test in which messages that come again lie among others."""
+        if not self.independent:
+            pytest.skip("a message that comes again holds back those behind it")
 
     def copied(self, lease: Lease) -> Lease:
         """The lease as another process reads it."""

@@ -32,7 +32,7 @@ class Killing(ContractBase):
         after = self.rest_of_queue(harness, "after the lapse")
 
         if held_still:  # else the machine is so busy that the lease lapsed before
-            assert len(before) == 200
+            assert len(before) == (200 if self.shares else 0)
         again = [message for message in [*before, *after] if message.message_id in held["ids"]]
         assert sorted(ids(again)) == sorted(held["ids"])
         assert all(message.redelivered for message in again)
@@ -40,6 +40,7 @@ class Killing(ContractBase):
 
     @pytest.mark.parametrize("seed", range(5))
     def test_killed_while_settling_nothing_is_lost(self, harness: Harness, seed: int) -> None:
+        self.need_independent()
         count = self.many
         harness.send(bodies(count))
         lease, messages = self.hold(harness, "settled")

@@ -1,0 +1,438 @@
+"""The half that renews and settles, from any process: knows the lease, changes the tables."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kafka import dead_letters
+from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
+from airflow_broadway.producers.kafka.dead_letters import Why
+from airflow_broadway.producers.kafka.opening import mark_of
+from airflow_broadway.producers.kafka.options import place_of
+from airflow_broadway.producers.kafka.ranges import Ranges, contains
+from airflow_broadway.producers.kafka.register import GenerationFiles, Register, group_files
+from airflow_broadway.producers.kafka.table import (
+    AT_ONCE,
+    Decision,
+    Rest,
+    Table,
+    decided,
+    settle,
+    settle_now,
+)
+from airflow_broadway.producers.kit.checks import check_lease
+from airflow_broadway.producers.kit.reports import beyond, report_of
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.producers.kafka.options import KafkaOptions
+
+__all__ = ["KafkaCustodian"]
+
+log = logging.getLogger(__name__)
+
+
+class KafkaCustodian:
+    """Renews and settles the generations of one group."""
+
+    def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
+        self._producer, self._env, self._clock = producer, env, env.clock
+        self._registers: dict[str, Register] = {}
+        self._opened: Cluster | None = None
+
+    # -- holding -------------------------------------------------------------------------------
+
+    def renew(self, lease: Lease) -> Lease | None:
+        register = self._register(lease)
+        files = register.generation(lease.generation)
+        now = self._now()
+        if files.ended() or now >= _until(lease, files):
+            return None
+        deadline = now + lease.seconds
+        files.hold(deadline)
+        # Only now, lest somebody took it before this was written.
+        for place in _read_of(lease):
+            table = register.read(place)
+            if table is None or lease.generation not in table.claims:
+                return None
+        return replace(lease, deadline=datetime.fromtimestamp(deadline, timezone.utc))
+
+    def holds(self, lease: Lease) -> bool:
+        files = self._register(lease).generation(lease.generation)
+        return not files.ended() and self._now() < _until(lease, files)
+
+    # -- settling ------------------------------------------------------------------------------
+
+    def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
+        register = self._register(lease)
+        if lease.state.get("stopped") and not lease.state.get("read"):
+            return SettleReport(lapsed=settlement.expected or 0)  # it never held anything
+        files = register.generation(lease.generation)
+        settled = files.log.settled()
+        if settled is not None:
+            return settled.report
+        files.end()
+        begun = {"by": uuid.uuid4().hex}
+        again = files.log.begin(begun) != begun
+        work = _Work(self._producer, lease, settlement, self._now())
+        report = self._settled(work, register, files, again=again)
+        report = files.log.end(report).report
+        files.forget_soon()
+        return report
+
+    def _settled(
+        self, work: _Work, register: Register, files: GenerationFiles, *, again: bool
+    ) -> SettleReport:
+        generation, order = work.generation, self._producer.order
+        refused: dict[tuple[Place, int], str] = {}
+        letters: dict[Place, dict[int, Why]] = {}
+        work.read_entries()
+        for place in work.places:
+            table = register.read(place)
+            if table is None or generation not in table.claims:
+                continue
+            if work.needs_names(place, table):
+                work.read_names()
+            made = decided(table, generation, work.decisions(place), work.rest(place), order=order)
+            dead = [offset for offset, each in made.items() if each.action is Action.DEAD_LETTER]
+            if dead:
+                letters[place] = {
+                    offset: self._why(work, place, offset, table, again) for offset in dead
+                }
+        if letters:
+            refused = self._send(letters, generation, files)
+        counts: Counter[str] = Counter()
+        at_once: Counter[str] = Counter()
+        lapsed = 0
+        changed: list[Place] = []
+        crashed = not work.handled and not work.stopped and not files.closed()
+        for place in work.places:
+            failed = [offset for (where, offset) in refused if where == place]
+            found = self._settle_place(register, work, place, failed, crashed=crashed)
+            if found is None:
+                lapsed += work.messages(place)
+                continue
+            changed.append(place)
+            for name, number in found.items():
+                if name.startswith(AT_ONCE):
+                    at_once[name.removeprefix(AT_ONCE)] += number
+                else:
+                    counts[name] += number
+        counts["left"] -= len(refused)
+        errors = [*dict.fromkeys(refused.values()), *self._mirror(register, changed)]
+        made_report = SettleReport.from_json(
+            {**counts, "lapsed": lapsed, "failed": len(refused), "errors": errors}
+        )
+        return made_report + beyond(SettleReport.from_json(dict(at_once)), work.settlement)
+
+    def _settle_place(
+        self, register: Register, work: _Work, place: Place, failed: list[int], *, crashed: bool
+    ) -> Mapping[str, int] | None:
+        """End the claim on one partition; what it came to, ``None`` if others have it."""
+        decisions = work.decisions(place)
+        # Of what no letter could be sent, that stays where it is.
+        decisions |= {offset: Decision(Action.LEAVE) for offset in failed}
+
+        def settled(table: Table | None) -> tuple[Any, Mapping[str, int] | None]:
+            if table is None:
+                raise ProducerError(
+                    f"the table of {place[0]}-{place[1]} is gone from staging: nothing of it can be"
+                    " settled"
+                )
+            generation = work.generation
+            if generation in table.claims:
+                return settle(
+                    table,
+                    generation,
+                    decisions,
+                    work.rest(place),
+                    order=self._producer.order,
+                    crashed=crashed,
+                )
+            past = table.past.get(generation)
+            if past is not None or place in work.read:
+                return table, past
+            return table, {}  # it never held anything there
+
+        return register.change(place, settled)
+
+    def _why(self, work: _Work, place: Place, offset: int, table: Table, again: bool) -> Why:
+        entry = work.entries[place][offset]
+        came_again = offset in table.held or contains(table.marks, offset)
+        return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again or came_again)
+
+    def _send(
+        self, letters: dict[Place, dict[int, Why]], generation: str, files: GenerationFiles
+    ) -> dict[tuple[Place, int], str]:
+        """Send dead letters; those that may have been sent before say so."""
+        log_of = files.log
+        sent = {
+            tuple(each)
+            for name in log_of.names()
+            if name.startswith("letters-")
+            for each in log_of.read(name)
+        }
+        marked = {
+            place: {
+                offset: why._replace(again=why.again or (*place, offset) in sent)
+                for offset, why in whys.items()
+            }
+            for place, whys in letters.items()
+        }
+        log_of.append(
+            "letters", [[*place, offset] for place, whys in letters.items() for offset in whys]
+        )
+        return dead_letters.send(
+            self._cluster,
+            self._producer,
+            marked,
+            pipeline=self._env.pipeline,
+            generation=generation,
+        )
+
+    def _mirror(self, register: Register, places: Iterable[Place]) -> list[str]:
+        """Commit to Kafka what the tables say; why it could not be done, if so."""
+        offsets: dict[Place, Committed] = {}
+        owner = register.owner()
+        for place in places:
+            table = register.known(place)
+            if table is not None:
+                offsets[place] = mark_of(table, owner, register.version(place))
+        if not offsets:
+            return []
+        try:
+            # A commit that nobody answers takes much longer to say so.
+            self._cluster.metadata()
+            self._cluster.commit(offsets)
+        except ProducerError as error:
+            text = f"settled, but the group's offsets in Kafka are behind: {error}"
+            log.warning("%s", text)
+            return [text]
+        return []
+
+    def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        given = {entry.message_id: entry for entry in entries}
+        if not given:
+            return SettleReport()
+        register = self._register(lease)
+        files = register.generation(lease.generation)
+        if files.ended():
+            return SettleReport(lapsed=len(given), undone=frozenset(given))
+        by_place: dict[Place, dict[int, Entry]] = {}
+        for message_id, entry in given.items():
+            try:
+                topic, partition, offset = place_of(message_id)
+            except ValueError:  # none of ours
+                continue
+            by_place.setdefault((topic, partition), {})[offset] = entry
+        refused: dict[tuple[Place, int], str] = {}
+        letters = self._letters_now(register, lease, by_place)
+        if letters:
+            refused = self._send(letters, lease.generation, files)
+        done: dict[str, Action] = {}
+        changed: list[Place] = []
+        for place, found in by_place.items():
+            if register.known(place) is None:
+                continue
+            decisions = {
+                offset: _decision(entry, self._now())
+                for offset, entry in found.items()
+                if (place, offset) not in refused
+            }
+
+            def settled(
+                table: Table | None, decisions: Mapping[int, Decision] = decisions
+            ) -> tuple[Any, dict[int, Action]]:
+                assert table is not None
+                return settle_now(table, lease.generation, decisions)
+
+            carried_out = register.change(place, settled)
+            changed.append(place)
+            done |= {found[offset].message_id: action for offset, action in carried_out.items()}
+        if not register.durable:
+            # What is settled at once must outlive this process.
+            for error in self._mirror(register, changed):
+                log.warning("%s", error)
+        undone = frozenset(given.keys() - done.keys())
+        report = report_of(done.values(), failed=len(refused), errors=refused.values())
+        return report + SettleReport(lapsed=len(undone) - len(refused), undone=undone)
+
+    def _letters_now(
+        self, register: Register, lease: Lease, by_place: Mapping[Place, Mapping[int, Entry]]
+    ) -> dict[Place, dict[int, Why]]:
+        letters: dict[Place, dict[int, Why]] = {}
+        for place, found in by_place.items():
+            dead = {
+                offset: entry
+                for offset, entry in found.items()
+                if entry.verdict.action is Action.DEAD_LETTER
+            }
+            table = register.read(place) if dead else None
+            claim = None if table is None else table.claims.get(lease.generation)
+            if table is None or claim is None:
+                continue
+            whys = {
+                offset: Why(
+                    entry.verdict.reason,
+                    entry.verdict.stage,
+                    entry.attempt,
+                    offset in table.held or contains(table.marks, offset),
+                )
+                for offset, entry in dead.items()
+                if contains(claim.ranges, offset)
+            }
+            if whys:
+                letters[place] = whys
+        return letters
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    # -- what it works with --------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
+    def _register(self, lease: Lease) -> Register:
+        check_lease(lease, self._producer.kind, self._producer.place)
+        cluster = str(lease.state.get("cluster", ""))
+        register = self._registers.get(cluster)
+        if register is None:
+            files = group_files(self._env.staging, cluster, self._producer.group_id)
+            register = self._registers[cluster] = Register(files, self._clock)
+        return register
+
+    @property
+    def _cluster(self) -> Cluster:
+        if self._opened is None:
+            self._opened = Cluster(self._producer, self._env)
+        return self._opened
+
+
+class _Work:
+    """What is to be done with one generation, sorted by partition."""
+
+    def __init__(
+        self, producer: KafkaOptions, lease: Lease, settlement: Settlement, now: float
+    ) -> None:
+        self._producer = producer
+        self._now = now
+        self.generation = lease.generation
+        self.settlement = settlement
+        self.stopped = bool(lease.state.get("stopped"))
+        #: Whether a manifest says what became of its messages.
+        self.handled = settlement.expected is not None or settlement.everything is not None
+        #: What was handed out, by the source's own account: messages and ranges.
+        self.read = _read_of(lease)
+        own = lease.state.get("own", {})
+        #: Where it may hold something.
+        self.places: list[Place] = (
+            list(self.read)
+            if self.stopped
+            else [(topic, number) for topic, numbers in own.items() for number in numbers]
+        )
+        self.entries: dict[Place, dict[int, Entry]] = {}
+        self._names: dict[Place, dict[int, str]] | None = None
+        known = settlement.settled_now
+        named = (settlement.expected or 0) + (0 if known is None else known.total)
+        #: Whether manifest and lease name the same messages.
+        self._agree = self.stopped and named == sum(count for count, _ in self.read.values())
+        action = settlement.rest.action
+        self._rest = action if action in (Action.ACK, Action.RELEASE) else Action.RELEASE
+
+    def messages(self, place: Place) -> int:
+        """How many messages were handed out of a partition."""
+        return self.read[place][0] if place in self.read else 0
+
+    def read_entries(self) -> None:
+        """Read which messages are settled one by one."""
+        self._sort(self.settlement.entries(), self.entries)
+        if self.settlement.rest.action is not self._rest and self.settlement.everything is not None:
+            every: dict[Place, dict[int, Entry]] = {}
+            self._sort(self.settlement.everything(), every)
+            for place, found in every.items():
+                named = self.entries.setdefault(place, {})
+                for offset, entry in found.items():
+                    named.setdefault(offset, entry._replace(verdict=self.settlement.rest))
+
+    def _sort(self, entries: Iterable[Entry], into: dict[Place, dict[int, Entry]]) -> None:
+        for entry in entries:
+            topic, partition, offset = place_of(entry.message_id)
+            into.setdefault((topic, partition), {})[offset] = entry
+
+    def needs_names(self, place: Place, table: Table) -> bool:
+        """Whether a partition cannot be settled by counts alone."""
+        if self._names is not None or self.settlement.everything is None:
+            return False
+        if self._rest is not Action.ACK or not self._agree:
+            return True
+        if self._producer.order == "none":
+            return False
+        at_once = table.now.get(self.generation, {})
+        return any(Action(name) in COMES_AGAIN for name in at_once) or any(
+            each.verdict.action in COMES_AGAIN for each in self.entries.get(place, {}).values()
+        )
+
+    def read_names(self) -> None:
+        """Read which messages the manifest names."""
+        if self.settlement.everything is None:
+            return
+        names: dict[Place, dict[int, str]] = {}
+        for entry in self.settlement.everything():
+            topic, partition, offset = place_of(entry.message_id)
+            names.setdefault((topic, partition), {})[offset] = entry.receipt
+        self._names = names
+
+    def decisions(self, place: Place) -> dict[int, Decision]:
+        """The single decisions on messages of a partition."""
+        return {
+            offset: _decision(entry, self._now)
+            for offset, entry in self.entries.get(place, {}).items()
+        }
+
+    def rest(self, place: Place) -> Rest:
+        """What becomes of the others."""
+        count, ranges = self.read.get(place, (None, None))
+        if self._names is not None:
+            named = self._names.get(place, {})
+            return Rest(self._rest, ranges, count, named, whole=self._agree)
+        if self._rest is Action.ACK and not self._agree:
+            raise ProducerError(
+                f"generation {self.generation} read"
+                f" {many(sum(n for n, _ in self.read.values()), 'message')} and its manifest names"
+                f" {self.settlement.expected}: none was settled, and all come back when the lease"
+                " lapses"
+            )
+        return Rest(self._rest, ranges, count)
+
+
+def _decision(entry: Entry, now: float) -> Decision:
+    verdict = entry.verdict
+    return Decision(verdict.action, now + verdict.delay, entry.attempt, entry.receipt)
+
+
+def _read_of(lease: Lease) -> dict[Place, tuple[int, Ranges]]:
+    """What a source has handed out, by its lease."""
+    return {
+        (topic, int(partition)): (count, tuple((low, high) for low, high in ranges))
+        for topic, partitions in lease.state.get("read", {}).items()
+        for partition, (count, ranges) in partitions.items()
+    }
+
+
+def _until(lease: Lease, files: GenerationFiles) -> float:
+    """Until when a generation holds, by whichever note is the latest."""
+    return max(lease.deadline.timestamp(), files.deadline() or 0.0)

@@ -1,0 +1,358 @@
+"""What a run finds before it receives: each partition's table, or why there is none to go by.
+
+Kafka's offset is a mirror of the table, and says whose mirror it is by the metadata beside it: the
+*mark*.  Tables and offsets may disagree, because somebody died between writing the two, because an
+operator's tool reset the group, because offsets or messages expired, because the topic was made
+anew.  Each of these is told from the others here, and either mended or refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
+from airflow_broadway.producers.kafka.options import KafkaOptions, reset_instant
+from airflow_broadway.producers.kafka.ranges import count, minus
+from airflow_broadway.producers.kafka.register import GRACE_SECONDS, Register
+from airflow_broadway.producers.kafka.table import Table, drop, skip
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.clock import Clock
+
+__all__ = ["Mark", "Opening", "live_claims", "mark_of", "own_places", "read_mark"]
+
+log = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+
+
+class Mark(NamedTuple):
+    """What stands beside an offset that this package committed.
+
+    :param owner: Whose it is; ``""``: of a run without a staging folder.
+    :param version: The table's.
+    :param highest: The offset behind the last that was handed out.
+    """
+
+    owner: str
+    version: int
+    highest: int
+
+
+def mark_of(table: Table, owner: str, version: int) -> Committed:
+    """What is committed for a table."""
+    about = {"b": _VERSION, "o": owner, "s": version, "h": table.highest}
+    return Committed(table.base, json.dumps(about, separators=(",", ":")))
+
+
+def read_mark(metadata: str) -> Mark | None:
+    """The mark in an offset's metadata; ``None`` if somebody else committed it."""
+    if not metadata.startswith("{"):
+        return None
+    try:
+        value = json.loads(metadata)
+        return Mark(str(value["o"]), int(value["s"]), int(value["h"])) if value["b"] else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def own_places(
+    partitions: Mapping[str, Sequence[int]], index: int, concurrency: int
+) -> list[Place]:
+    """The partitions of one of several sources: every so-manieth."""
+    places = sorted((topic, number) for topic, found in partitions.items() for number in found)
+    return places[index::concurrency]
+
+
+def live_claims(register: Register, table: Table, now: float, *, but: str = "") -> dict[str, float]:
+    """Who holds something of a partition, and until when; without those whose time is over."""
+    found: dict[str, float] = {}
+    for generation, claim in table.claims.items():
+        if generation == but or not claim.ranges:
+            continue
+        until = claim.until
+        if now >= until + GRACE_SECONDS:
+            until = max(until, register.generation(generation).deadline() or 0.0)
+        if now < until + GRACE_SECONDS:
+            found[generation] = until
+    return found
+
+
+class Opening:
+    """Opens the partitions of one source.
+
+    :param places: Those of this source.
+    """
+
+    def __init__(
+        self,
+        producer: KafkaOptions,
+        cluster: Cluster,
+        register: Register,
+        clock: Clock,
+        partitions: Mapping[str, Sequence[int]],
+        places: Sequence[Place],
+    ) -> None:
+        self._producer = producer
+        self._cluster = cluster
+        self._register = register
+        self._clock = clock
+        self._all = own_places(partitions, 0, 1)
+        self._places = places
+        self._owner = register.owner()
+        #: Messages that retention removed before anybody read them.
+        self.expired = 0
+
+    def open(self) -> None:
+        """See that each partition has a table, by which its mirror is right.
+
+        :raises ProducerError: If nothing may be received: the sentence says why, and the way out.
+        """
+        self._check_dead_letters()
+        found = self._cluster.committed(self._all)
+        for place in self._places:
+            self._open(place, found)
+            self._register.prune(place)
+        # Of the idle ones too: this proves that the group has no members, and may be written; and
+        # it keeps the offsets of an idle partition from expiring.
+        self._cluster.commit({place: self._mark(place) for place in self._places})
+
+    def _mark(self, place: Place) -> Committed:
+        table = self._table(place)
+        return mark_of(table, self._owner, self._register.version(place))
+
+    def _table(self, place: Place) -> Table:
+        table = self._register.known(place)
+        assert table is not None
+        return table
+
+    def _check_dead_letters(self) -> None:
+        producer = self._producer
+        actions = {producer.actions[producer.on_success], producer.actions[producer.on_failure]}
+        if Action.RETRY in actions and producer.retry.dead_letter:
+            actions.add(Action.DEAD_LETTER)
+        if Action.DEAD_LETTER not in actions:
+            return
+        for topic in sorted({producer.dead_letter_of(each) for each in producer.topics}):
+            if not self._cluster.has_topic(topic):
+                raise ProducerError(
+                    f"the dead-letter topic {topic!r} does not exist {self._cluster.where}: create"
+                    " it, name another by dead_letter=…, or give the producer"
+                    " RetryPolicy(dead_letter=False)"
+                )
+
+    # -- one partition -------------------------------------------------------------------------
+
+    def _open(self, place: Place, found: Mapping[Place, Committed]) -> None:
+        now = self._clock.now().timestamp()
+        low, end = self._cluster.ends(place)
+        table = self._register.read(place)
+        if table is not None:
+            table = self._without_dead(place, table, now)
+        committed = found.get(place)
+        mark = None if committed is None else read_mark(committed.metadata)
+        if mark is not None and mark.owner not in ("", self._owner):
+            raise ProducerError(
+                f"the group {self._producer.group_id!r} is kept by another staging folder or"
+                f" another pipeline (mark {mark.owner!r} at {_name(place)}, and here it is"
+                f" {self._owner or 'none'!r}): use that staging, another group_id, or"
+                " `airflow-broadway kafka adopt`"
+            )
+        if self._producer.begin_offset == "reset":
+            self._begin_anew(place, table, now, low, end)
+        elif table is None:
+            self._begin(place, committed, mark, found, low, end)
+        elif committed is None:
+            log.warning(
+                "The group %r has no offset for %s any more (it expired, or somebody deleted it):"
+                " the table in staging stands, at %d.",
+                self._producer.group_id,
+                _name(place),
+                table.base,
+            )
+        elif mark is not None:
+            if committed.offset != table.base:
+                log.info(
+                    "The offset of %s in Kafka is %d, and the table's %d: written again.",
+                    _name(place),
+                    committed.offset,
+                    table.base,
+                )
+        elif committed.offset not in (table.base, table.mirrored):
+            self._honour_reset(place, table, committed.offset, now)
+        self._check_ends(place, low, end)
+
+    def _without_dead(self, place: Place, table: Table, now: float) -> Table:
+        """The table without claims whose time is over."""
+        dead = [
+            each for each in table.claims if each not in live_claims(self._register, table, now)
+        ]
+        crashed = {
+            each: not self._register.generation(each).closed()
+            for each in dead
+            if table.claims[each].ranges
+        }
+        if not crashed:
+            return table
+
+        def dropped(table: Table | None) -> tuple[Table, Table]:
+            assert table is not None
+            live = live_claims(self._register, table, now)
+            for generation, crash in crashed.items():
+                if generation not in live:
+                    table = drop(table, generation, crashed=crash)
+            return table, table
+
+        made = self._register.change(place, dropped)
+        for generation in crashed:
+            log.warning(
+                "Generation %s held messages of %s and its lease is over: they come again, marked.",
+                generation,
+                _name(place),
+            )
+        return made
+
+    def _begin(
+        self,
+        place: Place,
+        committed: Committed | None,
+        mark: Mark | None,
+        found: Mapping[Place, Committed],
+        low: int,
+        end: int,
+    ) -> None:
+        """The first table of a partition."""
+        if committed is None:
+            start = self._start(place, found)
+            base = low if start is None else start
+            log.info("%s is read from %d on.", _name(place), base)
+            made = Table(base=base)
+        else:
+            base = committed.offset
+            highest = base if mark is None else max(base, min(mark.highest, end))
+            log.info(
+                "%s is read from %d on, where the group %r is.",
+                _name(place),
+                base,
+                self._producer.group_id,
+            )
+            made = Table(base=base, marks=((base, highest),) if base < highest else ())
+        self._register.change(place, lambda table: (table or made, None))
+
+    def _start(self, place: Place, found: Mapping[Place, Committed]) -> int | None:
+        """Where a new group begins in a partition; ``None``: the partition alone is new.
+
+        Of several sources that begin at once, one decides for all partitions.
+        """
+        register = self._register
+        starts = register.starts()
+        if starts is None:
+            if found or any(register.read(each) is not None for each in self._all):
+                return None
+            starts = register.start_at(self._by_policy(self._all))
+        return starts.get(place)
+
+    def _by_policy(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Where ``offset_reset_policy`` begins."""
+        policy = self._producer.offset_reset_policy
+        instant = reset_instant(policy)
+        ends = {place: self._cluster.ends(place) for place in places}
+        if instant is None:
+            side = 0 if policy == "earliest" else 1
+            return {place: both[side] for place, both in ends.items()}
+        at = self._cluster.at_instants(places, instant.timestamp())
+        # Behind all messages it begins at the end, as Broadway does.
+        return {place: offset if offset >= 0 else ends[place][1] for place, offset in at.items()}
+
+    def _begin_anew(
+        self, place: Place, table: Table | None, now: float, low: int, end: int
+    ) -> None:
+        """Begin by the policy, whatever was finished."""
+        if table is not None:
+            self._refuse_held(place, table, now, "begin_offset='reset'")
+        start = self._by_policy([place])[place]
+        self._register.change(place, lambda known: (_reset(known, start, end), None))
+        log.warning("%s is read from %d on: begin_offset='reset'.", _name(place), start)
+
+    def _honour_reset(self, place: Place, table: Table, offset: int, now: float) -> None:
+        """Go by an offset that somebody else committed."""
+        self._refuse_held(place, table, now, f"offsets were reset to {offset}")
+        log.warning(
+            "The offset of %s in the group %r was reset from %d to %d by somebody else: it is"
+            " honoured.",
+            _name(place),
+            self._producer.group_id,
+            table.base,
+            offset,
+        )
+        self._register.change(place, lambda known: (_reset(known, offset), None))
+
+    def _refuse_held(self, place: Place, table: Table, now: float, what: str) -> None:
+        for generation, until in live_claims(self._register, table, now).items():
+            at = datetime.fromtimestamp(until, timezone.utc).isoformat(timespec="seconds")
+            raise ProducerError(
+                f"{what} at {_name(place)}, while generation {generation} holds messages of it"
+                f" until {at}: let that run end, or wait until then"
+            )
+
+    def _check_ends(self, place: Place, low: int, end: int) -> None:
+        table = self._table(place)
+        if end < table.highest:
+            raise ProducerError(
+                f"offset {max(table.base, table.highest)} of {_name(place)} is beyond the end"
+                f" {end}: the topic was made anew, or lost its tail; begin_offset='reset' once"
+                " starts over"
+            )
+        if low > table.base:
+            self._expired(place, table, low)
+
+    def _expired(self, place: Place, table: Table, low: int) -> None:
+        gone = minus(((table.base, low),), table.done)
+        lost = count(gone)
+        if lost:
+            text = (
+                f"{many(lost, 'message')} of {_name(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
+                f" {'was' if lost == 1 else 'were'} removed by retention before"
+                f" {'it was' if lost == 1 else 'they were'} read"
+            )
+            if self._producer.on_expired == "fail":
+                raise ProducerError(
+                    f"{text}: give on_expired='continue' to go on behind them, and let runs come"
+                    " more often, or the topic keep messages for longer"
+                )
+            log.error("%s", text)
+            self.expired += lost
+
+        def without(known: Table | None) -> tuple[Table, None]:
+            assert known is not None
+            return skip(known, ((known.base, low),)), None
+
+        self._register.change(place, without)
+
+
+def _reset(table: Table | None, offset: int, end: int | None = None) -> Table:
+    """The table of a group that begins at an offset: what was handed out behind it comes marked."""
+    if table is None:
+        return Table(base=offset)
+    highest = table.highest if end is None else min(end, table.highest)
+    return replace(
+        table,
+        base=offset,
+        done=(),
+        held={},
+        marks=((offset, highest),) if offset < highest else (),
+        crashes=(),
+        claims={},
+    )
+
+
+def _name(place: Place) -> str:
+    return f"{place[0]}-{place[1]}"

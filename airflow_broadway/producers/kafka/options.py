@@ -1,0 +1,386 @@
+"""The options of the Kafka producer, and what follows from them; loads no client."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any, ClassVar, Final
+
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.rules import (
+    BOOL,
+    CONN_ID,
+    POSITIVE,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    TEXT,
+    Rule,
+    is_int,
+    one_of,
+)
+
+__all__ = [
+    "DEFAULT_CONNECTION",
+    "OWNED",
+    "ClientConfig",
+    "FetchConfig",
+    "KafkaOptions",
+    "is_secret",
+    "key_group",
+    "partition_of",
+    "place_of",
+    "reset_instant",
+]
+
+#: The connection of the cluster where none is named: that of Airflow's Kafka provider.
+DEFAULT_CONNECTION: Final = "kafka_default"
+
+#: Settings of librdkafka that this package gives itself, and why nobody else does.
+OWNED: Final[Mapping[str, str]] = {
+    "allow.auto.create.topics": "no topic is created by reading it",
+    "auto.offset.reset": "offset_reset_policy, for a group that is new; no run resets silently",
+    "enable.auto.commit": "offsets are committed by what became of each message",
+    "enable.auto.offset.store": "offsets are committed by what became of each message",
+    "enable.partition.eof": "a run ends when it has seen the end of each partition",
+    "group.id": "the option group_id",
+    "group.instance.id": "a run is no member of the group",
+    "isolation.level": "what was aborted is never read",
+    "enable.idempotence": "dead letters are sent so",
+    "acks": "dead letters are confirmed by all replicas",
+}
+
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_SECRET = re.compile(
+    r"password|secret|(?:^|\.)ssl\.key\.pem$|oauthbearer\.config|credentials|jaas|token",
+    re.IGNORECASE,
+)
+_HOST = re.compile(r"(?:[A-Za-z0-9_]+://)?(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}")
+_ISO: Final = "an aware instant"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of librdkafka is a secret, by its name."""
+    return _SECRET.search(name) is not None
+
+
+def _is_topic(value: object) -> bool:
+    return (
+        isinstance(value, str) and _TOPIC.fullmatch(value) is not None and value not in (".", "..")
+    )
+
+
+def _is_host(value: object) -> bool:
+    if isinstance(value, str):
+        return _HOST.fullmatch(value) is not None
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and is_int(value[1])
+        and 0 < value[1] < 65536
+    )
+
+
+def _are_hosts(value: object) -> bool:
+    if isinstance(value, str):
+        return all(_is_host(each.strip()) for each in value.split(","))
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_host, value))
+
+
+def reset_instant(policy: object) -> datetime | None:
+    """The instant that a policy names; ``None`` if it names none.
+
+    :raises ValueError: If it is neither a word nor an aware instant.
+    """
+    if policy in ("earliest", "latest"):
+        return None
+    instant = (
+        policy
+        if isinstance(policy, datetime)
+        else datetime.fromisoformat(str(policy).replace("Z", "+00:00"))
+    )
+    if instant.utcoffset() is None:
+        raise ValueError("it has no time zone")
+    return instant.astimezone(timezone.utc)
+
+
+def _is_policy(value: object) -> bool:
+    if isinstance(value, (str, datetime)):
+        try:
+            reset_instant(value)
+        except ValueError:
+            return False
+        return True
+    return False
+
+
+_HOSTS = Rule("'host:port,host:port', or a list of 'host:port' or (host, port)", _are_hosts)
+_TOPICS = Rule(
+    "a list of topics' names: up to 249 letters, digits, '.', '_' and '-'; no pattern",
+    lambda v: (
+        isinstance(v, (list, tuple))
+        and bool(v)
+        and all(map(_is_topic, v))
+        and len(set(v)) == len(v)
+    ),
+    lambda text: [each.strip() for each in text.split(",")],
+)
+_A_TOPIC = Rule("a topic's name: up to 249 letters, digits, '.', '_' and '-'", _is_topic)
+_POLICY = Rule(
+    "'earliest', 'latest' or an instant with its time zone, such as '2026-01-31T12:00:00+00:00'",
+    _is_policy,
+)
+_BYTES = Rule(
+    "an integer from 1 to 2,147,483,135", lambda v: is_int(v) and 1 <= v < 2**31 - 512, int
+)
+_SETTINGS = Rule(
+    "a mapping of librdkafka's settings: names to text, numbers or truth values",
+    lambda v: (
+        isinstance(v, Mapping)
+        and all(isinstance(name, str) and name for name in v)
+        and all(isinstance(each, (str, int, float, bool)) for each in v.values())
+    ),
+)
+_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER")
+
+
+def place_of(message_id: str) -> tuple[str, int, int]:
+    """Topic, partition and offset of a message id.
+
+    :raises ValueError: If it is none of Kafka's.
+    """
+    topic, partition, offset = message_id.rsplit("-", 2)
+    if not topic:
+        raise ValueError(message_id)
+    return topic, int(partition), int(offset)
+
+
+def partition_of(message: Message) -> int:
+    """A number of the message's partition: messages of one partition stay in order by it."""
+    return zlib.crc32(message.message_id.rpartition("-")[0].encode())
+
+
+def _partition_and_key(message: Message) -> int:
+    place = message.message_id.rpartition("-")[0]
+    return zlib.crc32(f"{place} {message.metadata.get('key')}".encode("utf-8", "replace"))
+
+
+def key_group(key: str | None) -> str:
+    """A short name of a message's key, as it is in its metadata; ``""`` for none."""
+    if key is None:
+        return ""
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+@options
+class FetchConfig(Options):
+    """How much Kafka sends at a time; Broadway's ``fetch_config``."""
+
+    min_bytes: int = option(
+        default=1, rule=_BYTES, doc="Bytes that a broker waits for before it answers."
+    )
+    max_bytes: int = option(
+        default=1024 * 1024, rule=_BYTES, doc="Bytes of one partition in an answer, at most."
+    )
+    max_wait_time: float = option(
+        default=0.5, rule=SECONDS, doc="Seconds that a broker waits for ``min_bytes``, at most."
+    )
+
+
+@options
+class ClientConfig(Options):
+    """How the client connects; Broadway's ``client_config``.  Secrets are the connection's."""
+
+    client_id_prefix: str | None = option(
+        default=None,
+        rule=TEXT.or_none(),
+        doc="What stands before the client's name in the brokers' logs.",
+    )
+    ssl: bool | None = option(
+        default=None,
+        rule=BOOL.or_none(),
+        doc="Whether to use TLS; ``None``: as the connection says.",
+    )
+    sasl: str | None = option(
+        default=None,
+        rule=one_of(*_MECHANISMS).or_none(),
+        doc="The SASL mechanism; its user and password are the connection's login and password, or"
+        " ``sasl.username`` and ``sasl.password`` in its extra.",
+    )
+    connect_timeout: float = option(
+        default=5.0,
+        rule=Rule(
+            "seconds from 1 to 600", lambda v: type(v) in (int, float) and 1 <= v <= 600, float
+        ),
+        doc="Seconds that a connection to a broker may take.",
+    )
+    request_timeout: float = option(
+        default=20.0,
+        rule=Rule(
+            "seconds from 1 to 300", lambda v: type(v) in (int, float) and 1 <= v <= 300, float
+        ),
+        doc="Seconds that an answer may take, before the cluster counts as out of reach.",
+    )
+
+
+@options
+class KafkaOptions(Producer):
+    """The options of :class:`~airflow_broadway.producers.kafka.KafkaProducer`."""
+
+    kind: ClassVar[str] = "kafka"
+    actions: ClassVar[Mapping[str, Action]] = {
+        "ack": Action.ACK,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "halt": Action.LEAVE,
+    }
+
+    group_id: str = option(
+        rule=TEXT,
+        doc="The consumer group whose offsets are kept.  It is this pipeline's alone: no other"
+        " consumer may be a member of it.",
+    )
+    topics: Any = option(rule=_TOPICS, doc="The topics, by name: a list.")
+    hosts: Any = option(
+        default=None,
+        rule=_HOSTS.or_none(),
+        doc="Brokers to begin with: ``'host:port,host:port'``, or a list of ``'host:port'`` or"
+        " ``(host, port)``; ``None``: the connection's ``bootstrap.servers``.",
+    )
+    conn_id: str | None = option(
+        default=DEFAULT_CONNECTION,
+        rule=CONN_ID.or_none(),
+        doc="The Airflow connection of type ``kafka``, whose extra is librdkafka's settings;"
+        f" ``None``: ``hosts`` alone, and so it is where there is no ``{DEFAULT_CONNECTION}``.",
+    )
+    offset_reset_policy: Any = option(
+        default="latest",
+        rule=_POLICY,
+        doc="Where a group begins that has no offset in any partition: ``earliest``, ``latest``, or"
+        " at an instant with its time zone, in ISO 8601.  A partition that is added later is read"
+        " from its beginning, whatever this says.",
+    )
+    begin_offset: str = option(
+        default="assigned",
+        rule=one_of("assigned", "reset"),
+        doc="``assigned``: where the group is.  ``reset``: each run begins by"
+        " ``offset_reset_policy``, whatever the group had finished.",
+    )
+    order: str = option(
+        default="partition",
+        rule=one_of("partition", "key", "none"),
+        doc="What stays in order: a ``partition``, which a message that comes again then holds up;"
+        " the messages of a ``key`` in it; or ``none``, so that two runs may share a partition.",
+    )
+    on_expired: str = option(
+        default="continue",
+        rule=one_of("continue", "fail"),
+        doc="What a run does when retention has removed messages that nobody had read:"
+        " ``continue`` with an error in the log, or ``fail``.",
+    )
+    dead_letter: str | None = option(
+        default=None,
+        rule=_A_TOPIC.or_none(),
+        doc="The topic for dead letters; ``None``: the topic's own name and ``-dlt``.",
+    )
+    max_crashes: int = option(
+        default=5,
+        rule=POSITIVE,
+        doc="Crashes of a process after which a message that was alone in its hands is set aside.",
+    )
+    lateness: float = option(
+        default=300.0,
+        rule=SECONDS_OR_ZERO,
+        doc="Seconds by which messages of the log may be out of order by their instants: a backfill"
+        " reads on for so long behind its interval.",
+    )
+    fetch_config: FetchConfig = option(
+        default=FetchConfig(),
+        rule=Rule("a FetchConfig", lambda v: isinstance(v, FetchConfig)),
+        doc="How much Kafka sends at a time.",
+        nested=FetchConfig,
+    )
+    client_config: ClientConfig = option(
+        default=ClientConfig(),
+        rule=Rule("a ClientConfig", lambda v: isinstance(v, ClientConfig)),
+        doc="How the client connects.",
+        nested=ClientConfig,
+    )
+    settings: Any = option(
+        default=None,
+        rule=_SETTINGS.or_none(),
+        doc="More settings of librdkafka, by its names; they win over the connection's.  No secrets"
+        " and none that this package gives itself.",
+    )
+
+    def _resolve(self) -> None:
+        super()._resolve()
+        for name, value in (self.settings or {}).items():
+            path = f"KafkaProducer.settings.{name}"
+            if is_secret(name):
+                raise OptionsError(path, "no secret: it belongs in the connection's extra", value)
+            if name in OWNED:
+                raise OptionsError(path, f"nothing: {OWNED[name]}", value)
+        if isinstance(self.topics, (list, tuple)):
+            letters = {self.dead_letter_of(topic) for topic in self.topics}
+            if letters & set(self.topics):
+                raise OptionsError(
+                    "KafkaProducer.dead_letter",
+                    "none of the topics: dead letters would be received again",
+                    sorted(letters & set(self.topics)),
+                )
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """Messages go to processors and batches by topic and partition, as in Broadway.
+
+        :raises OptionsError: If the pipeline partitions otherwise.
+        """
+        given = {
+            "partition_by": pipeline.partition_by,
+            "processors.partition_by": pipeline.processors.partition_by,
+        }
+        batchers: Mapping[str, Any] = pipeline.batchers
+        given |= {f"batchers.{name}.partition_by": b.partition_by for name, b in batchers.items()}
+        for path, value in given.items():
+            if value is not None:
+                raise OptionsError(
+                    path,
+                    "nothing beside a KafkaProducer: it partitions by topic and partition itself"
+                    " (order='key': by key too)",
+                    value,
+                )
+        if self.order == "none":
+            return {}
+        return {"partition_by": _partition_and_key if self.order == "key" else partition_of}
+
+    # -- what follows from the options ---------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        """What leases go by: the group and its topics."""
+        return f"{self.group_id}: {', '.join(sorted(self.topics))}"
+
+    def dead_letter_of(self, topic: str) -> str:
+        """Where the dead letters of a topic go."""
+        return self.dead_letter or f"{topic}-dlt"
+
+    @property
+    def keeps_order(self) -> bool:
+        """In each partition, or for each key in it, unless ``order`` is ``none``."""
+        return self.order != "none"
+
+    def group_of(self, message: Message) -> str | None:
+        place = message.message_id.rpartition("-")[0]
+        if self.order == "partition":
+            return place
+        if self.order == "key":
+            key = message.metadata.get("key")
+            return None if key is None else f"{place} {key}"
+        return None

@@ -1,0 +1,36 @@
+"""Apache Kafka as a pipeline's producer: opens the half that receives and the half that settles."""
+
+from __future__ import annotations
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.model.options import options
+from airflow_broadway.producers.kafka.options import KafkaOptions
+
+__all__ = ["KafkaProducer"]
+
+
+@options
+class KafkaProducer(KafkaOptions):
+    """Messages from topics of Apache Kafka: see ``docs/kafka.md``.
+
+    Broadway acknowledges success and failure alike; here ``on_success`` and ``on_failure`` take
+    ``"ack"``, ``"retry"`` (by the option ``retry``, in place: the message stays where it is in the
+    log), ``"dead_letter"`` (to ``dead_letter``) and ``"halt"``: nothing behind the message in its
+    group is settled, and the run fails.
+    """
+
+    def source(self, env: ProducerEnv) -> Source:
+        from airflow_broadway.producers.kafka.source import KafkaSource
+
+        return KafkaSource(self, env)
+
+    def custodian(self, env: ProducerEnv) -> Custodian:
+        from airflow_broadway.producers.kafka.custodian import KafkaCustodian
+
+        return KafkaCustodian(self, env)
+
+    def depth(self, env: ProducerEnv) -> QueueDepth | None:
+        from airflow_broadway.producers.kafka.inspect import depth
+
+        return depth(self, env)

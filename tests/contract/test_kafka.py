@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from airflow_broadway.testing.contract import CustodyContract
+from tests.contract.kafka_harness import KafkaHarness
+from tests.kafka_server import KafkaServer, MockKafka
+
+pytestmark = pytest.mark.broker
+
+
+def harness_of(kafka: KafkaServer, folder: Path, order: str) -> KafkaHarness:
+    topic = kafka.topic()
+    kafka.topic(f"{topic}-dlt")
+    return KafkaHarness(kafka.bootstrap, topic, f"file://{folder}", order)
+
+
+class TestShared(CustodyContract):
+    """Two runs may share a partition."""
+
+    @pytest.fixture
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "none")
+
+
+class TestByKey(CustodyContract):
+    """A partition is one run's alone until that is settled; each message has a key of its own."""
+
+    shares: ClassVar[bool] = False
+
+    @pytest.fixture
+    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka, tmp_path, "key")
+
+
+class TestInOrder(CustodyContract):
+    """A partition is one run's alone, and what comes again holds up all behind it."""
+
+    shares: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
+
+    @pytest.fixture
+    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_mock, tmp_path, "partition")
