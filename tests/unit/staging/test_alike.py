@@ -291,7 +291,7 @@ def test_partition_by_is_asked_of_what_handle_message_returned_and_the_splitter_
         "batch_size": (0, split),
         "max_demand": 10,
     }
-    messages = [message(n, Point(x, 0)) for n, x in enumerate([2, 2, 1, 1, 1])]
+    messages = [message(n, Point(x, 0)) for n, x in enumerate([2, 1, 2, 1, 1])]
     batches, failed = check_alike(messages, **options)
     assert not failed
     assert sorted(batch[2] for batch in batches) == [2, 3]

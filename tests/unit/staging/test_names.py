@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from airflow_broadway.staging.names import MAX_NAME, encode_name
@@ -15,6 +15,7 @@ def test_any_id_becomes_one_segment_that_every_file_system_takes(text: str) -> N
     assert len(name) <= MAX_NAME
 
 
+@example(["r:" * 300, "r:" * 300 + "x"])
 @given(st.lists(st.text(alphabet="aé:_.!/", max_size=200), max_size=20, unique=True))
 def test_different_ids_never_share_a_folder(texts: list[str]) -> None:
     assert len({encode_name(text) for text in texts}) == len(texts)

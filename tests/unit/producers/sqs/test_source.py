@@ -46,6 +46,8 @@ def test_a_receive_asks_for_the_lease_and_what_custody_needs() -> None:
         "MessageSystemAttributeNames": ["ApproximateReceiveCount", "AWSTraceHeader"],
         "MessageAttributeNames": ["All"],
     }
+    # A wait of nothing is one too, whatever the queue's own is
+    assert request_of(SqsProducer(queue_url=URL, wait_time_seconds=0), 3)["WaitTimeSeconds"] == 0
 
 
 def test_a_fifo_receive_names_its_attempt_and_the_group() -> None:
