@@ -100,11 +100,16 @@ def test_what_follows_the_group_runs_though_a_batcher_had_nothing_to_do(
     assert ran.states["refresh_dashboard"] == "success"
 
 
-def test_a_sensor_that_pokes_does_not_block_a_run_that_works_one_task_at_a_time(
-    world: World,
+@pytest.mark.parametrize(
+    "ack",
+    [{"mode": "poke", "poke_interval": 1.0}, {"deferrable": True}],
+    ids=["pokes", "deferrable"],
+)
+def test_a_sensor_settles_a_run_that_works_one_task_at_a_time_however_it_waits(
+    world: World, ack: dict[str, Any]
 ) -> None:
     world.numbers(range(5))
-    ran = world.run(dag_of(Puppets, ack={"mode": "poke", "poke_interval": 1.0}))
+    ran = world.run(dag_of(Puppets, ack=ack))
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
@@ -348,15 +353,6 @@ def test_a_single_process_task_needs_no_mapping(world: World) -> None:
         BroadwayAckSensor(task_id="ack", pipeline=Puppets, watch=["pull", "late"])
 
     ran = world.run(dag)
-
-    assert ran.state == "success"
-    assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
-
-
-def test_a_deferrable_sensor_settles(world: World) -> None:
-    world.numbers(range(5))
-
-    ran = world.run(dag_of(Puppets, ack={"deferrable": True}))
 
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}

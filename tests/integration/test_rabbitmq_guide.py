@@ -22,19 +22,15 @@ from airflow_broadway.producers.rabbitmq.broker import (
     standing_queues,
 )
 from airflow_broadway.testing.contract import ids, settlement_of
-from tests.rabbitmq_fixtures import wanted_server
 from tests.rabbitmq_place import Place, manage
 
 pytestmark = pytest.mark.broker
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    # Nobody kills this broker: the first lease queue of a test may be used at once.
-    monkeypatch.setattr(queue_calls, "_RELIABLE_AGE", 0.0)
-    made = Place(wanted_server(), tmp_path)
-    made.declare()
-    return made
+def place(place: Place) -> Place:
+    place.declare()
+    return place
 
 
 def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place: Place) -> None:

@@ -19,6 +19,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
@@ -293,3 +294,28 @@ def _deadly(point: Point) -> Any:
         return made
 
     return mock.patch.object(owner, name, deadly)
+
+
+def precede(
+    monkeypatch: pytest.MonkeyPatch,
+    step: Callable[..., object],
+    owner: type,
+    name: str,
+    *,
+    once: bool = False,
+) -> None:
+    """Have ``step`` called before each call of a method, with what that is given.
+
+    :param once: Before the first call alone.
+    """
+    method = getattr(owner, name)
+    begun = False
+
+    def both(*given: Any, **named: Any) -> Any:
+        nonlocal begun
+        if not (once and begun):
+            begun = True
+            step(*given, **named)
+        return method(*given, **named)
+
+    monkeypatch.setattr(owner, name, both)

@@ -26,7 +26,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import PUBLISHED, SETTLED
-from tests.unit.runs.steps import PlainSums, Run, Sums
+from tests.unit.runs.steps import PlainSums, Run, Sums, precede
 
 COUNT = 40
 
@@ -516,16 +516,13 @@ def test_a_lease_that_lapsed_meanwhile_is_not_published(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a sweep that gave the messages back while they were handled
-    handle = Sums.handle_message
     given_back: list[int] = []
 
-    def slow(self: Sums, processor: str, message: Message, context: Any) -> Message:
-        if not given_back:
-            with run.queue() as queue:
-                given_back.append(queue.release("a" * 32).released)
-        return handle(self, processor, message, context)
+    def slow(*_: Any) -> None:
+        with run.queue() as queue:
+            given_back.append(queue.release("a" * 32).released)
 
-    monkeypatch.setattr(Sums, "handle_message", slow)
+    precede(monkeypatch, slow, Sums, "handle_message", once=True)
 
     with pytest.raises(LeaseLapsed):
         execution(run).run()

@@ -15,7 +15,7 @@ from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
-from tests.unit.runs.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums, precede
 
 
 @pytest.fixture
@@ -53,16 +53,14 @@ def test_a_batch_is_told_which_try_of_its_task_handles_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a first try that is stopped at its first batch
-    handle = Sums.handle_batch
     first = planned(run)
     tries: list[int] = []
 
-    def told(self: Sums, batcher: str, messages: Any, info: BatchInfo, context: Any) -> Any:
+    def told(self: Sums, batcher: str, messages: Any, info: BatchInfo, context: Any) -> None:
         tries.append(info.attempt)
         first.stop()
-        return handle(self, batcher, messages, info, context)
 
-    monkeypatch.setattr(Sums, "handle_batch", told)
+    precede(monkeypatch, told, Sums, "handle_batch")
     first.run()
     PythonBatches(run.staged, run.pipeline, first.plan, try_number=3).run()
 
@@ -73,9 +71,8 @@ def test_a_batch_is_told_which_try_of_its_task_handles_it(
 def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given another try that records a batch while this one handles it
     batches = planned(run)
-    handle = Sums.handle_batch
 
-    def overtaken(self: Sums, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+    def overtaken(self: Sums, batcher: str, messages: Any, info: Any, context: Any) -> None:
         other = Outcome(
             batch_id=info.batch_id,
             batcher=batcher,
@@ -85,9 +82,8 @@ def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.Monk
             writer="another",
         )
         run.staged.files.create(paths.outcome(batches.plan.path, info.batch_id), other.dumps())
-        return handle(self, batcher, messages, info, context)
 
-    monkeypatch.setattr(Sums, "handle_batch", overtaken)
+    precede(monkeypatch, overtaken, Sums, "handle_batch")
 
     counts = batches.run()
 
@@ -102,15 +98,13 @@ def test_messages_given_back_meanwhile_get_no_outcome(
     # Given a batch that takes a second, in which its messages are given back
     clock = ManualClock()
     batches = planned(run, clock=clock)
-    handle = Sums.handle_batch
 
-    def given_back(self: Sums, *given: Any) -> Any:
+    def given_back(*_: Any) -> None:
         if len(run.calls()) == 10:
             clock.advance(1)
             run.sweep()
-        return handle(self, *given)
 
-    monkeypatch.setattr(Sums, "handle_batch", given_back)
+    precede(monkeypatch, given_back, Sums, "handle_batch")
 
     counts = batches.run()
 
@@ -127,14 +121,12 @@ def test_an_outcome_that_comes_after_its_messages_were_given_back_settles_nothin
     # Given batches that are handled, and recorded, within the second after their messages were
     # given back
     batches = planned(run, clock=ManualClock())
-    handle = Sums.handle_batch
 
-    def given_back(self: Sums, *given: Any) -> Any:
+    def given_back(*_: Any) -> None:
         if len(run.calls()) == 10:
             run.sweep()
-        return handle(self, *given)
 
-    monkeypatch.setattr(Sums, "handle_batch", given_back)
+    precede(monkeypatch, given_back, Sums, "handle_batch")
     assert batches.run()["without_outcome"] == 0
 
     # Then all went back, and the account says so
@@ -161,16 +153,12 @@ def test_a_later_run_of_the_task_fences_off_one_that_is_still_at_work(
     clock = ManualClock()
     batches = planned(run, name="default", clock=clock)
     again = PythonBatches(run.staged, run.pipeline, batches.plan, name="default", try_number=2)
-    handle = Sums.handle_batch
 
-    def lost(self: Sums, *given: Any) -> Any:
-        if not run.calls():
-            monkeypatch.setattr(Sums, "handle_batch", handle)
-            assert again.run()["without_outcome"] == 0
-            clock.advance(1)
-        return handle(self, *given)
+    def lost(*_: Any) -> None:
+        assert again.run()["without_outcome"] == 0
+        clock.advance(1)
 
-    monkeypatch.setattr(Sums, "handle_batch", lost)
+    precede(monkeypatch, lost, Sums, "handle_batch", once=True)
 
     # Then it stops there, and handles nothing of what has an outcome
     with pytest.raises(OwnershipLost, match="try 2 of 'default' has begun, so try 1 stops here"):

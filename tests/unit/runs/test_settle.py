@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
-from tests.unit.runs.steps import PlainSums, Point, Run, Sums, dies
+from tests.unit.runs.steps import PlainSums, Point, Run, Sums, dies, precede
 
 COUNT = 60
 SEVENS = [n for n in range(COUNT) if n % 7 == 0]
@@ -237,69 +239,52 @@ def test_a_plan_that_clearing_process_made_void_counts_no_batches(run: Run) -> N
     assert report["batchers"]["default"]["messages"] == len(run.calls())
 
 
-def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(run: Run) -> None:
+def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Given a process task that is about to publish when its retry starts beside it
-    from airflow_broadway.core.errors import LeaseLapsed
-
-    publish = StagedRun.publish
     references: list[dict[str, Any]] = []
 
-    def late(self: StagedRun, manifest: Any) -> bool:
-        StagedRun.publish = publish  # type: ignore[method-assign]
+    def late(*_: Any) -> None:
         references.append(run.process(try_number=2))
-        return publish(self, manifest)
 
-    StagedRun.publish = late  # type: ignore[method-assign]
-    try:
-        with pytest.raises(LeaseLapsed, match="settled before it was done"):
-            run.process()
-    finally:
-        StagedRun.publish = publish  # type: ignore[method-assign]
+    precede(monkeypatch, late, StagedRun, "publish", once=True)
+    with pytest.raises(LeaseLapsed, match="settled before it was done"):
+        run.process()
 
     run.batch(*references)
     check(run, run.ack())
 
 
-def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(run: Run) -> None:
+def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Given a try whose supervisor died: it works on while the next begins, at its second batch
     reference = run.process()
-    handle = Sums.handle_batch
     begun: list[int] = []
 
-    def overtaken(self: Sums, *given: Any) -> Any:
+    def overtaken(*_: Any) -> None:
         begun.append(1)
         if len(begun) == 2:
             run.batch(reference, try_number=2)
-        return handle(self, *given)
 
-    Sums.handle_batch = overtaken  # type: ignore[method-assign, assignment]
-    try:
-        run.batch(reference)
-    finally:
-        Sums.handle_batch = handle  # type: ignore[method-assign]
+    precede(monkeypatch, overtaken, Sums, "handle_batch")
+    run.batch(reference)
 
     check(run, run.ack())
 
 
-def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(run: Run) -> None:
-    reference = run.process()
-    run.batch(reference)
-    settle = Run.ack
-    from airflow_broadway.producers.sqlite.queue import SqliteQueue
-
-    original = SqliteQueue.settle
+def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.batch(run.process())
     nested: list[dict[str, Any]] = []
 
-    def beside(self: SqliteQueue, *given: Any, **named: Any) -> Any:
-        SqliteQueue.settle = original  # type: ignore[method-assign]
-        nested.append(settle(run))
-        return original(self, *given, **named)
+    def beside(*_: Any, **__: Any) -> None:
+        nested.append(run.ack())
 
-    SqliteQueue.settle = beside  # type: ignore[method-assign]
-    try:
-        report = run.ack()
-    finally:
-        SqliteQueue.settle = original  # type: ignore[method-assign]
+    precede(monkeypatch, beside, SqliteQueue, "settle", once=True)
+    report = run.ack()
 
     check(run, report)
     assert nested[0]["totals"] == report["totals"]
@@ -323,23 +308,16 @@ def test_what_a_sensor_began_to_settle_a_stand_in_finishes(run: Run) -> None:
     assert report["totals"]["released"] == COUNT - len(SEVENS)
 
 
-def test_the_last_look_gives_back_what_a_running_process_task_holds(run: Run) -> None:
-    from airflow_broadway.core.errors import BroadwayError
+def test_the_last_look_gives_back_what_a_running_process_task_holds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed_out(self: Sums, processor: str, message: Any, context: Any) -> None:
+        if int(message.data) == 20:
+            run.ack()
 
-    handle = Sums.handle_message
-    reports: list[dict[str, Any]] = []
-
-    def timed_out(self: Sums, processor: str, message: Any, context: Any) -> Any:
-        if int(message.data) == 20 and not reports:
-            reports.append(run.ack())
-        return handle(self, processor, message, context)
-
-    Sums.handle_message = timed_out  # type: ignore[method-assign]
-    try:
-        with pytest.raises(BroadwayError):
-            run.process()
-    finally:
-        Sums.handle_message = handle  # type: ignore[method-assign]
+    precede(monkeypatch, timed_out, Sums, "handle_message")
+    with pytest.raises(BroadwayError):
+        run.process()
 
     assert run.depth() == (COUNT, 0, 0, 0)
     assert run.ack()["balanced"]

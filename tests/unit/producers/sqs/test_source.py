@@ -120,18 +120,6 @@ def test_receives_are_made_beside_each_other() -> None:
         assert len(run.source.receive(40, timeout=0)) == 40
 
 
-def test_never_more_than_the_demand_is_received() -> None:
-    with halves(receive_concurrency=4) as run:
-        run.fake.put([str(number) for number in range(100)])
-
-        messages = list(run.source.receive(37, timeout=0))
-        while len(messages) < 37:
-            messages += run.source.receive(37 - len(messages), timeout=0)
-
-        assert len(messages) == 37
-        assert len(run.fake.waiting()) == 63
-
-
 def test_of_a_large_demand_half_is_handed_out_and_the_rest_given_back_at_a_stop() -> None:
     with halves(receive_concurrency=4) as run:
         run.fake.put([str(number) for number in range(2000)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,15 +14,6 @@ def window(count: int) -> ConfirmWindow:
     return made
 
 
-def test_a_return_cancels_the_confirm_that_follows_it() -> None:
-    made = window(3)
-    made.returned("b2", "NO_ROUTE")
-    made.confirmed(3, True)
-
-    assert made.relied_on() == [(10, "load 1")]
-    assert made.refused == {"b2": "NO_ROUTE"}
-
-
 def test_a_return_that_names_nothing_refuses_all_that_is_open() -> None:
     made = window(3)
     made.confirmed(1, False)
@@ -32,23 +24,15 @@ def test_a_return_that_names_nothing_refuses_all_that_is_open() -> None:
     assert set(made.refused) == {"b2", "b3"}
 
 
-def test_a_later_delivery_is_done_with_when_all_before_it_is() -> None:
+@pytest.mark.parametrize(("tag", "last"), [(25, 25), (15, 20)], ids=["later", "earlier"])
+def test_a_delivery_without_a_load_is_done_with_when_all_before_it_is(tag: int, last: int) -> None:
     made = window(2)
 
-    assert made.extend(25)
+    assert made.extend(tag)
 
     made.confirmed(2, True)
-    assert made.relied_on() == [(10, "load 1"), (25, "load 2")]
+    assert made.relied_on() == [(10, "load 1"), (last, "load 2")]
     assert not made.extend(30)
-
-
-def test_an_earlier_delivery_takes_no_place_of_a_later_one() -> None:
-    made = window(2)
-
-    assert made.extend(15)
-
-    made.confirmed(2, True)
-    assert made.relied_on() == [(10, "load 1"), (20, "load 2")]
 
 
 @given(

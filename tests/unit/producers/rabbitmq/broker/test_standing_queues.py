@@ -109,14 +109,3 @@ def test_one_that_another_run_has_made_anew_meanwhile_is_used_as_it_is(
     ensure(standing)
 
     assert broker.deleted == []
-
-
-def test_one_that_may_hold_something_is_never_made_anew(broker: Broker) -> None:
-    # Given a queue that ends connections, of which nothing is noted
-    standing = StandingQueues(RabbitMQProducer(queue="q"), QueueJournal(None, "q"), NAMES)
-
-    for _ in range(3):
-        with pytest.raises(ProducerUnavailable, match="does not answer"):
-            ensure(standing)
-
-    assert broker.deleted == []
