@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from tests.model.protocol import Custody, Run
+from tests.model.receipts import Receipts
 from tests.model.rows import Rows
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -56,7 +57,7 @@ MUTANTS: Final = (
         "keeps a run that has an unsettled generation, though it was marked balanced",
         "what is unsettled stays in staging",
         Rows,
-        {**_PROCESS, "lapses": 0},
+        {**_PROCESS, "lapses": 0, "retention": True},
     ),
     Mutant(
         "listed first",
@@ -177,5 +178,13 @@ MUTANTS: Final = (
         "a repetition is marked",
         Rows,
         {**_PROCESS, "lapses": 0},
+    ),
+    Mutant(
+        "letter",
+        "producers.sqs.settlement.QueueSettlement.carry_out",
+        "sends a dead letter before its message is deleted",
+        "no message is lost",
+        Receipts,
+        {"batchers": False, "results": ("dead",), "trouble": 0, "lapses": 0},
     ),
 )

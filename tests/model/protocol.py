@@ -26,7 +26,7 @@ once, and errors of a broker or a disk, which end a task as a kill does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, Protocol
 
@@ -63,6 +63,8 @@ CODE: Final = {
 
 #: The first step of each task.
 FIRST: Final = {"process": "sweep", "batch": "plan", "ack": "ack"}
+#: Steps that look at generations of others.
+_LOOKS: Final = ("sweep", "retain", "ack", "report")
 #: The step that ends a task.
 END: Final = "end"
 
@@ -71,8 +73,9 @@ class Custody(Protocol):
     """One way of holding messages: what the source and the custodian do, and the broker."""
 
     #: The step of a thread, and what takes it in the code.
-    code: dict[str, str]
-    protocol: Run
+    code: Mapping[str, str]
+    #: Of these, steps that only look at the generation's own files, or at the clock.
+    files: Collection[str]
 
     def start(self, present: int, messages: int) -> tuple[Any, ...]:
         """The broker with so many messages, of so many that will be sent."""
@@ -82,7 +85,7 @@ class Custody(Protocol):
         """The publisher sends the next message; ``None``: there is none."""
         ...
 
-    def step(self, state: State, thread: Thread) -> Iterator[Step[State]]:
+    def step(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         """What a source or custodian does next: ``receive``, ``settle``, or its own."""
         ...
 
@@ -120,6 +123,7 @@ class Run:
     :param trouble: How often something goes wrong: a kill, a clear, a time-out.
     :param lapses: How many deadlines pass.
     :param beside: Whether the other run may begin before this one is over.
+    :param retention: Whether what balanced may be old enough to be removed.
     :param results: What a callback may make of a message that comes for the first time.
     :param drop: The guards that are left out.
     """
@@ -134,6 +138,7 @@ class Run:
         trouble: int = 1,
         lapses: int = 1,
         beside: bool = False,
+        retention: bool = False,
         results: Sequence[str] = ("ok", "dead"),
         drop: str = "",
     ) -> None:
@@ -141,6 +146,7 @@ class Run:
         self.present, self.messages = present, present + later
         self.trouble, self.lapses = trouble, lapses
         self.beside = beside
+        self.retention = retention
         self.results = results
         self.drop = drop
         self.custody = custody(self)
@@ -187,7 +193,7 @@ class Run:
         for thread in state.threads:
             found += self.of(state, thread)
         found += self._airflow(state)
-        if state.lapses:
+        if state.lapses > 0:
             for number, gen in enumerate(state.gens):
                 if (
                     gen.run == A
@@ -209,30 +215,48 @@ class Run:
         if thread.at == "sweep" and thread.run == B and not (self.beside or state.over[A]):
             return []
         own = self._steps.get(thread.at)
-        if own is None:
-            return list(self.custody.step(state, thread))
-        alone = thread.name if self._is_alone(state, thread) else ""
+        alone = ""
+        if (own is not None or thread.at in self.custody.files) and self._is_alone(state, thread):
+            alone = thread.name
         return [
             Step(self.name(thread, note), self._settled_down(made, thread), alone)
-            for note, made in own(state, thread)
+            for note, made in (own or self.custody.step)(state, thread)
         ]
 
-    @staticmethod
-    def _is_alone(state: State, thread: Thread) -> bool:
+    def _is_alone(self, state: State, thread: Thread) -> bool:
         """Whether nobody can tell when the thread takes its step.
 
-        Nobody else looks at what a run does in its own files while it goes well with one thread.
+        So it is in the files of a generation at which no other thread will look.
         """
-        if thread.at == "stage":
+        at = thread.at
+        if at == "stage":
             return True
-        if thread.at in ("sweep", "retain") or state.over[thread.run]:
+        if at in _LOOKS or (thread.run == A and state.trouble > 0):
             return False
-        if thread.run == A and (state.trouble or sum(each.run == A for each in state.threads) > 1):
+        gen = thread.settling[0][0] if thread.settling else thread.gen
+        owns = at in ("try", "begin", "check", "record")
+        if (
+            (owns or at in self.custody.files)
+            and thread.run == A
+            and state.lapses > 0
+            and not state.gens[gen].late
+        ):
             return False
-        if thread.settling and state.gens[thread.settling[0][0]].run != thread.run:
-            return False
-        if thread.at in ("begin", "check") and thread.run == A:
-            return not state.lapses or state.gens[thread.gen].late
+        for other in state.threads:
+            if other.name == thread.name:
+                continue
+            if any(number == gen for number, _ in other.settling):
+                return False
+            if other.run != thread.run:
+                if other.at == "sweep" and state.over[thread.run]:
+                    return False
+            elif (
+                other.chain
+                or other.at in _LOOKS
+                or other.gen in (gen, -1)
+                or (owns and other.task == "batch")
+            ):
+                return False
         return True
 
     def name(self, thread: Thread, note: str) -> str:
@@ -257,7 +281,7 @@ class Run:
     # -- Airflow, and people -------------------------------------------------------------------
 
     def _airflow(self, state: State) -> Iterator[Step[State]]:
-        if not state.trouble:
+        if state.trouble <= 0:
             return
         less = state._replace(trouble=state.trouble - 1)
         main = next((each for each in state.threads if each.run == A and each.chain), None)
@@ -351,10 +375,11 @@ class Run:
         state = set_gen(state, thread.gen, record=True, listed=True)
         yield "its record", set_thread(state, thread, at="receive")
 
-    def enough(self, state: State, thread: Thread) -> Step[State]:
+    @staticmethod
+    def enough(state: State, thread: Thread) -> tuple[str, State]:
         """The source stops, and its messages are handled."""
-        name = self.name(thread, "the queue is empty, or the budget spent")
-        return Step(name, set_thread(state, thread, at="stage", memo=()))
+        note = "the queue is empty, or the budget spent"
+        return note, set_thread(state, thread, at="stage", memo=())
 
     def give_back(self, state: State, thread: Thread) -> State:
         """The task fails: what its generation holds is released."""
@@ -408,7 +433,6 @@ class Run:
         if gen is None or not gen.manifest or gen.intent:
             yield "the generation is left out", set_thread(state, thread, at=END)
             return
-        state = set_gen(state, thread.gen, planned=True)
         yield "the plan", set_thread(state, thread, at="try")
 
     def _try(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
@@ -515,7 +539,7 @@ class Run:
     def _report(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         own = [each for each in state.gens if each.run == thread.run and each.record]
         balanced = all(each.report and _balances(each) for each in own)
-        if balanced:
+        if balanced and self.retention:
             state = state._replace(balanced=put(state.balanced, thread.run, True))
         yield f"balanced: {balanced}", set_thread(state, thread, at=END)
 

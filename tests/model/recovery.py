@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tests.model.protocol import Run
-from tests.model.state import A, B, C, State, Thread, put
+from tests.model.state import A, C, State, Thread, put
 
 __all__ = ["Recovery"]
 
@@ -28,7 +28,14 @@ class Recovery:
 
     def __call__(self, state: State) -> tuple[str, Sequence[str]] | None:
         """Which promise is broken on the way, and by which steps; ``None`` if all ends well."""
-        dead = state._replace(threads=(), trouble=0, lapses=0, tries=(0, 0, 0), executions=0)
+        dead = state._replace(
+            threads=(),
+            trouble=-1,
+            lapses=-1,
+            tries=(0, 0, 0),
+            over=(False, True, False),
+            executions=0,
+        )
         if dead not in self._known:
             self._known[dead] = self._found(dead)
         return self._known[dead]
@@ -36,7 +43,6 @@ class Recovery:
     def _found(self, dead: State) -> tuple[str, Sequence[str]] | None:
         while (sent := self._run.custody.send(dead)) is not None:
             dead = sent
-        dead = dead._replace(over=put(dead.over, B, True))
         run = self._run
         gen = max((n for n, each in enumerate(dead.gens) if each.run == A), default=-1)
         first = [

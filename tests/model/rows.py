@@ -9,7 +9,7 @@ finds it so::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from tests.model.checker import Step
@@ -26,10 +26,12 @@ _ENDS: Final = {"ack": ACKED, "dead": DEAD, "retry": READY, "release": READY}
 class Rows:
     """A message is where it is, and whether it was ever delivered."""
 
-    code = {
+    code: Mapping[str, str] = {
         "receive": "producers.sqlite.queue.SqliteQueue.receive",
         "settle": "producers.sqlite.queue.SqliteQueue.settle",
     }
+
+    files: Collection[str] = ()
 
     def __init__(self, protocol: Run) -> None:
         self.protocol = protocol
@@ -55,16 +57,13 @@ class Rows:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self, state: State, thread: Thread) -> Iterator[Step[State]]:
-        return (
-            self._receive(state, thread) if thread.at == "receive" else self._settle(state, thread)
-        )
+    def step(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
+        return (self._receive if thread.at == "receive" else self._settle)(state, thread)
 
-    def _receive(self, state: State, thread: Thread) -> Iterator[Step[State]]:
+    def _receive(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, own = self.protocol, thread.gen
         if state.gens[own].custody not in ("", "open"):
-            note = run.name(thread, "its lease has ended")
-            yield Step(note, run.give_back(state, thread))
+            yield "its lease has ended: it gives back", run.give_back(state, thread)
             return
         before = state
         for number, gen in enumerate(state.gens):
@@ -84,11 +83,11 @@ class Rows:
             broker[message] = own, run.drop != "deliveries"
         state = state._replace(broker=tuple(broker), broken=broken)
         state = set_gen(state, own, got=tuple(got), marked=tuple(marked), custody="open")
-        yield Step(run.name(thread, f"leases {ready}"), state)
+        yield f"leases {ready}", state
         if any(before.gens[own].got):
             yield run.enough(before, thread)
 
-    def _settle(self, state: State, thread: Thread) -> Iterator[Step[State]]:
+    def _settle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, (number, _) = self.protocol, thread.settling[0]
         gen, decision = state.gens[number], thread.decision
         assert decision is not None
@@ -96,7 +95,7 @@ class Rows:
             lapsed = tuple("lapsed" if each else "" for each in gen.got)
             report = lapsed if gen.custody == "lapsed" else gen.custody
             made = set_thread(state, thread, at="journal", report=report)
-            yield Step(run.name(thread, "its lease has ended: only the report"), made)
+            yield "its lease has ended: only the report", made
             return
         broker, broken = list(state.broker), ""
         report = [""] * run.messages
@@ -115,7 +114,7 @@ class Rows:
             state = set_gen(state, number, custody=tuple(report))
         state = set_thread(state, thread, at="journal", report=tuple(report))
         note = f"generation {number}: {' '.join(each or '-' for each in report)}"
-        yield Step(run.name(thread, note), state._replace(broker=tuple(broker), broken=broken))
+        yield note, state._replace(broker=tuple(broker), broken=broken)
 
     # -- promises ------------------------------------------------------------------------------
 

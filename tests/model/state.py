@@ -59,7 +59,6 @@ class Gen(NamedTuple):
     marked: tuple[bool, ...]
     outcome: tuple[str, ...]
     manifest: bool = False
-    planned: bool = False
     intent: bool = False
     report: tuple[str, ...] = ()
     late: bool = False

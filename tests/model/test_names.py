@@ -9,9 +9,11 @@ import pytest
 
 from tests.model.mutants import MUTANTS
 from tests.model.protocol import CODE
+from tests.model.receipts import Receipts
 from tests.model.rows import Rows
 
-NAMES = sorted({*CODE.values(), *Rows.code.values(), *(mutant.place for mutant in MUTANTS)})
+NAMES = sorted({*CODE.values(), *Rows.code.values(), *Receipts.code.values()})
+GUARDS = sorted({mutant.place for mutant in MUTANTS})
 
 
 def found(name: str) -> Any:
@@ -30,7 +32,7 @@ def found(name: str) -> Any:
     raise AssertionError(f"there is no {name}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES, *GUARDS}))
 def test_what_the_model_names_is_there(name: str) -> None:
     assert callable(found(name))
 

@@ -10,16 +10,19 @@ import pytest
 
 from tests.model.checker import explore
 from tests.model.protocol import Custody, Run
+from tests.model.receipts import Receipts
 from tests.model.recovery import Recovery
 from tests.model.rows import Rows
 
-#: One message; a kill, clear or time-out at every step, a zombie of it, and a deadline that passes.
-PROCESS = {"batchers": False, "results": ("ok",)}
-BATCHES = {"batchers": True, "results": ("ok",)}
-#: Two messages, the second sent at any time, and two runs at once.
-BESIDE = {"trouble": 0, "beside": True, "later": 1}
-#: The same twice over.
-DEEP = {"trouble": 2}
+#: One message, and one trouble: a kill, clear or time-out at any step, and a zombie of it.
+PROCESS = {"batchers": False, "results": ("ok",), "lapses": 0}
+BATCHES = {"batchers": True, "results": ("ok",), "lapses": 0}
+#: The message becomes a dead letter.
+DEAD = {"batchers": False, "results": ("dead",), "lapses": 0}
+#: A deadline passes besides, at any time.
+LATE = {"lapses": 1}
+#: Two messages, the second sent at any time, and two runs at once, one of which may lose its lease.
+BESIDE = {"batchers": False, "trouble": 0, "beside": True, "later": 1}
 
 
 def check(custody: Callable[[Run], Custody], options: dict[str, Any], *, most: int) -> None:
@@ -35,11 +38,35 @@ def check(custody: Callable[[Run], Custody], options: dict[str, Any], *, most: i
     assert found.states > 1000
 
 
-@pytest.mark.parametrize("custody", [Rows])
-@pytest.mark.parametrize(
-    "options",
-    [PROCESS, BATCHES, {**BESIDE, "batchers": False}, {**BESIDE, "batchers": True}],
-    ids=["process", "batches", "beside", "batches beside"],
-)
-def test_no_promise_is_broken(custody: Callable[[Run], Custody], options: dict[str, Any]) -> None:
-    check(custody, options, most=400_000)
+Case = tuple[Callable[[Run], Custody], dict[str, Any]]
+
+QUICK: dict[str, Case] = {
+    "rows": (Rows, {**PROCESS, **LATE, "retention": True}),
+    "rows, batches": (Rows, {**BATCHES, **LATE}),
+    "rows, dead letters": (Rows, DEAD),
+    "rows, two runs": (Rows, {**BESIDE, "results": ("ok", "retry")}),
+    "receipts": (Receipts, PROCESS),
+    "receipts, batches": (Receipts, BATCHES),
+    "receipts, dead letters": (Receipts, DEAD),
+    "receipts, two runs": (Receipts, {**BESIDE, "results": ("ok",)}),
+}
+DEEP: dict[str, Case] = {
+    "rows, all results": (Rows, {"batchers": True, "results": ("ok", "dead")}),
+    "rows, two troubles": (Rows, {**PROCESS, "trouble": 2}),
+    "rows, two runs with batches": (Rows, {**BESIDE, "batchers": True}),
+    "receipts, late": (Receipts, {**PROCESS, **LATE}),
+    "receipts, late batches": (Receipts, {**BATCHES, **LATE}),
+    "receipts, late dead letters": (Receipts, {**DEAD, **LATE}),
+    "receipts, two runs with batches": (Receipts, {**BESIDE, "batchers": True}),
+}
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
+def test_no_promise_is_broken(case: Case) -> None:
+    check(*case, most=150_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DEEP.values(), ids=DEEP)
+def test_no_promise_is_broken_by_more_trouble(case: Case) -> None:
+    check(*case, most=1_500_000)
