@@ -20,8 +20,8 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
+from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal
 from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.receive import ending
 from airflow_broadway.testing.contract import settlement_of
@@ -246,12 +246,13 @@ class SlowStaging:
 
     def __init__(self) -> None:
         self._writing, self._go_on = threading.Event(), threading.Event()
-        self._put = QueueJournal.put
+        self._put = StateFiles.put
 
-    def put(self, journal: QueueJournal, name: str, data: bytes) -> str:
-        self._writing.set()
-        self._go_on.wait(30)
-        return self._put(journal, name, data)
+    def put(self, files: StateFiles, name: str, data: bytes) -> str:
+        if name.endswith(".bundle"):
+            self._writing.set()
+            self._go_on.wait(30)
+        return self._put(files, name, data)
 
     def await_bundle(self) -> None:
         """Wait until it is to take one."""
@@ -266,10 +267,10 @@ class SlowStaging:
 def staging(monkeypatch: pytest.MonkeyPatch) -> SlowStaging:
     made = SlowStaging()
 
-    def put(journal: QueueJournal, name: str, data: bytes) -> str:
-        return made.put(journal, name, data)
+    def put(files: StateFiles, name: str, data: bytes) -> str:
+        return made.put(files, name, data)
 
-    monkeypatch.setattr(QueueJournal, "put", put)
+    monkeypatch.setattr(StateFiles, "put", put)
     return made
 
 

@@ -60,15 +60,11 @@ class QueueJournal:
     """
 
     def __init__(self, staging: str | None, queue: str) -> None:
-        self._files = state_files(staging, f"rabbitmq/{digest(queue)}")
-
-    @property
-    def durable(self) -> bool:
-        """Whether another process sees it."""
-        return self._files.durable
+        #: Where they lie, and the bundles of staged custody beside them.
+        self.files = state_files(staging, f"rabbitmq/{digest(queue)}")
 
     def _log(self, generation: str) -> GenerationLog:
-        return GenerationLog(self._files, generation)
+        return GenerationLog(self.files, generation)
 
     def claim(self, queue: str, generation: str) -> bool:
         """Make a lease queue the generation's alone, for ever; whether it is.
@@ -77,8 +73,8 @@ class QueueJournal:
         queue's name twice, and a stranger may write down the name of one that is in use.
         """
         folder, own = f"claims/{digest(queue)}", f"{digest(generation)}.json"
-        self._files.write(f"{folder}/{own}", {"queue": queue, "generation": generation})
-        return self._files.names(folder) == [own]
+        self.files.write(f"{folder}/{own}", {"queue": queue, "generation": generation})
+        return self.files.names(folder) == [own]
 
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
@@ -87,8 +83,8 @@ class QueueJournal:
         :param sure: From when on it may be deleted if it looks empty.
         """
         value = {"queue": queue, "sure": sure}
-        self._files.write(f"due/{due:.0f}-{digest(generation)}.json", value)
-        self._files.write(f"{digest(generation)}/opened.json", {"queue": queue})
+        self.files.write(f"due/{due:.0f}-{digest(generation)}.json", value)
+        self.files.write(f"{digest(generation)}/opened.json", {"queue": queue})
 
     def opened(self, generation: str) -> str | None:
         """The generation's lease queue, if bundles may be in it."""
@@ -136,7 +132,7 @@ class QueueJournal:
         """
         before, turn = self.turns(generation), uuid.uuid4().hex[:12]
         name = turn if whole else f"now-{turn}"
-        self._files.write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
+        self.files.write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
         return name, whole and any(not each.startswith("now-") for each in before)
 
     def note_now(self, generation: str, actions: Mapping[str, Action]) -> None:
@@ -162,7 +158,7 @@ class QueueJournal:
         :param at: Seconds since the epoch.
         :param what: What was looked at; another needs another look.
         """
-        self._files.write("checked.json", {"at": at, "what": what})
+        self.files.write("checked.json", {"at": at, "what": what})
 
     def seen_type(self, now: float) -> bool:
         """Whether the source queue was found to be no stream within a day.
@@ -174,7 +170,7 @@ class QueueJournal:
 
     def note_type(self, now: float) -> None:
         """Note that the source queue is no stream."""
-        self._files.write("type.json", {"at": now})
+        self.files.write("type.json", {"at": now})
 
     def relied(self, queue: str) -> bool | None:
         """Whether one of our queues may be relied on: it answered when it was old enough.
@@ -187,11 +183,11 @@ class QueueJournal:
 
     def note_declared(self, queue: str) -> None:
         """Note, before that is done, that a queue which was not there is declared."""
-        self._files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
+        self.files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": False})
 
     def note_relied(self, queue: str) -> None:
         """Note, before anything is published to it, that a queue may be relied on."""
-        self._files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
+        self.files.write(f"relied/{digest(queue)}.json", {"queue": queue, "relied": True})
 
     def limit(self) -> int | None:
         """The broker's ``max_message_size``, where it refused a bundle for it."""
@@ -200,12 +196,12 @@ class QueueJournal:
 
     def note_limit(self, size: int) -> None:
         """Note that the broker takes no message of more than ``size`` bytes."""
-        self._files.write("limit.json", {"bytes": size})
+        self.files.write("limit.json", {"bytes": size})
 
     def due(self, now: float) -> list[Due]:
         """The lease queues that may be looked at again."""
         found = []
-        for name in self._files.names("due"):
+        for name in self.files.names("due"):
             match = _DUE.fullmatch(name)  # what has another name is not ours
             if match is None or float(match[1]) > now:
                 continue
@@ -226,14 +222,14 @@ class QueueJournal:
         :param empty: Whether the returns queue is empty.
         """
         value = {"queue": due.queue, "gone": gone, "sure": due.sure, "empty": empty}
-        self._files.write(f"due/{at:.0f}-{due.folder}.json", value)
-        self._files.remove(f"due/{due.name}")
+        self.files.write(f"due/{at:.0f}-{due.folder}.json", value)
+        self.files.remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:
         """Remove all that was noted of a generation."""
-        self._files.remove(due.folder)
-        self._files.remove(f"claims/{digest(due.queue)}")
-        self._files.remove(f"due/{due.name}")
+        self.files.remove(due.folder)
+        self.files.remove(f"claims/{digest(due.queue)}")
+        self.files.remove(f"due/{due.name}")
 
     def done(self, generation: str, bundle: str | None) -> Mapping[str, Action] | None:
         """What needs no handling any more of a bundle that came back; ``None``: all of it.
@@ -248,33 +244,8 @@ class QueueJournal:
                 return None
         return self._now(generation, settled)
 
-    # -- files ---------------------------------------------------------------------------------
-
-    def put(self, name: str, data: bytes) -> str:
-        """Write a file of staged custody, durably; its path.
-
-        :raises StagingError: If there is no staging folder, or it cannot be written.
-        """
-        if not self.durable:
-            raise StagingError("custody='staged' needs a staging folder")
-        return self._files.put(name, data)
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file that :meth:`put` wrote; ``None`` if there is none.
-
-        :raises StagingError: If the staging folder cannot be read.
-        """
-        return self._files.size(name)
-
-    def get(self, name: str) -> bytes:
-        """Read a file that :meth:`put` wrote.
-
-        :raises StagingError: If it cannot be read.
-        """
-        return self._files.get(name)
-
     def _read(self, name: str) -> dict[str, Any] | None:
-        value = self._files.read(name)
+        value = self.files.read(name)
         return None if value is None else dict(value)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
@@ -32,10 +33,10 @@ def load_staged(header: Header, journal: QueueJournal) -> list[Held]:
             f"a bundle refers to {staged['path']!r}, which is not the file of its generation and"
             " name: it is not read"
         )
-    size = journal.size(name)
+    size = journal.files.size(name)
     if size is None:
         raise BundleError(f"the staged bundle {staged['path']} is missing")
-    data = journal.get(name) if size == staged["bytes"] else b""
+    data = journal.files.get(name) if size == staged["bytes"] else b""
     if hashlib.sha256(data).hexdigest() != staged["sha256"]:
         raise BundleError(f"the staged bundle {staged['path']} is not what was written")
     messages = list(bundles.unpack_messages(data))
@@ -52,10 +53,12 @@ def staged_name(generation: str, bundle: str) -> str | None:
 def store_staged(
     journal: QueueJournal, generation: str
 ) -> Callable[[str, bytes], dict[str, object]]:
-    """What keeps the messages of staged custody."""
+    """What keeps the messages of staged custody; it raises StagingError where it cannot."""
 
     def store(name: str, data: bytes) -> dict[str, object]:
-        path = journal.put(str(staged_name(generation, name)), data)
+        if not journal.files.durable:
+            raise StagingError("custody='staged' needs a staging folder")
+        path = journal.files.put(str(staged_name(generation, name)), data)
         return {"path": path, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     return store

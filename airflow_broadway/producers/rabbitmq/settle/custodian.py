@@ -236,7 +236,7 @@ class RabbitCustodian:
         # The lease as it was before the first receive cannot tell; the journal can.
         return (
             bool(lease.state.get("declared") or self._journal.opened(lease.generation))
-            or not self._journal.durable
+            or not self._journal.files.durable
         )
 
     def _depth_once_back(self, lease: Lease, depth: int) -> int:

@@ -124,7 +124,7 @@ def test_a_journal_outlives_its_queue_by_a_week(journal: QueueJournal) -> None:
     sweep(broker, broker, journal, 10 * HOUR, unknown)
     sweep(broker, broker, journal, 10 * HOUR + 6 * 86_400, unknown)
     assert journal.settled("g1") is not None
-    if not journal.durable:
+    if not journal.files.durable:
         return
 
     sweep(broker, broker, journal, 10 * HOUR + 8 * DAY, unknown)
@@ -139,7 +139,7 @@ def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: 
     # Given a generation in staged custody whose lease queue is gone, and a Dag that is paused
     journal = QueueJournal(f"file://{tmp_path}", "q")
     journal.note_opened("g1", LEASE, DUE, SURE)
-    journal.put(f"{digest('g1')}/1.bundle", b"messages")
+    journal.files.put(f"{digest('g1')}/1.bundle", b"messages")
     broker: Any = Broker()
     sweep(broker, broker, journal, 10 * HOUR, unknown)
 
@@ -153,11 +153,11 @@ def test_a_journal_stays_as_long_as_a_returned_bundle_may_speak_of_it(tmp_path: 
     sweep(broker, broker, journal, 60 * DAY, unknown)
 
     # Then what they refer to is there, until the broker counts none
-    assert journal.get(f"{digest('g1')}/1.bundle") == b"messages"
+    assert journal.files.get(f"{digest('g1')}/1.bundle") == b"messages"
     sweep(broker, broker, journal, 70 * DAY, lambda queue: 0)
     assert journal.due(1e12) == []
     with pytest.raises(StagingError):
-        journal.get(f"{digest('g1')}/1.bundle")
+        journal.files.get(f"{digest('g1')}/1.bundle")
 
 
 def test_what_is_no_lease_queue_of_this_source_is_not_looked_at(journal: QueueJournal) -> None:
