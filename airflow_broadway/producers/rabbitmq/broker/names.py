@@ -38,6 +38,7 @@ _DIGEST_DIGITS = 20
 _EARLY_PART = 0.1
 
 _QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
+_CLASSIC: dict[str, Any] = {"x-queue-type": "classic"}
 #: Returns of a message after which its queue gives it up: never.  RabbitMQ 4's default is 20, and
 #: its -1 for "no limit" makes RabbitMQ 3 give a message up at its first return.
 _NO_LIMIT: dict[str, Any] = {"x-delivery-limit": 1_000_000_000}
@@ -123,23 +124,13 @@ class QueueNames:
     def returns_arguments(self, *, quorum: bool = True) -> dict[str, Any]:
         """What queues are declared with from which nothing leaves by itself."""
         if not quorum:
-            return {"x-queue-type": "classic"}
+            return dict(_CLASSIC)
         # Refusing, so that a bound set by a policy makes runs fail rather than lose what is here.
         return {**_QUORUM, **_NO_LIMIT, "x-overflow": "reject-publish"}
 
     def delay_arguments(self, step: int, *, quorum: bool = True) -> dict[str, Any]:
         """What a step of the ladder is declared with."""
-        kind = (
-            {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT}
-            if quorum
-            else {"x-queue-type": "classic"}
-        )
-        return {
-            **kind,
-            "x-message-ttl": step * 1000,
-            "x-dead-letter-exchange": "",
-            "x-dead-letter-routing-key": self.source,
-        }
+        return _timed_arguments(step, self.source, quorum=quorum)
 
 
 def lease_arguments(queues: QueueNames, seconds: float, *, quorum: bool = True) -> dict[str, Any]:
@@ -147,14 +138,17 @@ def lease_arguments(queues: QueueNames, seconds: float, *, quorum: bool = True) 
 
     No ``x-expires``: a publisher does not keep a queue from expiring.
     """
-    kind: dict[str, Any] = (
-        {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT} if quorum else {"x-queue-type": "classic"}
-    )
+    return _timed_arguments(seconds, queues.returns, quorum=quorum)
+
+
+def _timed_arguments(seconds: float, target: str, *, quorum: bool) -> dict[str, Any]:
+    """What a queue is declared with that holds a message for ``seconds`` and passes it on."""
+    kind = {**_QUORUM, **_SAFE_DEAD_LETTERING, **_NO_LIMIT} if quorum else _CLASSIC
     return {
         **kind,
         "x-message-ttl": _milliseconds(seconds),
         "x-dead-letter-exchange": "",
-        "x-dead-letter-routing-key": queues.returns,
+        "x-dead-letter-routing-key": target,
     }
 
 

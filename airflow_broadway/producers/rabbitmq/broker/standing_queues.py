@@ -56,11 +56,9 @@ class StandingQueues:
         """Declare the quarantine queue."""
         self._ensure(connection, self._names.quarantine, self._kept())
 
-    def ensure_dead(
-        self, connection: ConnectionThread, wanted: bool = True, *, rely: bool = True
-    ) -> None:
+    def ensure_dead(self, connection: ConnectionThread, *, rely: bool = True) -> None:
         """Declare the dead-letter queue, if it is ours."""
-        if wanted and self._owns_dead:
+        if self._owns_dead:
             self._ensure(connection, self._names.dead, self._kept(), rely=rely)
 
     def ensure_delay(self, connection: ConnectionThread, step: int) -> str:

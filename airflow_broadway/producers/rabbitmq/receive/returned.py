@@ -47,9 +47,9 @@ _ANSWER_TIMEOUT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class ReturnedBundle:
-    """A bundle that was read.
+    """A bundle that was read, with those of its messages that are to be handled.
 
-    :param digest: Of its bytes.
+    :param digest: BLAKE2b of the bundle's bytes, 16 bytes long.
     """
 
     header: Header
@@ -58,7 +58,7 @@ class ReturnedBundle:
 
 
 def examine(data: bytes, journal: QueueJournal) -> ReturnedBundle | None:
-    """Read a returned bundle, less what needs no handling; ``None`` if nothing of it does.
+    """Read a returned bundle, without the messages that are done with; ``None`` if all are.
 
     :raises BundleError: If it cannot be read, or what it refers to is missing.
     :raises StagingError: If the staging folder cannot be read now.
@@ -198,7 +198,8 @@ class ReturnsReader:
         elif division.take:  # there was no room for them: they come again, behind the others
             self.left += len(rests)
         self._buffer.add_under_way(len(division.take))
-        self._topology.standing.ensure_dead(connection, bool(division.crashed))
+        if division.crashed:
+            self._topology.standing.ensure_dead(connection)
         connection.post(lambda: self._secure(channel, delivered.tag, read, division, rests))
 
     def _next(self, connection: ConnectionThread, getter: Getter) -> Delivered | None:
