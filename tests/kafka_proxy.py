@@ -27,6 +27,7 @@ class KafkaProxy:
     """Serves from a thread of its own until the block ends.
 
     :param bootstrap: The broker: one, at ``127.0.0.1``.
+    :param through: The port by which the broker is reached, if not its own.
     :param tls: What clients are met with; nothing: plain text.
     :param users: Name → password, for SASL's PLAIN: any other is refused.
     :param change: From the kind of a request and its answer to what the client gets, as long.
@@ -36,11 +37,13 @@ class KafkaProxy:
         self,
         bootstrap: str,
         *,
+        through: int | None = None,
         tls: ssl.SSLContext | None = None,
         users: Mapping[str, str] | None = None,
         change: Callable[[int, bytes], bytes] | None = None,
     ) -> None:
-        self._target = int(bootstrap.rpartition(":")[2])
+        self._known_as = int(bootstrap.rpartition(":")[2])
+        self._target = through or self._known_as
         self._tls = tls
         self._users = users
         self.change = change
@@ -134,7 +137,7 @@ class KafkaProxy:
         self, broker: asyncio.StreamReader, to_client: asyncio.StreamWriter, asked: dict[int, int]
     ) -> None:
         address = b"127.0.0.1"
-        theirs = address + struct.pack(">i", self._target)
+        theirs = address + struct.pack(">i", self._known_as)
         ours = address + struct.pack(">i", self.port)
         while True:
             frame = await _frame(broker)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tests.contract.sqs_harness import SharedClock
 from tests.faults.found import Found
+from tests.kafka_server import MockKafka, NoidaKafka
 from tests.living.brokers import LivingBroker
+from tests.living.brokers_kafka import LivingKafka
 from tests.living.brokers_rabbitmq import MortalRabbit
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
@@ -60,6 +62,17 @@ def _sqs(folder: Path) -> Iterator[Mapping[str, Make]]:
         server.stop()
 
 
+@contextmanager
+def _kafka(folder: Path) -> Iterator[Mapping[str, Make]]:
+    with NoidaKafka.start(folder / "noida") as noida, MockKafka.start(folder / "mock") as mock:
+        yield {
+            "living": lambda place: LivingKafka(noida, place),
+            "living_key": lambda place: LivingKafka(noida, place, order="key"),
+            "living_shared": lambda place: LivingKafka(noida, place, order="none"),
+            "living_mock": lambda place: LivingKafka(mock, place, order="none"),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """A broker's cases.
@@ -76,6 +89,11 @@ _KINDS = {
     "sqlite": _Kind(_sqlite, {"living": LivingSqlite}, (20.0, 100.0, 1_000.0)),
     "rabbitmq": _Kind(
         _rabbitmq, {"living": MortalRabbit, "living_staged": MortalRabbit}, (20.0, 100.0, 2_000.0)
+    ),
+    "kafka": _Kind(
+        _kafka,
+        dict.fromkeys(("living", "living_key", "living_shared", "living_mock"), LivingKafka),
+        (20.0, 100.0, 1_000.0),
     ),
     "sqs": _Kind(_sqs, {"living": LivingSqs, "living_fifo": LivingSqs}, (20.0, 100.0, 300.0)),
 }

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from airflow_broadway.producers.kafka import opening, register
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.staging.disk import Disk
@@ -22,6 +24,7 @@ from airflow_broadway.staging.disk import Disk
 __all__ = ["harmed"]
 
 _STAGING = ("create", "create_own", "replace", "sink")
+_JOURNAL = ("create", "put")
 
 
 class Writes:
@@ -49,7 +52,8 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
     which write to the staging folder finds the disk full.  ``freeze_at``: at which write, to the
     staging folder or a journal, the process stops until it is told to go on.  ``freeze_at_any``:
     the same of all writes, those to the broker too.  ``young_queues``: queues of RabbitMQ are
-    relied on as soon as they are declared.
+    relied on as soon as they are declared.  ``no_grace``: what a lease of Kafka's held others take
+    as soon as it is over.
     """
     staged, writes = itertools.count(1), Writes()
 
@@ -80,6 +84,15 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
 
         return send
 
+    def committing(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Kafka's client is no Python: its sockets are not seen."""
+
+        def commit(*given: Any) -> Any:
+            freeze(writes.any(), "freeze_at_any")
+            return function(*given)
+
+        return commit
+
     class Committing(sqlite3.Connection):
         def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
             if sql == "COMMIT":
@@ -94,12 +107,16 @@ def harmed(harm: Mapping[str, Any]) -> Iterator[Writes]:
         for name in _STAGING:
             slow = harm.get("slow_staging", 0.0)
             change(Disk, name, around(getattr(Disk, name), slow, staging=True))
-        change(
-            StateFiles, "put", around(StateFiles.put, harm.get("slow_journal", 0.0), staging=False)
-        )
+        for name in _JOURNAL:
+            slow = harm.get("slow_journal", 0.0)
+            change(StateFiles, name, around(getattr(StateFiles, name), slow, staging=False))
+        change(Cluster, "commit", committing(Cluster.commit))
         change(sqlite3, "connect", partial(sqlite3.connect, factory=Committing))
         for name in ("send", "sendall"):
             change(socket.socket, name, sending(getattr(socket.socket, name)))
         if harm.get("young_queues"):
             change(queue_calls, "_RELIABLE_AGE", 0.0)
+        if harm.get("no_grace"):
+            for place in (opening, register):
+                change(place, "GRACE_SECONDS", 0.0)
         yield writes

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -109,8 +110,22 @@ class LivingSqs(_Living):
     )
 
 
+class LivingKafka(_Living):
+    producer = KafkaProducer(
+        group_id="replaced",
+        topics=["replaced"],
+        conn_id="living",
+        offset_reset_policy="earliest",
+        lease=120.0,
+        fetch_config=FetchConfig(max_wait_time=0.05),
+        on_failure="retry",
+        retry=_RETRY,
+    )
+
+
 PIPELINES: dict[str, type[Broadway]] = {
     "sqlite": LivingSqlite,
     "rabbitmq": LivingRabbitMQ,
     "sqs": LivingSqs,
+    "kafka": LivingKafka,
 }

@@ -130,7 +130,7 @@ class _Table:
         # These runs follow each other at once and are over in two seconds: where nobody kills the
         # broker its queues need not be that old.
         young = not WEATHERS[self.given.weather].deadly
-        harm = {"young_queues": young, **more.pop("harm", {}), **ending.harm}
+        harm = {"young_queues": young, "no_grace": True, **more.pop("harm", {}), **ending.harm}
         command = {
             "flow": flow,
             "budget": ending.budget,

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.contract.sqs_harness import moved_server
+from tests.kafka_server import KafkaServer
 from tests.living.brokers import LivingBroker
+from tests.living.brokers_kafka import LivingKafka
 from tests.living.brokers_rabbitmq import LivingRabbit, MortalRabbit
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
@@ -91,6 +93,40 @@ def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None
     assert found.handled > 20
 
 
+@pytest.mark.parametrize("order", ["none", "partition"])
+def test_runs_of_kafka_in_traffic_lose_nothing(
+    kafka_noida: KafkaServer, tmp_path: Path, order: str
+) -> None:
+    found = played(lambda folder: LivingKafka(kafka_noida, folder, order=order), tmp_path, runs=5)
+
+    assert found.good, str(found)
+    assert found.handled > 20
+
+
+@pytest.mark.parametrize(
+    "weather",
+    [
+        "killed_at_writes",
+        pytest.param("killed", marks=pytest.mark.slow),
+        pytest.param("two_at_once", marks=pytest.mark.slow),
+        pytest.param("zombies", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_of_kafka_that_die_or_meet_others_lose_nothing(
+    kafka_mock: KafkaServer, tmp_path: Path, weather: str
+) -> None:
+    found = played(
+        lambda folder: LivingKafka(kafka_mock, folder, order="none"),
+        tmp_path,
+        runs=6,
+        first=len(ENDINGS),
+        weather=weather,
+    )
+
+    assert found.good, str(found)
+    assert found.handled > 20
+
+
 def test_runs_that_are_killed_at_any_of_their_writes_lose_nothing(tmp_path: Path) -> None:
     found = played(LivingSqlite, tmp_path, runs=8, weather="killed_at_writes")
 
@@ -117,6 +153,7 @@ def test_runs_of_rabbitmq_whose_broker_dies_lose_nothing(tmp_path: Path, queue: 
 def test_each_broker_has_the_weathers_that_it_can_have() -> None:
     everywhere = set(weathers_for(LivingSqlite))
 
+    assert set(weathers_for(LivingKafka)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(LivingSqs)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(LivingRabbit)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(MortalRabbit)) - set(weathers_for(LivingRabbit)) == {"broker_dies"}
