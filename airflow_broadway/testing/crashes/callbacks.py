@@ -1,0 +1,128 @@
+"""The boundary of a pipeline's callbacks, and what they witness.
+
+What they get is written down from outside, before and after each call, in a file of its own: our
+own account is never asked whether it is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.testing.crashes.interceptor import Interceptor
+
+__all__ = ["Callbacks", "Witnessed", "witnessed"]
+
+
+class Witnessed(NamedTuple):
+    """One call of ``handle_message`` or ``handle_batch`` with some messages.
+
+    :param stage: The callback.
+    :param batch_id: The batch's; empty for ``handle_message``.
+    :param messages: (id, attempt, redelivered) of each.
+    :param succeeded: The ids of those that succeeded; ``None``: the call did not return.
+    """
+
+    execution: str
+    stage: str
+    batch_id: str
+    messages: list[tuple[str, int, bool]]
+    succeeded: frozenset[str] | None
+
+
+class Callbacks:
+    """``handle_message`` and ``handle_batch`` of one pipeline.
+
+    :param file: Where their calls are written down.
+    """
+
+    def __init__(self, pipeline: type[Pipeline], file: Path) -> None:
+        self._pipeline = pipeline
+        self._file = file
+
+    def install(self, interceptor: Interceptor) -> None:
+        self._handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle_message = self._pipeline.handle_message
+        handle_batch = self._pipeline.handle_batch
+        witness = self
+
+        def message_handled(self: Any, processor: str, message: Message, context: Any) -> Any:
+            return interceptor.call(
+                "handle_message",
+                "",
+                lambda: witness._witness(
+                    interceptor.execution,
+                    "handle_message",
+                    "",
+                    [message],
+                    lambda: handle_message(self, processor, message, context),
+                ),
+                nested=True,
+                error=_failed,
+            )
+
+        def batch_handled(
+            self: Any, batcher: str, messages: Any, batch_info: Any, context: Any
+        ) -> Any:
+            return interceptor.call(
+                "handle_batch",
+                batcher,
+                lambda: witness._witness(
+                    interceptor.execution,
+                    "handle_batch",
+                    batch_info.batch_id,
+                    messages,
+                    lambda: handle_batch(self, batcher, messages, batch_info, context),
+                ),
+                nested=True,
+                error=_failed,
+            )
+
+        self._pipeline.handle_message = message_handled  # type: ignore[method-assign]
+        if self._pipeline.defines("handle_batch"):
+            self._pipeline.handle_batch = batch_handled  # type: ignore[method-assign]
+
+    def _witness(
+        self, execution: str, stage: str, batch_id: str, messages: Sequence[Message], do: Any
+    ) -> Any:
+        told = {
+            "execution": execution,
+            "stage": stage,
+            "batch_id": batch_id,
+            "messages": [(m.message_id, m.attempt, m.redelivered) for m in messages],
+        }
+        self._write({**told, "succeeded": None})
+        came = do()
+        returned = came if isinstance(came, list) else [came]
+        fine = [m.message_id for m in returned if isinstance(m, Message) and m.status.kind == "ok"]
+        self._write({**told, "succeeded": fine})
+        return came
+
+    def _write(self, told: dict[str, Any]) -> None:
+        # One write, to the end: whole or absent, whoever dies.
+        os.write(self._handle, json.dumps(told).encode() + b"\n")
+
+
+def witnessed(file: Path) -> Iterator[Witnessed]:
+    """The calls in order; one that returned is there twice: begun, and ended."""
+    if not file.exists():
+        return
+    for line in file.read_text().splitlines():
+        told = json.loads(line)
+        fine = told["succeeded"]
+        yield Witnessed(
+            told["execution"],
+            told["stage"],
+            told["batch_id"],
+            [tuple(each) for each in told["messages"]],
+            None if fine is None else frozenset(fine),
+        )
+
+
+def _failed() -> Exception:
+    return RuntimeError("the callback was struck")

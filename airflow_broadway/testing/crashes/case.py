@@ -1,0 +1,185 @@
+"""One case: a run is struck, others recover from it, the queue is drained, and all is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from airflow_broadway.testing.crashes.account import Account, account
+from airflow_broadway.testing.crashes.points import Strike
+from airflow_broadway.testing.crashes.scheduler import Ended, Execution, Run, Scheduler
+from airflow_broadway.testing.crashes.subject import Subject
+
+__all__ = ["Case", "Recovery", "Result", "run_case"]
+
+#: Runs that may be needed to drain the queue.
+_RUNS = 12
+#: Tries of a task.
+_TRIES = 4
+#: Seconds after which no file of a run is kept.
+_RETENTION = 8 * 24 * 3600.0
+
+
+class Recovery(StrEnum):
+    """How Airflow, or whoever looks after it, goes on after the death of a task."""
+
+    #: The task's next try, and the rest of the run.
+    RETRY = "retry"
+    #: The task has no try left; the rest of the run goes on without it.
+    GIVE_UP = "give up"
+    #: The whole run is cleared, and all its tasks are tried again.
+    CLEAR = "clear"
+    #: The run has failed, nobody looks at it again, and the next one begins.
+    NEXT_RUN = "next run"
+    #: The run counts as running, but its leases lapse, and the next one begins.
+    LAPSE = "lapse"
+
+
+class Case(NamedTuple):
+    """What is done to one pipeline.
+
+    :param strikes: Of the first run, and of what recovers from that.
+    :param traffic: Whether messages go on coming while runs begin and end.
+    """
+
+    strikes: tuple[Strike, ...] = ()
+    recovery: Recovery = Recovery.RETRY
+    traffic: bool = False
+
+    def __str__(self) -> str:
+        struck = ", then ".join(map(str, self.strikes)) or "nothing is struck"
+        return f"{struck} [{self.recovery.value}{', traffic' if self.traffic else ''}]"
+
+
+@dataclass
+class Result:
+    """What became of a case."""
+
+    case: Case
+    account: Account
+    executions: list[Execution] = field(default_factory=list)
+    #: Whether each strike happened.
+    reached: bool = True
+
+    @property
+    def good(self) -> bool:
+        return self.reached and self.account.good
+
+
+def run_case(
+    subject: Subject, bodies: Sequence[bytes], case: Case, fates: Mapping[int, str] | None
+) -> Result:
+    """Run one case on a subject that is new.
+
+    :param bodies: The messages.
+    :param fates: What becomes of each, by its place, where nothing is struck; ``None``: learn it.
+    """
+    return _Case(subject, bodies, case).run(fates)
+
+
+class _Case:
+    def __init__(self, subject: Subject, bodies: Sequence[bytes], case: Case) -> None:
+        self._subject = subject
+        self._case = case
+        self._scheduler = Scheduler(subject, case.strikes)
+        self._bodies = list(bodies)
+        self._ids: list[str] = []
+        self._mistakes: list[str] = []
+
+    def run(self, fates: Mapping[int, str] | None) -> Result:
+        scheduler = self._scheduler
+        self._publish(len(self._bodies) // 2 if self._case.traffic else len(self._bodies))
+        one = scheduler.run("one")
+        asleep = self._first(one)
+        for each in asleep:
+            scheduler.wake(each)
+            if each.ended is Ended.HUNG:
+                self._mistakes.append(f"{each.name} hung when it woke")
+        one.over = True
+        self._publish(len(self._bodies))
+        self._drain()
+        self._forget()
+        found = account(self._subject, self._ids, fates)
+        found.mistakes += self._mistakes
+        struck = {each.name for each in scheduler.executions if each.struck}
+        reached = all(strike.point.execution in struck for strike in self._case.strikes)
+        return Result(self._case, found, scheduler.executions, reached)
+
+    def _publish(self, upto: int) -> None:
+        """Send the next messages, up to a place."""
+        portion = self._bodies[len(self._ids) : upto]
+        if portion:
+            self._ids += self._subject.send(portion)
+
+    def _traffic(self) -> None:
+        if self._case.traffic:
+            self._publish(len(self._ids) + 1)
+
+    def _first(self, run: Run) -> list[Execution]:
+        """The first run, and what recovers from its death; returns who sleeps."""
+        scheduler = self._scheduler
+        for place, task in enumerate(scheduler.tasks):
+            execution = scheduler.attempt(run, task)
+            self._traffic()
+            if execution.ended is Ended.DONE:
+                continue
+            if execution.ended is Ended.HUNG:
+                self._mistakes.append(f"{execution.name} hung")
+            self._recover(run, place)
+            return [execution] if execution.ended is Ended.ASLEEP else []
+        return []
+
+    def _recover(self, run: Run, place: int) -> None:
+        tasks = self._scheduler.tasks
+        recovery = self._case.recovery
+        if recovery is Recovery.RETRY:
+            self._go_on(run, tasks[place:])
+        elif recovery is Recovery.GIVE_UP and tasks[place] != "ack":
+            self._go_on(run, tasks[place + 1 :], failed=[tasks[place]])
+        elif recovery is Recovery.CLEAR:
+            self._go_on(run, tasks)
+        else:
+            if recovery is Recovery.LAPSE:
+                self._pass_time(self._subject.lease * 1.1 + 60.0)
+            else:
+                run.over = True
+            self._go_on(self._scheduler.run("two"), tasks)
+
+    def _go_on(self, run: Run, tasks: Sequence[str], failed: Sequence[str] = ()) -> None:
+        """Execute tasks, each until it is done; a task without a try left fails the run."""
+        for task in tasks:
+            for _ in range(_TRIES):
+                execution = self._scheduler.attempt(run, task, failed=failed)
+                self._traffic()
+                if execution.ended is Ended.DONE:
+                    break
+            else:
+                self._mistakes.append(f"{execution.name} {execution.ended.value}, after all tries")
+                return
+
+    def _drain(self) -> None:
+        """Run until the queue is empty."""
+        for number in range(_RUNS):
+            if not self._subject.waiting():
+                return
+            if number:
+                # What waits now is delayed, or held by a lease that nobody gives back.
+                self._pass_time(self._subject.lease * 1.1 + 60.0)
+            run = self._scheduler.run(f"drain-{number + 1}")
+            self._go_on(run, self._scheduler.tasks)
+            run.over = True
+        waiting = self._subject.waiting()
+        if waiting:
+            self._mistakes.append(f"{waiting} messages do not drain within {_RUNS} runs")
+
+    def _forget(self) -> None:
+        """One more run, after so long that nothing of the others may be left."""
+        self._scheduler.ahead += _RETENTION
+        run = self._scheduler.run("last")
+        self._go_on(run, self._scheduler.tasks)
+        run.over = True
+
+    def _pass_time(self, seconds: float) -> None:
+        self._scheduler.ahead += seconds

@@ -1,0 +1,321 @@
+"""A scheduler in small: it runs the tasks of runs, each in a process of its own, as Airflow does.
+
+An execution is a fork, so it begins within a millisecond, and nothing of it outlives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import BatchTask, ProcessTask
+from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
+from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits
+from airflow_broadway.testing.crashes.subject import Subject
+
+__all__ = ["Ended", "Execution", "Run", "Scheduler"]
+
+#: The Dag of all runs.
+DAG = "crashes"
+#: Seconds that one execution may take.
+PATIENCE = 120.0
+#: Seconds that a process sleeps at least: what it knew from before is old when it wakes.
+_SLEPT = 60.0
+
+
+class Ended(StrEnum):
+    """How an execution came to its end."""
+
+    DONE = "done"
+    FAILED = "failed"
+    DIED = "died"
+    ASLEEP = "asleep"
+    HUNG = "hung"
+
+
+@dataclass
+class Execution:
+    """One execution of a task."""
+
+    name: str
+    pid: int
+    ended: Ended = Ended.DONE
+    #: The calls by which it touched the world.
+    seen: list[Point] = field(default_factory=list)
+    #: Whether the strike that was meant for it happened.
+    struck: bool = False
+
+
+@dataclass
+class Run:
+    """One run of the Dag."""
+
+    run_id: str
+    #: Whether the scheduler says that it has ended.
+    over: bool = False
+    tries: Counter[str] = field(default_factory=Counter)
+    #: What the tasks returned.
+    returned: dict[str, Any] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Runs tasks, and knows which runs are over.
+
+    :param strikes: What happens in executions, by their names.
+    """
+
+    def __init__(self, subject: Subject, strikes: Iterable[Strike] = ()) -> None:
+        self._subject = subject
+        self._strikes = {strike.point.execution: strike for strike in strikes}
+        self._runs: dict[str, Run] = {}
+        #: All executions so far, in order.
+        self.executions: list[Execution] = []
+        #: Seconds by which the clock of tasks is ahead of the machine's.
+        self.ahead = 0.0
+        self._results = subject.folder / "results"
+        self._results.mkdir()
+        self._log = subject.folder / "log.txt"
+
+    @property
+    def tasks(self) -> list[str]:
+        """The task ids of a run, in order.
+
+        The sensor begins with the run: ``look`` is one of its looks while others are at work, and
+        ``ack`` its last.
+        """
+        pipeline = self._subject.pipeline
+        processes = [
+            "process" if index == 0 else f"process!{index}"
+            for index in range(pipeline.producer.concurrency)
+        ]
+        return [*processes, "look", *(f"batch.{name}" for name in pipeline.batchers), "ack"]
+
+    def run(self, run_id: str) -> Run:
+        """The run of that id; new if there is none."""
+        return self._runs.setdefault(run_id, Run(run_id))
+
+    def attempt(self, run: Run, task: str, *, failed: Sequence[str] = ()) -> Execution:
+        """Execute a task once, as its next try.
+
+        :param failed: The tasks of the run that have failed for good.
+        """
+        run.tries[task] += 1
+        name = f"{run.run_id}/{task}/{run.tries[task]}"
+        place = self._results / f"{name.replace('/', '-')}.json"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._be(name, place, run, task, failed)
+        execution = Execution(name, pid)
+        self.executions.append(execution)
+        self._await(execution, place)
+        if execution.ended is Ended.DONE:
+            run.returned[task] = json.loads(place.read_text())["returned"]
+        return execution
+
+    def wake(self, execution: Execution) -> None:
+        """Let one that is asleep go on to its end; it finds that time has passed."""
+        self.ahead += _SLEPT
+        place = self._results / "ahead"
+        place.with_suffix(".tmp").write_text(str(self.ahead))
+        place.with_suffix(".tmp").rename(place)
+        os.kill(execution.pid, signal.SIGCONT)
+        place = self._results / f"{execution.name.replace('/', '-')}.json"
+        self._await(execution, place)
+
+    def _await(self, execution: Execution, place: Path) -> None:
+        limit = time.monotonic() + PATIENCE
+        pause = 0.0005
+        while True:
+            pid, status = os.waitpid(execution.pid, os.WUNTRACED | os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > limit:
+                os.kill(execution.pid, signal.SIGKILL)
+                os.waitpid(execution.pid, 0)
+                execution.ended = Ended.HUNG
+                return
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.01)
+        if os.WIFSTOPPED(status):
+            execution.ended = Ended.ASLEEP
+        elif os.WIFSIGNALED(status):
+            execution.ended = Ended.DIED
+        else:
+            execution.ended = Ended.FAILED if os.WEXITSTATUS(status) else Ended.DONE
+        if place.exists():
+            told = json.loads(place.read_text())
+            execution.struck = told["struck"]
+            _warm(told["modules"])
+            execution.seen = [
+                Point(execution.name, Call(*call), nth, Traits(*traits))
+                for call, nth, traits in told["seen"]
+            ]
+
+    # -- in the process of an execution ----------------------------------------------------------
+
+    def _be(self, name: str, place: Path, run: Run, task: str, failed: Sequence[str]) -> None:
+        """Execute a task, and end this process."""
+        status = 1
+        try:
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.write(2, f"-- {name}\n".encode())
+            interceptor = Interceptor(name, self._strikes, ahead=self.ahead)
+            tell = _Teller(place, interceptor)
+            interceptor.on_strike = tell.tell
+            clock = _MovedClock(interceptor)
+            interceptor.on_wake = lambda: clock.wake(self._ahead())
+            _number_ids(name, salt=self._subject.folder.name)
+            for boundary in self._subject.boundaries():
+                boundary.install(interceptor)
+            returned = self._do(run, task, failed)
+            interceptor.call("return", "", lambda: tell.tell(returned))
+            tell.tell(returned)
+            status = 0
+        except BaseException:  # nothing may return into the scheduler
+            traceback.print_exc()
+            tell.tell()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _ahead(self) -> float:
+        """What the scheduler's clock says; waits until the scheduler has told, for another thread
+        than this one may have been stopped first.
+        """
+        place = str(self._results / "ahead")
+        while not os.path.exists(place):
+            time.sleep(0.001)
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            return float(os.read(handle, 100))
+        finally:
+            os.close(handle)
+
+    def _do(self, run: Run, task: str, failed: Sequence[str]) -> Any:
+        pipeline = self._subject.pipeline(**self._subject.overrides())
+        staged = StagedRun(
+            Store.open(self._subject.staging),
+            pipeline=pipeline.name,
+            dag_id=DAG,
+            run_id=run.run_id,
+        )
+        known = {each.run_id: each.over for each in self._runs.values()}
+        ports = Ports(is_over=lambda run_id: known.get(run_id, True), max_shutdown=2.0)
+        task_id, _, index = task.partition("!")
+        this = Task(
+            dag_id=DAG,
+            run_id=run.run_id,
+            task_id=task_id,
+            map_index=int(index or 0) if pipeline.producer.concurrency > 1 else -1,
+            try_number=run.tries[task],
+        )
+        if task_id == "process":
+            budget = Budget(max_seconds=60.0)
+            made = ProcessTask(staged, pipeline, this, ports, index=int(index or 0), budget=budget)
+            return made.run().reference
+        if task_id in ("look", "ack"):
+            watcher = RunWatcher(staged, pipeline, ports=ports)
+            try:
+                return watcher.look(over=task_id == "ack", failed=failed)
+            finally:
+                watcher.close()
+        batch = BatchTask(staged, pipeline, this, ports, batcher=task_id.removeprefix("batch."))
+        processed = [run.returned[each] for each in run.returned if each.startswith("process")]
+        plan = batch.plan(processed, label=f"{run.tries[task]}-{task_id}")
+        if plan is None or not plan.messages:
+            return None
+        return batch.handle(plan)
+
+
+class _Teller:
+    """Tells the scheduler what an execution saw and returned."""
+
+    def __init__(self, place: Path, interceptor: Interceptor) -> None:
+        self._place = str(place)
+        self._interceptor = interceptor
+        self._known = set(sys.modules)
+
+    def tell(self, returned: Any = None) -> None:
+        told = {
+            "returned": returned,
+            "struck": self._interceptor.struck,
+            "modules": [name for name in sys.modules if name not in self._known],
+            "seen": [(each.call, each.nth, each.traits) for each in self._interceptor.seen],
+        }
+        handle = os.open(self._place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.write(handle, json.dumps(told).encode())
+        os.close(handle)
+
+
+class _MovedClock:
+    """Makes every clock of this process go by the interceptor's; nobody waits for one."""
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+        self._slept = 0.0
+        replaced: Any = SystemClock
+        replaced.now = lambda clock: self._now()
+        replaced.monotonic = staticmethod(self._monotonic)
+        replaced.sleep = lambda clock, seconds: self._sleep(seconds)
+
+    def _now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self._interceptor.ahead)
+
+    def _monotonic(self) -> float:
+        return time.monotonic() + self._slept
+
+    def _sleep(self, seconds: float) -> None:
+        self._interceptor.ahead += seconds
+        self._slept += seconds
+
+    def wake(self, ahead: float) -> None:
+        """Go by what the scheduler's clock says by now."""
+        self._sleep(ahead - self._interceptor.ahead)
+
+
+def _number_ids(execution: str, salt: str) -> None:
+    """Make the ids of this execution the same ones, in the same order, whenever it runs.
+
+    :param salt: What tells them from those of other cases at the same broker.
+    """
+    made = count()
+    last = hashlib.md5(salt.encode()).hexdigest()[:12]
+
+    def uuid4() -> uuid.UUID:
+        first = hashlib.md5(f"{execution}/{next(made)}".encode()).hexdigest()[:20]
+        return uuid.UUID(first + last, version=4)
+
+    uuid.uuid4 = uuid4
+
+
+def _warm(modules: Iterable[str]) -> None:
+    """Import what an execution had to import: the next one is forked from a process that has."""
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)

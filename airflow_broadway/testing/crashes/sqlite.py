@@ -1,0 +1,86 @@
+"""The boundary of SQLite: statements that change something, and commits."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
+
+__all__ = ["Sqlite"]
+
+_CHANGES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "DROP", "ALTER", "COMMIT", "END")
+_LOOKS = ("BEGIN", "SELECT", "WITH", "ROLLBACK")
+_TABLE = re.compile(
+    r"\b(?:INTO|UPDATE|FROM|TABLE|INDEX)\s+(?:IF NOT EXISTS\s+)?([\w.\"]+)", re.IGNORECASE
+)
+
+
+class Sqlite:
+    """Every connection that this process opens from now on."""
+
+    def install(self, interceptor: Interceptor) -> None:
+        def call(db: sqlite3.Connection, sql: str, do: Callable[[], Any]) -> Any:
+            words = sql.split(None, 1)
+            verb = words[0].upper().rstrip(";") if words else ""
+            if verb not in (*_CHANGES, *_LOOKS):
+                return do()
+            found = _TABLE.search(sql)
+            changes = verb in _CHANGES
+            return interceptor.call(
+                verb,
+                found[1] if found else "",
+                do,
+                changes=changes,
+                locked=lambda: db.in_transaction,
+                error=_failed,
+                full=_full if changes else None,
+            )
+
+        class Cursor(sqlite3.Cursor):
+            def execute(self, sql: str, *args: Any) -> Any:
+                return call(self.connection, sql, lambda: super(Cursor, self).execute(sql, *args))
+
+            def executemany(self, sql: str, *args: Any) -> Any:
+                do = super().executemany
+                return call(self.connection, sql, lambda: do(sql, *args))
+
+        class Connection(sqlite3.Connection):
+            def cursor(self, factory: Any = Cursor) -> Any:
+                return super().cursor(factory)
+
+            def execute(self, sql: str, *args: Any) -> Any:
+                return call(self, sql, lambda: super(Connection, self).execute(sql, *args))
+
+            def executemany(self, sql: str, *args: Any) -> Any:
+                return call(self, sql, lambda: super(Connection, self).executemany(sql, *args))
+
+            def commit(self) -> None:
+                call(self, "COMMIT", super().commit)
+
+            # C's own commits without calling commit().
+            def __exit__(self, *error: object) -> Any:
+                end: Any = super().__exit__
+                verb = "ROLLBACK" if error[0] else "COMMIT"
+                return call(self, verb, lambda: end(*error))
+
+        def connecting(do: Any) -> Any:
+            def connect(*args: Any, **kwargs: Any) -> Any:
+                kwargs.setdefault("factory", Connection)
+                return do(*args, **kwargs)
+
+            return connect
+
+        replace(sqlite3, "connect", connecting)
+
+
+def _failed() -> sqlite3.Error:
+    return sqlite3.OperationalError("disk I/O error")
+
+
+def _full() -> sqlite3.Error:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error

@@ -1,0 +1,138 @@
+"""What is put to the test: a pipeline over an empty queue of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.testing.crashes.callbacks import Callbacks
+from airflow_broadway.testing.crashes.files import LocalFiles
+from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.sqlite import Sqlite
+
+__all__ = ["Embedded", "Letter", "Subject"]
+
+
+class Letter(NamedTuple):
+    """A dead letter.
+
+    :param message_id: Of the message that died.
+    :param marked: Whether it says that there may be another of it.
+    """
+
+    message_id: str
+    marked: bool
+
+
+class Subject(ABC):
+    """One pipeline, and what the campaign must be able to do with its broker.
+
+    The process that makes it forks the tasks, so it opens nothing that a fork could not share: each
+    method opens and closes what it needs.
+
+    :param folder: Empty, and its own.
+    """
+
+    #: Of the broker, in reports.
+    kind: ClassVar[str]
+    #: Seconds of its leases.
+    lease: ClassVar[float] = 900.0
+    #: Whether a clock that is moved moves the leases too; else their time must really pass.
+    moved_by_clock: ClassVar[bool] = True
+
+    def __init__(self, pipeline: type[Pipeline], folder: Path) -> None:
+        self.pipeline = pipeline
+        self.folder = folder
+        (folder / "work").mkdir()
+
+    @property
+    def work(self) -> Path:
+        """Where the pipeline's files are: its staging, and what its callbacks write."""
+        return self.folder / "work"
+
+    @property
+    def staging(self) -> str:
+        """The staging root."""
+        return f"file://{self.work}/staging"
+
+    @property
+    def witness(self) -> Path:
+        """Where the calls of the callbacks are written down."""
+        return self.folder / "witness.jsonl"
+
+    def boundaries(self) -> list[Boundary]:
+        """What of the world the pipeline can touch."""
+        return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness)]
+
+    @abstractmethod
+    def overrides(self) -> Mapping[str, Any]:
+        """The options with which the pipeline runs on the queue."""
+
+    @abstractmethod
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        """Put messages into the queue, in order; returns their ids."""
+
+    @abstractmethod
+    def waiting(self) -> int:
+        """Messages that are ready, delayed or held."""
+
+    @abstractmethod
+    def letters(self) -> list[Letter]:
+        """The dead letters."""
+
+    def left(self) -> list[str]:
+        """What of a finished run is still at the broker, in words."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Remove what is at the broker."""
+
+
+class Embedded(Subject):
+    """A pipeline over the embedded queue."""
+
+    kind = "sqlite"
+
+    def overrides(self) -> Mapping[str, Any]:
+        declared = self.pipeline.producer
+        return {
+            "producer": SqliteProducer(
+                queue="crashes",
+                path=str(self.work / "queue.db"),
+                lease=self.lease,
+                retry=declared.retry,
+                concurrency=declared.concurrency,
+                transformer=declared.transformer,
+                **{
+                    name: getattr(declared, name)
+                    for name in ("on_success", "on_failure")
+                    if getattr(declared, name) in SqliteProducer.actions
+                },
+            )
+        }
+
+    def _queue(self) -> SqliteQueue:
+        return SqliteQueue(self.work / "queue.db", "crashes")
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        with self._queue() as queue:
+            return queue.send(bodies)
+
+    def waiting(self) -> int:
+        with self._queue() as queue:
+            depth = queue.depth()
+            return depth.ready + depth.delayed + depth.leased
+
+    def letters(self) -> list[Letter]:
+        with self._queue() as queue:
+            return [Letter(each.message_id, False) for each in queue.dead_letters(limit=None)]
+
+    def left(self) -> list[str]:
+        with self._queue() as queue:
+            return [
+                f"an open lease of generation {each.lease.generation}" for each in queue.leases()
+            ]

@@ -1,0 +1,56 @@
+"""Strike the pipelines over one broker, and say what came of it; part of ``make faults``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tests.crashes.campaigns import Plan, campaigns
+from tests.crashes.pipelines import PIPELINES
+from tests.crashes.subjects import SUBJECTS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
+    parser.add_argument("--broker", choices=sorted(SUBJECTS), default="sqlite")
+    parser.add_argument("--pipeline", choices=sorted(PIPELINES), action="append")
+    parser.add_argument("--share", type=float, default=1.0, help="of the cases, 0 to 1")
+    parser.add_argument("--pairs", type=int, default=0, help="of strikes; of each pipeline")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
+    given = parser.parse_args()
+    plans = [Plan(name, given.share, given.pairs) for name in given.pipeline or PIPELINES]
+    told = []
+    for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
+        print(
+            f"{given.broker}, {plan.pipeline}: {len(sums.points)} points, {sums.cases} cases,"
+            f" {sums.runs} runs, {sums.lost} lost, {sums.unmarked} unmarked, {sums.left} left over,"
+            f" {sums.mistakes} other mistakes, in {sums.seconds:.0f} s",
+            flush=True,
+        )
+        for failure in sums.failures[:20]:
+            print(f"  {failure.case}\n    " + "\n    ".join([*failure.lines[:5], failure.folder]))
+        told.append(
+            {
+                "broker": given.broker,
+                "pipeline": plan.pipeline,
+                "points": len(sums.points),
+                "cases": sums.cases,
+                "runs": sums.runs,
+                "lost": sums.lost,
+                "unmarked": sums.unmarked,
+                "left": sums.left,
+                "mistakes": sums.mistakes,
+                "failures": [[str(each.case), *each.lines] for each in sums.failures],
+            }
+        )
+    if given.report:
+        given.report.write_text(json.dumps(told))
+    return int(any(each["failures"] for each in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

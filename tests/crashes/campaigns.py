@@ -1,0 +1,53 @@
+"""The campaigns of a broker: which pipelines are struck, how often, and by what."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from airflow_broadway.testing.crashes import Campaign, Family, Result, Sums
+from tests.crashes.pipelines import PIPELINES
+from tests.crashes.subjects import SUBJECTS
+
+__all__ = ["MESSAGES", "Plan", "campaigns", "in_memory"]
+
+MESSAGES = [b"%d" % number for number in range(12)]
+
+
+class Plan(NamedTuple):
+    """How much of a pipeline is struck.
+
+    :param share: Of the cases of each family but pairs, 0 to 1.
+    :param pairs: How many pairs.
+    """
+
+    pipeline: str
+    share: float
+    pairs: int
+
+
+def in_memory() -> str | None:
+    """A folder whose files need no disk, where the system has one."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def campaigns(
+    broker: str,
+    plans: list[Plan],
+    *,
+    jobs: int,
+    seed: int = 1,
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> Iterator[tuple[Plan, Sums]]:
+    """Strike each plan's pipeline over a broker; what failed keeps its files."""
+    with SUBJECTS[broker]() as make:
+        for plan in plans:
+            folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
+            campaign = Campaign(partial(make, PIPELINES[plan.pipeline]), MESSAGES, folder)
+            cases = campaign.cases(list(Family), share=plan.share, pairs=plan.pairs, seed=seed)
+            yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
+            if not any(folder.iterdir()):
+                folder.rmdir()

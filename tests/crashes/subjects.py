@@ -1,0 +1,28 @@
+"""Every broker's subject, by name: what the campaign runs over.
+
+A broker comes by registering itself here: a context in which its server is there, which gives what
+makes a subject of a pipeline and a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from airflow_broadway import Broadway
+from airflow_broadway.testing.crashes import Embedded, Subject
+
+__all__ = ["SUBJECTS", "MakeSubject"]
+
+MakeSubject = Callable[[type[Broadway], Path], Subject]
+
+
+@contextmanager
+def _embedded() -> Iterator[MakeSubject]:
+    yield Embedded
+
+
+SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
+    "sqlite": _embedded,
+}
