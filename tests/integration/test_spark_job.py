@@ -922,21 +922,6 @@ def test_a_second_application_runs_only_what_has_no_outcome(job: Job) -> None:
     assert after["b0"] == before["b0"]
 
 
-def test_a_zombie_records_nothing_once_a_later_try_has_begun(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = job.plan("default", pairs(3))
-
-    def callback(messages: DataFrame, info: BatchInfo) -> None:
-        if info.batch_id == "b1":  # the task was killed, and retried, while this batch ran
-            job.files.create(paths.work("handle_batches", 2), "{}")
-
-    assert job.run(callback, plan) == 1
-    assert sorted(job.outcomes("default")) == ["b0"]
-    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
-    assert "try 2 of 'handle_batches' has begun" in caplog.text
-
-
 def test_a_zombie_stops_its_running_job(job: Job) -> None:
     plan = job.plan("default", [Planned("b0", rows(2))])
 
@@ -988,51 +973,60 @@ def test_a_stop_leaves_what_runs_without_an_outcome(job: Job) -> None:
     assert sorted(job.outcomes("default")) == ["b0"]
 
 
-def test_a_keyboard_interrupt_is_never_swallowed(job: Job) -> None:
-    plan = job.plan("default", pairs(3))
-
-    def callback(messages: DataFrame, info: BatchInfo) -> None:
-        if info.batch_id == "b1":
-            raise KeyboardInterrupt
-
-    assert job.run(callback, plan) == 130
-    assert sorted(job.outcomes("default")) == ["b0"]
+class Over(BaseException):
+    """No exception: it ends whatever it comes to."""
 
 
-def test_what_is_no_exception_ends_the_application_and_what_is_recorded_stands(job: Job) -> None:
-    class Over(BaseException):
-        pass
-
-    plan = job.plan("default", pairs(3))
-
-    def callback(messages: DataFrame, info: BatchInfo) -> None:
-        if info.batch_id == "b1":
-            raise Over
-
-    assert job.run(callback, plan) == 1
-    assert sorted(job.outcomes("default")) == ["b0"]
-    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
+def _interrupts(job: Job, patch: pytest.MonkeyPatch) -> None:
+    raise KeyboardInterrupt
 
 
-def test_a_batch_whose_spark_was_stopped_has_no_outcome(
+def _is_over(job: Job, patch: pytest.MonkeyPatch) -> None:
+    raise Over
+
+
+def _is_retried(job: Job, patch: pytest.MonkeyPatch) -> None:
+    """The task was killed, and tried again, while this batch ran."""
+    job.files.create(paths.work("handle_batches", 2), "{}")
+
+
+def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
+    stopped = mock.Mock()
+    stopped._jsc.sc().isStopped.return_value = True
+    patch.setattr(batch, "why_lost", lambda _: why_lost(stopped))
+    raise RuntimeError("cannot call methods on a stopped SparkContext")
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "told"),
+    [
+        (_interrupts, 130, ""),
+        (_is_over, 1, ""),
+        (_is_retried, 1, "try 2 of 'handle_batches' has begun"),
+        (_stops_spark, 1, "the SparkContext was stopped"),
+    ],
+)
+def test_what_ends_the_application_in_a_batch_is_no_failure_of_it_and_what_is_recorded_stands(
     job: Job,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    happens: Callable[[Job, pytest.MonkeyPatch], None],
+    code: int,
+    told: str,
 ) -> None:
-    # Given a context that is stopped while the second of three batches is handled
+    # Given three batches, and something that ends it all in the second
     plan = job.plan("default", pairs(3))
-    stopped = mock.Mock()
-    stopped._jsc.sc().isStopped.return_value = True
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b1":
-            monkeypatch.setattr(batch, "why_lost", lambda _: why_lost(stopped))
-            raise RuntimeError("cannot call methods on a stopped SparkContext")
+            happens(job, monkeypatch)
 
-    # Then it is no failure of the callback, and what was recorded before stands
-    assert job.run(callback, plan) == 1
+    assert job.run(callback, plan) == code
+
+    # Then that one has no outcome, the first has its own, and the third was not begun
     assert sorted(job.outcomes("default")) == ["b0"]
-    assert "the SparkContext was stopped" in caplog.text
+    assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
+    assert told in caplog.text
 
 
 def test_an_unwritable_folder_is_one_clear_error(

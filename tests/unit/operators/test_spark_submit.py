@@ -169,6 +169,7 @@ def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
     assert work.pipeline == {"class": "tests.unit.spark.pipelines:Counting", "options": {}}
     assert work.run["params"] == {"p": 1}
     assert work.package_version == airflow_broadway.__version__
+    assert world.output.closed
 
 
 def test_all_batchers_share_one_application(world: World) -> None:
@@ -208,11 +209,6 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
     assert settings(command)["spark.hadoop.fs.s3a.bucket.lake.endpoint.region"] == "eu"
     assert "hush" not in str(command)
     assert env.get("AWS_SECRET_ACCESS_KEY") == ("hush" if mode == "client" else None)
-
-
-def test_the_output_of_an_application_that_has_ended_is_closed(world: World) -> None:
-    world.execute({"plan": world.plan().path})
-    assert world.output.closed
 
 
 def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World) -> None:

@@ -42,12 +42,6 @@ def test_a_program_on_path_is_taken_as_it_is(tmp_path: Path) -> None:
     assert (found.binary, found.env) == (str(binary), {})
 
 
-def test_else_the_pyspark_of_this_python(tmp_path: Path) -> None:
-    found = find_spark("spark-submit", {"PATH": str(tmp_path)})
-    assert found.bundled
-    assert found.binary == f"{found.env['SPARK_HOME']}/bin/spark-submit"
-
-
 def test_a_good_java(tmp_path: Path) -> None:
     check_java(java(tmp_path, "17.0.15", "jdk.incubator.vector"))
     check_java(java(tmp_path, "21", "jdk.incubator.vector"))
