@@ -79,6 +79,8 @@ class World:
         return self.staged.plan(batcher, batches)
 
     def operator(self, *references: Any, **more: Any) -> BroadwaySparkSubmitOperator:
+        """The task of these plans; of a new one, unless any is given."""
+        references = references or ({"plan": self.plan().path},)
         return BroadwaySparkSubmitOperator(
             **{
                 "task_id": "handle_batches",
@@ -181,8 +183,7 @@ def test_all_batchers_share_one_application(world: World) -> None:
 
 
 def test_no_option_of_the_pipeline_is_on_the_command_line(world: World) -> None:
-    plan = world.plan()
-    world.execute({"plan": plan.path}, pipeline=Counting(context="hush hush"))
+    world.execute(pipeline=Counting(context="hush hush"))
     assert world.works[0].pipeline["options"] == {"context": "hush hush"}
     assert "hush" not in str(world.commands)
     assert "hush" not in str(world.envs)
@@ -202,7 +203,7 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
     monkeypatch.setattr(submission, "s3_settings", lambda *_: found)
 
     # When the application is started
-    world.execute({"plan": world.plan().path}, durable=False)
+    world.execute(durable=False)
 
     # Then its settings name the bucket, and the keys are in its environment alone, if anywhere
     [command], [env] = world.commands, world.envs
@@ -212,8 +213,7 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
 
 
 def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World) -> None:
-    plan = world.plan()
-    world.execute({"plan": plan.path}, conf={"spark.ui.enabled": "true", "a.b": "c"})
+    world.execute(conf={"spark.ui.enabled": "true", "a.b": "c"})
     made = settings(world.commands[0])
     assert made["spark.driver.extraJavaOptions"] == LIGHT_JVM
     assert made["spark.scheduler.mode"] == "FAIR"
@@ -223,7 +223,7 @@ def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World)
 def test_settings_of_files_are_not_overridden(world: World, tmp_path: Path) -> None:
     file = tmp_path / "own.conf"
     file.write_text("# mine\nspark.scheduler.mode FIFO\nspark.log.level=INFO\n")
-    world.execute({"plan": world.plan().path}, properties_file=str(file))
+    world.execute(properties_file=str(file))
     made = settings(world.commands[0])
     assert {"spark.scheduler.mode", "spark.log.level"}.isdisjoint(made)
     assert "spark.ui.enabled" in made
@@ -244,13 +244,13 @@ def test_spark_connect_is_refused_before_anything_is_started(
     connection = json.dumps({"conn_type": "spark", "host": host})
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection)
     with pytest.raises(BroadwayError, match=rf"{re.escape(what)}.*Connect is not supported yet"):
-        world.execute({"plan": world.plan().path}, **more)
+        world.execute(**more)
     assert world.commands == []
     assert world.run.files.list("work") == []
 
 
 def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
-    world.execute({"plan": world.plan().path}, env_vars={"MINE": "1"})
+    world.execute(env_vars={"MINE": "1"})
     [env] = world.envs
     assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == sys.executable
     assert env["SPARK_HOME"].endswith("/pyspark")
@@ -258,14 +258,14 @@ def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
 
 
 def test_a_python_that_was_chosen_stays(world: World) -> None:
-    world.execute({"plan": world.plan().path}, env_vars={"PYSPARK_PYTHON": "/opt/python"})
+    world.execute(env_vars={"PYSPARK_PYTHON": "/opt/python"})
     [env] = world.envs
     assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == "/opt/python"
 
 
 def test_a_python_of_the_executors_that_was_chosen_by_a_setting_stays(world: World) -> None:
     conf = {"spark.pyspark.python": "/opt/python"}
-    world.execute({"plan": world.plan().path}, conf=conf)
+    world.execute(conf=conf)
     assert settings(world.commands[0])["spark.pyspark.python"] == "/opt/python"
     [env] = world.envs
     assert "PYSPARK_PYTHON" not in env
@@ -275,7 +275,7 @@ def test_a_python_of_the_executors_that_was_chosen_by_a_setting_stays(world: Wor
 def test_the_users_py_files_are_kept(world: World, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("")
-    world.execute({"plan": world.plan().path}, py_files=f"{own}, s3://code/more.zip")
+    world.execute(py_files=f"{own}, s3://code/more.zip")
     command = world.commands[0]
     given = command[command.index("--py-files") + 1].split(",")
     assert given[0].endswith(".zip")
@@ -339,12 +339,12 @@ def test_a_driver_that_dies_is_told_with_its_exit_code(
 ) -> None:
     world.handled, world.exit_code = set(), code
     with pytest.raises(AirflowException, match=f"Spark ended with {ending}[.]  A retry"):
-        world.execute({"plan": world.plan().path})
+        world.execute()
 
 
 def test_an_application_that_ends_badly_after_all_was_done_is_no_failure(world: World) -> None:
     world.exit_code = 1
-    assert world.execute({"plan": world.plan().path})["batches"] == 3
+    assert world.execute()["batches"] == 3
 
 
 def test_failed_batches_are_counted(world: World) -> None:
@@ -358,17 +358,15 @@ def test_failed_batches_are_counted(world: World) -> None:
 
 
 def test_a_lapsed_lease_fails_at_once_without_a_jvm(world: World) -> None:
-    plan = world.plan()
     world.staged.lease(seconds=-1)
     with pytest.raises(AirflowFailException, match="no longer holds its messages: clear `process`"):
-        world.execute({"plan": plan.path})
+        world.execute()
     assert world.commands == []
 
 
 def test_a_lease_that_lapses_meanwhile_is_not_retried(world: World) -> None:
-    plan = world.plan()
     world.handled = {"b0"}
-    operator = world.operator({"plan": plan.path})
+    operator = world.operator()
 
     @contextmanager
     def lapsing(*_: Any) -> Iterator[None]:
@@ -416,15 +414,13 @@ def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
 
 def test_a_plan_of_another_root_is_refused_with_both_hosts(world: World) -> None:
     world.staged.root_id = "another"
-    plan = world.plan()
     with pytest.raises(BroadwayError, match=r"files written on host 'host' lie under another"):
-        world.execute({"plan": plan.path})
+        world.execute()
 
 
 def test_leases_are_kept_around_the_application_only(world: World) -> None:
-    plan = world.plan()
     seen: list[str] = []
-    operator = world.operator({"plan": plan.path})
+    operator = world.operator()
 
     @contextmanager
     def kept(*_: Any) -> Iterator[None]:
@@ -474,9 +470,8 @@ def test_a_kill_before_anything_was_started_is_harmless(world: World) -> None:
 
 
 def test_a_missing_connection_is_never_yarn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = world.plan()
     with pytest.raises(ConnectionMissing, match=r"'spark_prod' is not defined; .*AIRFLOW_CONN_SPA"):
-        world.execute({"plan": plan.path}, conn_id="spark_prod")
+        world.execute(conn_id="spark_prod")
     assert world.commands == []
 
 
@@ -489,7 +484,7 @@ def test_a_connection_of_another_kind_is_refused(
 ) -> None:
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
     with pytest.raises(ConnectionMissing, match=r"expected local.*, yarn"):
-        world.execute({"plan": world.plan().path})
+        world.execute()
 
 
 def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +493,7 @@ def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.Mo
     with pytest.raises(
         SparkMissing, match=r"neither on PATH nor in SPARK_HOME.*pip install pyspark"
     ):
-        world.execute({"plan": world.plan().path})
+        world.execute()
 
 
 def test_a_pipeline_that_spark_cannot_import_is_one_clear_error_before_a_jvm(
