@@ -77,22 +77,15 @@ class ProcessorPool:
         inline: bool,
         traces: bool,
     ) -> list[Handle]:
-        indices = range(self._count)
-        if pipeline.processors.executor == "processes" and not inline:
-            remote = [
-                SubprocessProcessor(
-                    pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces
-                )
-                for i in indices
-            ]
-            self._closers = [each.close for each in remote]
-            return [each.handle for each in remote]
-        return [
-            ProcessorStage(
-                pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces
-            ).handle
-            for i in indices
+        remote = pipeline.processors.executor == "processes" and not inline
+        kind: type[SubprocessProcessor | ProcessorStage]
+        kind = SubprocessProcessor if remote else ProcessorStage
+        processors = [
+            kind(pipeline, index=i, ack=ack, convert=convert, stop=stop, traces=traces)
+            for i in range(self._count)
         ]
+        self._closers = [each.close for each in processors if isinstance(each, SubprocessProcessor)]
+        return [each.handle for each in processors]
 
     def map(
         self,
