@@ -16,6 +16,7 @@ from airflow_broadway.core.model.pipeline_options import RetryPolicy
 __all__ = [
     "ACK",
     "COMES_AGAIN",
+    "HELD_BACK",
     "LEAVE",
     "MAX_REASON",
     "RELEASE",
@@ -65,6 +66,8 @@ RELEASE = Verdict(Action.RELEASE)
 
 #: After these a broker delivers the message again: it holds back those behind it in its group.
 COMES_AGAIN: Final = frozenset({Action.RETRY, Action.LEAVE, Action.RELEASE})
+#: These become a release behind such a message of their group.
+HELD_BACK: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Facts(NamedTuple):

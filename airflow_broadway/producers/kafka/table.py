@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.report import CLASS_OF
-from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, Action
 from airflow_broadway.producers.kafka.ranges import (
     FOREVER,
     Range,
@@ -64,8 +64,6 @@ _VERSION: Final = 1
 AT_ONCE: Final = "at once: "
 #: Settled generations of which a table remembers the counts.
 _KEPT_GENERATIONS: Final = 50
-#: Verdicts that become a release behind a message of their group that comes again.
-_ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Claim(NamedTuple):
@@ -459,7 +457,7 @@ def _in_order(
             continue
         if action is None:
             blocked.add(group)
-        elif group in blocked and action in _ENDS:
+        elif group in blocked and action in HELD_BACK:
             left.pop(offset, None)
             result[offset] = Decision(Action.RELEASE, group=key)
         elif action in COMES_AGAIN:

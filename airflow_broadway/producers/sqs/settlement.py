@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.guard import MessageGuard
@@ -44,8 +44,6 @@ _NO_BODY: Final = (
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
 #: What SQS removes for good.
 _REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
-#: Verdicts that become a release behind a message of their group that comes again.
-_ENDS: Final = frozenset({Action.ACK, Action.RETRY, Action.DEAD_LETTER})
 
 
 class Work(NamedTuple):
@@ -306,7 +304,11 @@ class QueueSettlement:
             group = receipts.groups.get(key)
             if group is None:
                 continue
-            if group in receipts.blocked and key not in receipts.done and verdict.action in _ENDS:
+            if (
+                group in receipts.blocked
+                and key not in receipts.done
+                and verdict.action in HELD_BACK
+            ):
                 made[key] = RELEASE
                 held += 1
             elif verdict.action in COMES_AGAIN:

@@ -101,12 +101,8 @@ class LeaseSettlement:
         """Settle without reading bundles; ``None`` if the lease ended meanwhile."""
         actions = self._publish_entries(settlement.entries())
         failed = self._finish(actions)
-        actions[Action.ACK] = (
-            self._lease.state["messages"]
-            - len(self._now)
-            - failed
-            - sum(count for action, count in actions.items() if action is not Action.ACK)
-        )
+        messages = self._lease.state["messages"] - len(self._now)
+        actions[Action.ACK] += messages - failed - actions.total()
         if self._clock.now() >= self._lease.deadline:
             self._outbox = self._new_outbox()  # what it publishes is a repetition from now on
             return None
@@ -127,12 +123,7 @@ class LeaseSettlement:
             actions += self._publish_entries(iter(others))
         failed = self._finish(actions)
         if rest.action is Action.ACK:
-            actions[Action.ACK] = (
-                self._others(settlement)
-                - failed
-                - lost
-                - sum(count for action, count in actions.items() if action is not Action.ACK)
-            )
+            actions[Action.ACK] += self._others(settlement) - failed - lost - actions.total()
         note = f"the lease queue {self._queue!r} was deleted: settled from staging"
         errors = (*self._outbox.guard.errors(), note)
         report = report_of(actions, lapsed=lost, failed=failed, errors=errors)
