@@ -6,7 +6,7 @@ may be looked at again, and ``claims/<lease queue>/<generation>.json``: whose it
 ``relied/<queue>.json``: which of the queues that stay are old enough to be relied on::
 
     opened.json     the lease queue is declared: from now on bundles may be in it
-    turns.json      who settles and publishes failures again: two turns may publish one twice
+    turn-*.json     who settles and publishes failures again: two turns may publish one twice
     now-*.json      what callbacks settled at once
     settled.json    settling is done but for deleting the lease queue: the report, and the bundles
                     and messages that it is true of
@@ -33,6 +33,7 @@ __all__ = ["Due", "QueueJournal", "Turns", "digest"]
 log = logging.getLogger(__name__)
 
 _DUE = re.compile(r"(-?\d+)-([0-9a-f]+)\.json")
+_TURN = re.compile(r"turn-(.+)\.json")
 #: Generations whose turns are kept at a time.
 _KEPT_GENERATIONS = 1_000
 
@@ -118,22 +119,24 @@ class QueueJournal:
     def turns(self, generation: str) -> frozenset[str]:
         """The turns in which messages were published again; none if they cannot be read."""
         try:
-            value = self._read(f"{digest(generation)}/turns.json")
+            names = self._log(generation).names()
         except StagingError as error:
             log.warning("What a settlement published cannot be read: %s", error)
             return frozenset()
-        return frozenset((value or {}).get("turns", ()))
+        return frozenset(match[1] for match in map(_TURN.fullmatch, names) if match)
 
     def note_turn(self, generation: str, *, whole: bool) -> tuple[str, bool]:
         """Note, before the first is, that messages are published again.
 
         :param whole: Whether the whole generation is settled; else some messages, once.
-        :returns: A name for this turn, and whether the whole was to be settled before.
+        :returns: A name for this turn, and whether another is to settle the whole, or was.
         """
-        before, turn = self.turns(generation), uuid.uuid4().hex[:12]
+        turn = uuid.uuid4().hex[:12]
         name = turn if whole else f"now-{turn}"
-        self.files.write(f"{digest(generation)}/turns.json", {"turns": sorted({*before, name})})
-        return name, whole and any(not each.startswith("now-") for each in before)
+        # Written first, then looked: of two that settle at once, one at least sees the other.
+        self._log(generation).write(f"turn-{name}.json", {})
+        others = self.turns(generation) - {name}
+        return name, whole and any(not each.startswith("now-") for each in others)
 
     def note_now(self, generation: str, actions: Mapping[str, Action]) -> None:
         """Note what callbacks settled at once: message id → action."""
