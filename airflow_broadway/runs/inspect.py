@@ -44,10 +44,8 @@ __all__ = [
     "find_run",
     "iter_runs",
     "list_runs",
-    "read_replay_mark",
     "show_run",
     "staged_batches",
-    "summary_of",
 ]
 
 #: What makes a folder that of a replay; in it: what was replayed, and what came of it.
@@ -249,14 +247,14 @@ def list_runs(
     store: Store, *, dag_id: str | None = None, pipeline: str | None = None
 ) -> list[RunSummary]:
     """The staged runs, oldest first."""
-    found = [summary_of(run) for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)]
+    found = [_summary_of(run) for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)]
     return sorted(found, key=lambda each: (each.opened_at, each.dag_id, each.run_id))
 
 
-def summary_of(run: StagedRun) -> RunSummary:
+def _summary_of(run: StagedRun) -> RunSummary:
     """A run on one line."""
     ids: dict[str, Any] = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
-    mark = read_replay_mark(run)
+    mark = _read_replay_mark(run)
     if mark is not None:
         return RunSummary(**ids, state="replay", opened_at=mark["started_at"], replay_of=mark["of"])
     records = run.generations()
@@ -283,7 +281,7 @@ def summary_of(run: StagedRun) -> RunSummary:
     )
 
 
-def read_replay_mark(run: StagedRun) -> dict[str, Any] | None:
+def _read_replay_mark(run: StagedRun) -> dict[str, Any] | None:
     """What was replayed here, and what came of it; ``None`` for a run that is no replay."""
     try:
         mark: dict[str, Any] = json.loads(run.files.read(REPLAY_MARK))
@@ -301,7 +299,7 @@ def _trouble(report: Mapping[str, Any]) -> str:
 def show_run(run: StagedRun) -> RunDetails:
     """All that is known of one run."""
     return RunDetails(
-        summary=summary_of(run),
+        summary=_summary_of(run),
         path=f"{run.store.uri}/{run.path}",
         generations=[_generation(run, record) for record in run.generations()],
         batches=[_batch(each) for each in staged_batches(run)],

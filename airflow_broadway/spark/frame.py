@@ -39,7 +39,6 @@ __all__ = [
     "BatchFrames",
     "as_utc",
     "micros",
-    "spark_type",
     "to_python",
 ]
 
@@ -76,7 +75,7 @@ _ATOMIC: dict[Atomic, T.DataType] = {
 }
 
 
-def spark_type(kind: DataType) -> T.DataType:
+def _spark_type(kind: DataType) -> T.DataType:
     """The Spark type of a schema's type.
 
     Built, not parsed: what ``timestamp`` means in DDL depends on the session.
@@ -86,7 +85,7 @@ def spark_type(kind: DataType) -> T.DataType:
             [
                 T.StructField(
                     field.name,
-                    spark_type(field.type),
+                    _spark_type(field.type),
                     field.nullable,
                     {"comment": field.comment} if field.comment else None,
                 )
@@ -94,9 +93,9 @@ def spark_type(kind: DataType) -> T.DataType:
             ]
         )
     if isinstance(kind, Array):
-        return T.ArrayType(spark_type(kind.element))
+        return T.ArrayType(_spark_type(kind.element))
     if isinstance(kind, Map):
-        return T.MapType(spark_type(kind.key), spark_type(kind.value))
+        return T.MapType(_spark_type(kind.key), _spark_type(kind.value))
     if isinstance(kind, Decimal):
         return T.DecimalType(kind.precision, kind.scale)
     return _ATOMIC[kind]
@@ -105,7 +104,7 @@ def spark_type(kind: DataType) -> T.DataType:
 def data_type(schema: Schema | None, *, as_bytes: bool) -> T.DataType:
     """The Spark type of the column ``data``."""
     if schema is not None:
-        return spark_type(schema.struct)
+        return _spark_type(schema.struct)
     return T.BinaryType() if as_bytes else T.StringType()
 
 

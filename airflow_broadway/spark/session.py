@@ -23,7 +23,6 @@ __all__ = [
     "application_id",
     "cancel_jobs",
     "end_session",
-    "is_connect",
     "make_thread",
     "name_jobs",
     "new_session",
@@ -49,7 +48,7 @@ SETTINGS = {
 }
 
 
-def is_connect(spark: Any) -> bool:
+def _is_connect(spark: Any) -> bool:
     """Whether a session is one of Spark Connect, which has no JVM at hand."""
     return ".connect." in type(spark).__module__
 
@@ -72,7 +71,7 @@ def open_session() -> SparkSession:
     for name, value in {"spark.scheduler.mode": "FAIR", **SETTINGS}.items():
         conf.setIfMissing(name, value)
     session: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
-    if is_connect(session):
+    if _is_connect(session):
         raise PipelineError(f"the driver's session is one of Spark Connect: {NO_CONNECT}")
     _silence_pools(session)
     return session
@@ -88,20 +87,20 @@ def _silence_pools(session: Any) -> None:
 
 def prepare_session(spark: SparkSession) -> None:
     """Give a session of Connect the settings; a classic one has them from its start."""
-    if is_connect(spark):
+    if _is_connect(spark):
         for name, value in SETTINGS.items():
             spark.conf.set(name, value)
 
 
 def application_id(spark: SparkSession) -> str:
     """Spark's name of the application; empty under Connect."""
-    return "" if is_connect(spark) else str(spark.sparkContext.applicationId)
+    return "" if _is_connect(spark) else str(spark.sparkContext.applicationId)
 
 
 def why_lost(spark: Any) -> str:
     """Why Spark can do no more; empty while it can."""
     try:
-        if is_connect(spark):
+        if _is_connect(spark):
             if spark.is_stopped:
                 return "the Spark Connect session was stopped"
             spark.conf.get("spark.sql.session.timeZone", None)
@@ -115,7 +114,7 @@ def why_lost(spark: Any) -> str:
 
 def make_thread(spark: Any, name: str, target: Callable[[], None]) -> threading.Thread:
     """A daemon thread that may start Spark's jobs."""
-    if is_connect(spark):
+    if _is_connect(spark):
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread
 
@@ -131,7 +130,7 @@ def make_thread(spark: Any, name: str, target: Callable[[], None]) -> threading.
 def new_session(spark: SparkSession) -> SparkSession:
     """A session of a batch's own: its temporary views and settings are seen by no other."""
     made: Any = spark
-    if not is_connect(spark):
+    if not _is_connect(spark):
         made = spark.newSession()
     elif hasattr(spark, "cloneSession"):
         made = spark.cloneSession()
@@ -147,7 +146,7 @@ def end_session(spark: Any) -> None:
     A classic one goes with its last reference; the server of Connect keeps one until it is
     released.
     """
-    if is_connect(spark):
+    if _is_connect(spark):
         with suppress(Exception):
             spark.client.release_session()
             spark.client.close()
@@ -159,7 +158,7 @@ def name_jobs(session: SparkSession, batch_id: str, what: str, pool: str) -> Non
     :param what: What Spark's UI shows.
     :param pool: The scheduler's pool, whose share of the cluster they get.
     """
-    if is_connect(session):
+    if _is_connect(session):
         session.addTag(batch_id)
         return
     context = session.sparkContext
@@ -170,7 +169,7 @@ def name_jobs(session: SparkSession, batch_id: str, what: str, pool: str) -> Non
 def cancel_jobs(spark: Any, batch_id: str) -> None:
     """Cancel the jobs of a batch, as far as that can be done."""
     with suppress(Exception):
-        if is_connect(spark):
+        if _is_connect(spark):
             spark.interruptTag(batch_id)
         else:
             spark.sparkContext.cancelJobGroup(batch_id)

@@ -26,7 +26,6 @@ __all__ = [
     "INSTANT",
     "ParquetFile",
     "TableFiles",
-    "data_fields",
     "data_schema",
     "holds",
     "message_schema",
@@ -45,7 +44,7 @@ _NO_DICTIONARY = frozenset(
 _STATISTICS = ("batch", "chunk", "data_bytes", "position", "received_at", "source")
 
 
-def data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
+def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
     """The columns of a message file that hold the data."""
     if batcher.schema is not None:
         return [pa.field("data", arrow_struct(parse_schema(batcher.schema)), nullable=False)]
@@ -69,7 +68,7 @@ def message_schema(batcher: Batcher, producer: Producer) -> pa.Schema:
     return pa.schema(
         [
             pa.field("message_id", pa.string(), nullable=False),
-            *data_fields(batcher),
+            *_data_fields(batcher),
             pa.field("batch_key", pa.string(), nullable=False),
             pa.field("flush", pa.bool_(), nullable=False),
             pa.field("partition", pa.int32()),
@@ -94,7 +93,7 @@ def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.S
     """
     python = batcher.engine == "python"
     if batcher.schema is not None or python:
-        data = data_fields(batcher)
+        data = _data_fields(batcher)
     else:
         data = [pa.field("data", pa.binary() if as_bytes else pa.string(), nullable=False)]
     return pa.schema(

@@ -27,7 +27,6 @@ __all__ = [
     "drop_file",
     "make_folder",
     "make_folders",
-    "modes_below",
     "new_file",
     "put_new",
     "replace_file",
@@ -209,7 +208,7 @@ def new_file(path: str) -> IO[bytes]:
 
     :raises FileExistsError: If it is there.
     """
-    _, mode = modes_below(os.path.dirname(path) or ".")
+    _, mode = _modes_below(os.path.dirname(path) or ".")
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     if mode != 0o600:
         os.fchmod(handle, mode)
@@ -257,14 +256,14 @@ def make_folder(path: str) -> None:
     :raises FileExistsError: If it is there.
     """
     parent = os.path.dirname(path) or "."
-    mode, _ = modes_below(parent)
+    mode, _ = _modes_below(parent)
     os.mkdir(path, 0o700)
     if mode != 0o700:
         os.chmod(path, mode)
     sync_folder(parent)
 
 
-def modes_below(folder: str) -> tuple[int, int]:
+def _modes_below(folder: str) -> tuple[int, int]:
     """The modes of the folders, and of the files, that are made in ``folder``.
 
     Nobody but their user may read them; in a folder with the set-group-ID bit (``chmod 2770``) the

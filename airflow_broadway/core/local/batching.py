@@ -23,7 +23,7 @@ from airflow_broadway.core.stages.staged_row import PlacedData, PlacedMessage, p
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-__all__ = ["Batch", "LocalBatcher", "make_batch"]
+__all__ = ["Batch", "LocalBatcher"]
 
 _EVENTS: Final = ("batcher.start", "batcher.stop", "batcher.exception")
 
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
+def _make_batch(pipeline: str, batcher: str, call: list[Closed], *, merged: bool) -> Batch:
     """The batch of one ``handle_batch`` call: one closed batch, or those that were merged."""
     first = call[0]
     parts = [_messages_of(closed) for closed in call]
@@ -213,7 +213,7 @@ class LocalBatcher:
             if self._stop.late():
                 return
             merged = self._merger is not None
-            batch = make_batch(self._pipeline.name, self.name, call, merged=merged)
+            batch = _make_batch(self._pipeline.name, self.name, call, merged=merged)
             self._on_batch(batch)
             if self._pool is None:
                 self._handle_here(batch)

@@ -51,7 +51,6 @@ __all__ = [
     "decided",
     "drop",
     "free",
-    "holes",
     "settle",
     "settle_now",
     "skip",
@@ -236,11 +235,6 @@ def free(table: Table, generation: str, now: float, *, order: str) -> Ranges:
         end = waiting[0]
     taken += [(offset, offset + 1) for offset in waiting]
     return minus(((table.base, end),) if table.base < end else (), normal(taken))
-
-
-def holes(table: Table) -> int:
-    """How many pieces of work are scattered among what is finished."""
-    return len(table.done)
 
 
 # -- changes ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.bundle import BundleError, Header, Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
-__all__ = ["load_staged", "staged_name", "store_staged"]
+__all__ = ["load_staged", "store_staged"]
 
 #: The names that bundles are given.
 _NAME = re.compile(r"[0-9a-f]+\.[0-9a-f]+")
@@ -27,7 +27,7 @@ def load_staged(header: Header, journal: QueueJournal) -> list[Held]:
     :raises StagingError: If the staging folder cannot be read now.
     """
     staged = header.staged or {}
-    name = staged_name(header.generation, header.bundle)
+    name = _staged_name(header.generation, header.bundle)
     if name is None or not str(staged["path"]).endswith(f"/{name}"):
         raise BundleError(
             f"a bundle refers to {staged['path']!r}, which is not the file of its generation and"
@@ -45,7 +45,7 @@ def load_staged(header: Header, journal: QueueJournal) -> list[Held]:
     return messages
 
 
-def staged_name(generation: str, bundle: str) -> str | None:
+def _staged_name(generation: str, bundle: str) -> str | None:
     """The file of a bundle of staged custody; ``None`` if it is none of our names."""
     return f"{digest(generation)}/{bundle}.bundle" if _NAME.fullmatch(bundle) else None
 
@@ -58,7 +58,7 @@ def store_staged(
     def store(name: str, data: bytes) -> dict[str, object]:
         if not journal.files.durable:
             raise StagingError("custody='staged' needs a staging folder")
-        path = journal.files.put(str(staged_name(generation, name)), data)
+        path = journal.files.put(str(_staged_name(generation, name)), data)
         return {"path": path, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     return store

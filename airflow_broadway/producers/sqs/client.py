@@ -28,7 +28,6 @@ __all__ = [
     "BatchAnswer",
     "Queue",
     "boto_client",
-    "endpoint_of",
     "open_queue",
 ]
 
@@ -40,7 +39,7 @@ _PROVIDERS = frozenset(
 )
 
 
-def endpoint_of(url: str) -> str | None:
+def _endpoint_of(url: str) -> str | None:
     """The endpoint in the URL of a queue elsewhere than at AWS's own: a VPC's, a test server's."""
     host = urlsplit(url).netloc
     name = host.partition(":")[0]
@@ -183,7 +182,7 @@ def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
         producer.endpoint_url
         or service.get("endpoint_url")
         or extra.get("endpoint_url")
-        or (endpoint_of(producer.queue_url) if producer.queue_url else None)
+        or (_endpoint_of(producer.queue_url) if producer.queue_url else None)
     )
     if endpoint is not None:
         warn_of_plain_http(endpoint, "The messages of SQS")

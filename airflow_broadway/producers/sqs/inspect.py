@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.sqs.options import SqsOptions
 
-__all__ = ["check", "dead_letter_queue", "depth", "look_at_empty", "redrive_of"]
+__all__ = ["check", "dead_letter_queue", "depth", "look_at_empty"]
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ FEWEST_RECEIVES = 5
 SKEW = 60.0
 
 
-def redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
+def _redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
     """The queue's redrive policy; empty if it has none."""
     try:
         policy = json.loads(attributes.get("RedrivePolicy") or "{}")
@@ -42,7 +42,7 @@ def dead_letter_queue(producer: SqsOptions, queue: Queue) -> Queue:
 
     :raises ProducerError: If there is none, or it may not be asked for.
     """
-    place = producer.dead_letter or redrive_of(queue.attributes("RedrivePolicy")).get(
+    place = producer.dead_letter or _redrive_of(queue.attributes("RedrivePolicy")).get(
         "deadLetterTargetArn"
     )
     if not place:
@@ -71,7 +71,7 @@ def check(producer: SqsOptions, queue: Queue, clock: Clock) -> None:
         )
         return
     _compare_clocks(queue, clock)
-    policy = redrive_of(attributes)
+    policy = _redrive_of(attributes)
     most = int(policy.get("maxReceiveCount") or 0)
     retries = "retry" in (producer.on_success, producer.on_failure)
     fewest = max(FEWEST_RECEIVES, producer.retry.max_attempts) if retries else FEWEST_RECEIVES

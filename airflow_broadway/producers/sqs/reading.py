@@ -19,7 +19,6 @@ __all__ = [
     "Reader",
     "asked",
     "group_of",
-    "properties_of",
     "receives_of",
     "request_of",
 ]
@@ -106,7 +105,7 @@ class Reader:
         :raises Exception: Any, if SQS's answer lacks what every message has.
         """
         body = raw["Body"].encode("utf-8", "surrogatepass")
-        delivery = Delivery(payload=body, properties=properties_of(raw))
+        delivery = Delivery(payload=body, properties=_properties_of(raw))
         return Message(
             body,
             metadata=self.metadata(raw),
@@ -194,7 +193,7 @@ def _text(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
 
 
-def properties_of(raw: Mapping[str, Any]) -> str:
+def _properties_of(raw: Mapping[str, Any]) -> str:
     """What a dead letter of the message keeps, as JSON: attributes, group, deduplication id."""
     system = _system(raw)
     kept: dict[str, Any] = {}
