@@ -44,6 +44,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "sqs": lambda: import_module("tests.benchmarks.sqs").bench_sqs(
             **({"messages": 1_000, "tries": 1} if quick else {})
         ),
+        "kafka": lambda: import_module("tests.benchmarks.kafka").bench_kafka(
+            **({"sizes": {}, "tries": 1} if quick else {})
+        ),
         "stages": lambda: flights.bench_stages(sizes),
         "keys": flights.bench_keys,
         "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),

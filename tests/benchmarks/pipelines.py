@@ -6,7 +6,13 @@ import json
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
-from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqsProducer
+from airflow_broadway.producers import (
+    KafkaProducer,
+    RabbitMQProducer,
+    SqliteProducer,
+    SqsProducer,
+)
+from tests.benchmarks.made_up import MadeUpProducer
 
 #: Settings of Spark: a small, quick JVM.
 SPARK = {
@@ -52,3 +58,13 @@ class OnRabbitMQ(Halved):
 
 class OnSqs(Halved):
     producer = SqsProducer(queue_name="bench")
+
+
+class OnKafka(Halved):
+    producer = KafkaProducer(group_id="bench", topics=["bench"], offset_reset_policy="earliest")
+
+
+class OnNothing(Halved):
+    """Messages as Kafka's, from nowhere."""
+
+    producer = MadeUpProducer()

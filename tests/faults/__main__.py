@@ -23,7 +23,7 @@ from tests.nothing_left import nothing_left_behind
 BUILD = ROOT / "build"
 
 #: Kills of a broker's runs, where not given: most where custody has the most steps to die between.
-KILLS = {"rabbitmq": 60}
+KILLS = {"rabbitmq": 60, "kafka": 60}
 FEW_KILLS = 30
 #: Messages of the runs in which nobody is killed.
 NORMAL = 2_000
@@ -34,7 +34,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ; 0: none")
+    parser.add_argument(
+        "--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ and Kafka; 0: none"
+    )
     parser.add_argument("--seed", type=int, default=20_130)
     parser.add_argument("--runs", type=int, default=RUNS, help="of each living case, in traffic")
     parser.add_argument("--case", default="", help="only cases whose name has this in it")

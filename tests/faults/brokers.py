@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.faults.broker import Broker
+from tests.faults.brokers_kafka import Kafka
 from tests.faults.brokers_rabbitmq import RabbitMQ
 from tests.faults.brokers_sqlite import Sqlite
 from tests.faults.brokers_sqs import Sqs
@@ -21,4 +22,5 @@ BROKERS: Mapping[str, Callable[[Path], Broker]] = {
     "sqlite": Sqlite,
     "rabbitmq": RabbitMQ,
     "sqs": Sqs,
+    "kafka": Kafka,
 }

@@ -45,6 +45,8 @@ def verdict_on(number: int, attempt: int) -> Verdict:
 class Worker:
     """The runs of one queue."""
 
+    verdict_on = staticmethod(verdict_on)
+
     def __init__(self, folder: Path, uri: str, queue: str, lease: float, most: int) -> None:
         self.folder = folder
         self.most = most
@@ -96,7 +98,7 @@ class Worker:
     def settle(self, place: Path) -> None:
         """Settle by the manifest."""
         manifest = json.loads((place / "manifest.json").read_text())
-        entries = [entry_of(value) for value in manifest["messages"]]
+        entries = [self.entry_of(value) for value in manifest["messages"]]
         settlement = Settlement(
             rest=ACK,
             entries=lambda: (e for e in entries if e.verdict is not ACK),
@@ -104,6 +106,13 @@ class Worker:
             expected=len(entries),
         )
         self._settle(place, Lease.from_json(manifest["lease"]), settlement)
+
+    def entry_of(self, value: list[Any]) -> Entry:
+        """The verdict on a message of a manifest."""
+        message_id, attempt, _, payload, properties, receipt = value
+        body = b64decode(payload)
+        verdict = self.verdict_on(int(body), attempt)
+        return Entry(message_id, receipt, verdict, attempt, body, properties)
 
     def _settle(self, place: Path, lease: Lease, settlement: Settlement) -> None:
         custodian = self.producer.custodian(self.env(lease.generation))
@@ -121,16 +130,10 @@ def noted(message: Message) -> list[Any]:
         message.message_id,
         message.attempt,
         message.redelivered,
-        b64encode(data.payload).decode(),
+        b64encode(message.data).decode(),
         data.properties,
+        data.receipt,
     ]
-
-
-def entry_of(value: list[Any]) -> Entry:
-    """The verdict on a message of a manifest."""
-    message_id, attempt, _, payload, properties = value
-    body = b64decode(payload)
-    return Entry(message_id, "", verdict_on(int(body), attempt), attempt, body, properties)
 
 
 def write(path: Path, value: object) -> None:

@@ -105,7 +105,7 @@ def executions(folder: Path) -> list[list[Handled]]:
     return [
         [
             Handled(int(b64decode(payload)), attempt, redelivered)
-            for _, attempt, redelivered, payload, _ in json.loads(path.read_text())["messages"]
+            for _, attempt, redelivered, payload, *_ in json.loads(path.read_text())["messages"]
         ]
         for path in manifests
     ]

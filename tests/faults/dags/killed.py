@@ -7,11 +7,17 @@ from datetime import timedelta
 from airflow.sdk import DAG, Param
 from killed_pipeline import (  # type: ignore[import-not-found]
     Killed,
+    KilledKafka,
     KilledRabbitMQ,
     KilledSqs,
 )
 
-PIPELINES = {"sqlite": Killed, "rabbitmq": KilledRabbitMQ, "sqs": KilledSqs}
+PIPELINES = {
+    "sqlite": Killed,
+    "rabbitmq": KilledRabbitMQ,
+    "sqs": KilledSqs,
+    "kafka": KilledKafka,
+}
 
 for broker, pipeline in PIPELINES.items():
     with DAG(

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -178,5 +179,20 @@ class KilledSqs(Killed):
         wait_time_seconds=1,
         lease=60.0,
         on_failure="retry",
+        retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
+    )
+
+
+class KilledKafka(Killed):
+    """The same from Kafka, where a message that fails holds up no other."""
+
+    producer = KafkaProducer(
+        group_id="killed",
+        topics=["killed"],
+        conn_id="killed_kafka",
+        order="none",
+        offset_reset_policy="earliest",
+        concurrency=2,
+        lease=120.0,
         retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
     )

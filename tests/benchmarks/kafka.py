@@ -1,0 +1,260 @@
+"""Kafka: what a run gets of the client's own speed, and what the adapter costs.
+
+``kafka.ceiling`` is librdkafka alone, a thousand messages a call, of which nothing is made;
+``kafka.source`` is this package's source alone: fetched, claimed, and made messages of.
+``kafka.process`` is a whole process stage, ``kafka.made_up`` the same one on a source that makes
+the same messages up, ``kafka.settle`` the settlement of all of them, and ``kafka.run`` whole runs
+in a real Airflow, with Spark.  ``.shared`` is with ``order="none"``, which claims what it fetched
+and no more.  The server is noida-db, one topic with four partitions; messages have 200 bytes,
+callbacks are trivial, and there are two batchers.  Tries are interleaved, so that what else the
+machine does falls on all of them; figures are medians, and so are the ratios, each to a figure of
+the same try.  ``.cpu`` is the client's processor time for a message, with all of its threads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from scripts.airflow_env import airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, run_of
+from tests.benchmarks.made_up import BODY
+from tests.benchmarks.stages import Stage, run_stage
+from tests.kafka_server import NoidaKafka
+
+__all__ = ["bench_kafka"]
+
+MESSAGES = 100_000
+SIZES = {"100k": 100_000, "1m": 1_000_000}
+PARTITIONS = 4
+PIPELINE = "tests.benchmarks.pipelines:OnKafka"
+MADE_UP = "tests.benchmarks.pipelines:OnNothing"
+#: What is compared with what.
+OF = {"source": "ceiling", "process": "made_up", "process.shared": "made_up"}
+DAGS = Path(__file__).parent / "dags"
+#: The topic of the Dag.
+TOPIC = "bench"
+
+
+def bench_kafka(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
+    """All figures, against a server of its own."""
+    sizes = SIZES if sizes is None else sizes
+    taken: dict[str, list[Took]] = {}
+    peaks: Figures = []
+    with folder_of_its_own() as folder, NoidaKafka.start(folder / "broker") as server:
+        for _ in range(tries):
+            for name, took in stages(server, MESSAGES):
+                tell(name, took)
+                taken.setdefault(name, []).append(took)
+        peaks += [peak_of(server, label, size) for label, size in sizes.items()]
+        if sizes:
+            server.topic(TOPIC, PARTITIONS)
+            server.topic(f"{TOPIC}-dlt")
+            with airflow_with(server, folder) as airflow:
+                for _ in range(min(tries, 3)):
+                    for label, size in sizes.items():
+                        took = run_of_messages(airflow, server, size)
+                        tell(f"run.{label}", took)
+                        taken.setdefault(f"run.{label}", []).append(took)
+    return [*figures(taken), *peaks]
+
+
+def tell(name: str, took: Took) -> None:
+    """Say at once what a try took."""
+    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+# -- the stages ------------------------------------------------------------------------------------
+
+
+def new_topic(server: NoidaKafka, count: int) -> str:
+    """A topic of its own with so many messages, and one for dead letters."""
+    name = server.topic(partitions=PARTITIONS)
+    server.topic(f"{name}-dlt")
+    server.fill(name, repeat(BODY, count))
+    return name
+
+
+def stages(server: NoidaKafka, count: int) -> Iterator[tuple[str, Took]]:
+    """One try of every stage; its topic is deleted behind it."""
+    topic = new_topic(server, count)
+    yield "ceiling", apart("ceiling", server.bootstrap, topic, count)
+    yield "source", apart("source", server.bootstrap, topic, count)
+    yield "made_up", of_stage(count, made_up(count))
+    for name, order in (("process", "partition"), ("process.shared", "none")):
+        with folder_of_its_own() as folder:
+            given = given_for(server, folder, topic, order)
+            yield name, of_stage(count, run_stage("process", **given))
+            if order == "partition":
+                batches(given)
+                yield "settle", of_stage(count, run_stage("settle", **given))
+    server.delete_topic(topic)
+
+
+def given_for(server: NoidaKafka, folder: Path, topic: str, order: str) -> dict[str, Any]:
+    """What the stages of one run are given; the group is a new one."""
+    options = {
+        "hosts": server.bootstrap,
+        "conn_id": None,
+        "topics": [topic],
+        "group_id": uuid.uuid4().hex,
+        "order": order,
+    }
+    return {"folder": str(folder), "ref": {"class": PIPELINE, "options": {"producer": options}}}
+
+
+def made_up(count: int) -> Stage:
+    """The process stage on messages from nowhere."""
+    options = {"producer": {"messages": count}}
+    with folder_of_its_own() as folder:
+        given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+        return run_stage("process", max_messages=count, **given)
+
+
+def batches(given: dict[str, Any]) -> None:
+    """Plan and run the batches of a run."""
+    plans = [run_stage("plan", batcher=name, **given) for name in ("even", "odd")]
+    run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
+
+
+def of_stage(count: int, stage: Stage) -> Took:
+    """What a stage took for so many messages.
+
+    :raises RuntimeError: If it did not take them all.
+    """
+    received = stage.result.get("received", stage.result.get("acked"))
+    if received != count:
+        raise RuntimeError(f"{received} of {count} messages")
+    return Took(count, stage.seconds, stage.cpu)
+
+
+def peak_of(server: NoidaKafka, label: str, size: int) -> dict[str, Any]:
+    """The largest process of a process stage."""
+    topic = new_topic(server, size)
+    with folder_of_its_own() as folder:
+        stage = run_stage("process", **given_for(server, folder, topic, "partition"))
+    server.delete_topic(topic)
+    of_stage(size, stage)
+    return memory(f"kafka.{label}.process", stage.peak)
+
+
+# -- the client, and the source, alone -------------------------------------------------------------
+
+
+def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
+    """What one thing took, in a process of its own."""
+    given = json.dumps({"bootstrap": bootstrap, "topic": topic, "count": count})
+    command = [sys.executable, "-m", "tests.benchmarks.kafka", name, given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+    return Took(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def ceiling(bootstrap: str, topic: str, count: int) -> Took:
+    """Consume all with librdkafka alone."""
+    server = NoidaKafka(Path(), bootstrap=bootstrap)
+
+    def work() -> int:
+        from confluent_kafka import OFFSET_BEGINNING, TopicPartition
+
+        with server.consumer(settings={"enable.partition.eof": False}) as consumer:
+            consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for n in range(PARTITIONS)])
+            got = 0
+            while got < count:
+                got += len(consumer.consume(1_000, timeout=5.0))
+        return got
+
+    return timed(count, work)
+
+
+def source(bootstrap: str, topic: str, count: int) -> Took:
+    """Receive all with this package's source, which keeps its claims in a folder."""
+    import confluent_kafka  # noqa: F401 - loaded before the clock starts
+
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.producers.kafka import KafkaProducer
+
+    producer = KafkaProducer(
+        hosts=bootstrap,
+        conn_id=None,
+        topics=[topic],
+        group_id=uuid.uuid4().hex,
+        offset_reset_policy="earliest",
+    )
+    with folder_of_its_own() as folder:
+        env = ProducerEnv(generation="bench", staging=f"file://{folder}")
+
+        def work() -> int:
+            opened = producer.source(env)
+            got = 0
+            while messages := opened.secure(opened.receive(1_000, timeout=1.0)):
+                got += len(messages)
+            opened.stop()
+            opened.close()
+            return got
+
+        return timed(count, work)
+
+
+def timed(count: int, work: Callable[[], int]) -> Took:
+    """What it took.
+
+    :raises RuntimeError: If it did not get all.
+    """
+    cpu, begun = time.process_time(), time.perf_counter()
+    got = work()
+    took = Took(count, time.perf_counter() - begun, time.process_time() - cpu)
+    if got != count:
+        raise RuntimeError(f"received {got} of {count}")
+    return took
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def airflow_with(server: NoidaKafka, folder: Path) -> Any:
+    """A real Airflow whose connection leads to the server."""
+    env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
+    env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
+    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection())
+    parts = ("api-server", "scheduler", "dag-processor")
+    return LocalAirflow(env, folder / "logs", components=parts)
+
+
+def run_of_messages(airflow: LocalAirflow, server: NoidaKafka, count: int) -> Took:
+    """One whole run of the Dag."""
+    airflow.wait_for_dag("bench_kafka")
+    server.fill(TOPIC, repeat(BODY, count))
+    return Took(count, run_of(airflow, "bench_kafka"), 0.0)
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def figures(taken: dict[str, list[Took]]) -> Figures:
+    """Medians, and ratios to a figure of the same try."""
+    made: Figures = []
+    for name, tries in taken.items():
+        of = OF.get(name, "")
+        ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
+        rates = [each.rate for each in tries]
+        made.append(median(f"kafka.{name}", rates, "msg/s", of=f"kafka.{of}", ratios=ratios))
+        if tries[0].cpu:
+            cpu = [each.cpu_of_each for each in tries]
+            made.append(median(f"kafka.{name}.cpu", cpu, "us/msg", digits=1))
+    return made
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps({"ceiling": ceiling, "source": source}[sys.argv[1]](**json.loads(sys.argv[2])))
+    )

@@ -1,0 +1,66 @@
+"""Kafka in the fault runs: noida-db, a process of its own, which no kill of a task reaches.
+
+What is left is told by Kafka itself: the group's offsets against the ends of the log.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults.broker import Dead
+from tests.kafka_server import NoidaKafka
+
+__all__ = ["Kafka"]
+
+_TOPIC, _GROUP = "killed", "killed"
+_PARTITIONS = 4
+
+
+class Kafka:
+    """The topic ``killed``, read by the group ``killed``."""
+
+    stable_ids = True
+
+    def __init__(self, folder: Path) -> None:
+        self.server = NoidaKafka.start(folder / "kafka")
+        self.server.topic(_TOPIC, _PARTITIONS)
+        self.server.topic(f"{_TOPIC}-dlt")
+
+    def variables(self) -> Mapping[str, str]:
+        return {"AIRFLOW_CONN_KILLED_KAFKA": json.dumps(self.server.connection())}
+
+    def send(self, bodies: Sequence[bytes]) -> None:
+        self.server.fill(_TOPIC, bodies)
+
+    def waiting(self) -> int:
+        """Also what is finished behind the first that is not: Kafka keeps one number."""
+        committed = self.server.committed(_GROUP, _TOPIC)
+        return sum(
+            end - committed.get(partition, (low, ""))[0]
+            for partition, (low, end) in self.server.watermarks(_TOPIC).items()
+        )
+
+    def leased(self) -> int:
+        """Whoever holds a message holds up the group's offset: nobody, where nothing waits."""
+        return 0
+
+    def dead(self) -> list[Dead]:
+        found = []
+        for message in self.server.read(f"{_TOPIC}-dlt"):
+            headers: Any = message.headers()
+            why = {name: value.decode() for name, value in headers}
+            found.append(
+                Dead(
+                    int(message.value() or b""),
+                    int(why["broadway.attempt"]),
+                    why["__connect.errors.exception.message"],
+                    marked=why["broadway.again"] == "1",
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        self.server.stop()

@@ -1,0 +1,73 @@
+"""A process that drains a Kafka topic run by run, and may be killed at any instant.
+
+``python -m tests.faults.kafka_worker FOLDER BOOTSTRAP TOPIC ORDER MAX_MESSAGES``: what
+``rabbitmq_worker`` does, at another broker.  It ends with 0 once the group has finished the topic.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from airflow_broadway.core.custody.verdicts import Verdict
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from tests.faults.rabbitmq_worker import AGAIN, Worker, verdict_on
+
+__all__ = ["FAILS_EACH", "GROUP", "KafkaWorker", "verdict_in_order", "verdict_on"]
+
+GROUP = "faults"
+#: Where order counts, one message in so many fails at first: it holds up all behind it.
+FAILS_EACH = 600
+
+
+def verdict_in_order(number: int, attempt: int) -> Verdict:
+    """What becomes of a message whose failure holds up others."""
+    if number % FAILS_EACH == 0 and attempt == 1:
+        return AGAIN
+    return verdict_on(number, 2)
+
+
+class KafkaWorker(Worker):
+    """The runs of one group.
+
+    :param order: The producer's option.
+    """
+
+    def __init__(self, folder: Path, bootstrap: str, topic: str, order: str, most: int) -> None:
+        self.folder = folder
+        self.most = most
+        if order != "none":
+            self.verdict_on = verdict_in_order
+        self.producer = KafkaProducer(  # type: ignore[assignment]
+            hosts=bootstrap,
+            conn_id=None,
+            group_id=GROUP,
+            topics=[topic],
+            order=order,
+            offset_reset_policy="earliest",
+            # What a killed process held comes back by the next one's word, never by time alone.
+            lease=3600.0,
+            fetch_config=FetchConfig(max_wait_time=0.05),
+            on_failure="retry",
+        )
+
+
+def main() -> int:
+    folder, bootstrap, topic, order, most = sys.argv[1:]
+    worker = KafkaWorker(Path(folder), bootstrap, topic, order, int(most))
+    print("at work", flush=True)
+    quiet = 0
+    while quiet < 2:
+        try:
+            worker.recover()
+            quiet = 0 if worker.run() else quiet + 1
+        except BroadwayError as error:
+            print(type(error).__name__, error, flush=True)
+            time.sleep(0.3)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
