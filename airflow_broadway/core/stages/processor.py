@@ -8,7 +8,7 @@ the batchers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -170,10 +170,8 @@ class ProcessorStage:
         each = self._handle_each
         if unconverted is not None or (heard and telemetry.handlers(*_MESSAGE)):
             each = partial(self._handle_each_with_events, unconverted=unconverted)
-        if self._keeps_order:
-            self._in_order(each, prepared, context, successful, failed, scope)
-        else:
-            each(prepared, context, successful, failed, scope)
+        given = self._in_order(prepared, failed) if self._keeps_order else prepared
+        each(given, context, successful, failed, scope)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         if not self._known:
@@ -208,28 +206,24 @@ class ProcessorStage:
             return []
         return prepared
 
-    def _in_order(
-        self,
-        each: Callable[..., None],
-        messages: list[Message],
-        context: Any,
-        successful: list[Message],
-        failed: list[Message],
-        scope: Scope,
-    ) -> None:
-        """Handle all but those behind one of their group that failed and comes again.
+    def _in_order(self, messages: list[Message], failed: list[Message]) -> Iterator[Message]:
+        """All but those behind one of their group that failed and comes again.
 
         They are in neither list, and so given back without using up an attempt.
+
+        :param failed: Where each message is by the time that the next is asked for, if it failed.
         """
         producer, held = self.pipeline.producer, 0
         self._block(failed)  # the whole chunk, where prepare_messages has failed it
+        known = len(failed)
         for message in messages:
             if self._blocked and producer.group_of(message) in self._blocked:
                 held += 1
                 continue
-            before = len(failed)
-            each([message], context, successful, failed, scope)
-            self._block(failed[before:])
+            yield message
+            if len(failed) > known:
+                self._block(failed[known:])
+                known = len(failed)
         if held:
             log.info(
                 "%s held back: an earlier one of the group failed and comes again.",
@@ -248,7 +242,7 @@ class ProcessorStage:
 
     def _handle_each(
         self,
-        messages: list[Message],
+        messages: Iterable[Message],
         context: Any,
         successful: list[Message],
         failed: list[Message],
@@ -297,7 +291,7 @@ class ProcessorStage:
 
     def _handle_each_with_events(
         self,
-        messages: list[Message],
+        messages: Iterable[Message],
         context: Any,
         successful: list[Message],
         failed: list[Message],
