@@ -29,6 +29,7 @@ IMPLEMENTED = {
     "handle_batch",
     "handle_failed",
     "introspection",
+    "kafka",
     "message_api",
     "options",
     "partition_by",

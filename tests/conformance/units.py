@@ -18,6 +18,7 @@ from airflow_broadway.core.model.acks import ack_immediately
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.testing import DummyProducer, PipelineDriver, test_batch, test_message
 from tests.conformance.observed import Case
+from tests.conformance.units_kafka import KAFKA
 from tests.conformance.units_rabbitmq import RABBITMQ
 from tests.conformance.units_sqs import SQS
 
@@ -279,4 +280,5 @@ UNITS: dict[str, Callable[[Case], None]] = {
     "msg-001": message_guards,
     **RABBITMQ,
     **SQS,
+    **KAFKA,
 }

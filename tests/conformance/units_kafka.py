@@ -1,0 +1,158 @@
+"""The unit cases of the area ``kafka``.
+
+Broadway's acknowledger is a value: offsets that were sent, those that were acknowledged, and the
+last one that may be committed.  Here that value is a partition's table.  What Broadway calls an
+acknowledgement is a message settled at once; what is committed is one more than Broadway's number,
+as Kafka has it, the next offset to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway, Message, Processors
+from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.kafka.records import Records
+from airflow_broadway.producers.kafka.table import Decision, Table, claim, settle_now
+from tests.conformance.observed import Case
+
+__all__ = ["KAFKA"]
+
+_GENERATION = "g"
+
+
+def _held(assigned: int, polled: Iterable[int]) -> Table:
+    """A partition whose messages a run has received; what they leave out are gaps of the log."""
+    offsets = sorted(polled)
+    table, given = claim(
+        Table(base=assigned),
+        _GENERATION,
+        ((assigned, offsets[-1] + 1),),
+        0.0,
+        until=60.0,
+        order="none",
+    )
+    assert given == ((assigned, offsets[-1] + 1),)
+    gaps = set(range(assigned, offsets[-1] + 1)).difference(offsets)
+    return _acked(table, gaps)
+
+
+def _acked(table: Table, offsets: Iterable[int], action: Action = Action.ACK) -> Table:
+    return settle_now(table, _GENERATION, {offset: Decision(action) for offset in offsets})[0]
+
+
+def contiguous(case: Case) -> None:
+    given, expect = case["given"], case["expect"]
+    table = _held(given["assigned_offset"], given["polled_offsets"])
+    last = given["polled_offsets"][-1]
+    committed, found = table.base, []
+    for offsets in given["ack_calls"]:
+        # Broadway ignores what is older than the first offset; here nobody holds it.
+        table = _acked(table, offsets)
+        moved = table.base if table.base != committed else None
+        committed = table.base
+        found.append([table.base == last + 1, None if moved is None else moved - 1])
+    assert expect["columns"] == ["drained", "committed_offset"]
+    assert found == expect["results"]
+
+
+def failures(case: Case) -> None:
+    # ``on_failure="ack"`` is Broadway's way; ours is to retry, unless a pipeline asks for it.
+    given, expect = case["given"], case["expect"]
+    producer = KafkaProducer(group_id="g", topics=["t"], on_failure="ack")
+    ref = Records(_GENERATION, by_key=False)
+    both = [*given["successful_offsets"], *given["failed_offsets"]]
+    table = _held(min(both), both)
+    done: list[int] = []
+    for name, failed in (("successful_offsets", False), ("failed_offsets", True)):
+        for offset in given[name]:
+            [message] = _messages(ref, "t", 0, [offset])
+            verdict = producer.verdict(message, failed=failed, stage="batch")
+            assert verdict.action is Action.ACK
+            table = _acked(table, [offset], verdict.action)
+            done.append(offset)
+    assert sorted(done) == expect["acked_offsets"]
+    assert table.base == max(both) + 1
+
+
+def commits(case: Case) -> None:
+    # One commit a run, at its end; the table moves with each batch, as Broadway's commits do.
+    given, expect = case["given"], case["expect"]
+    first, count, size = given["begin_offset"], given["messages_per_partition"], given["batch_size"]
+    table, moved = _held(first, range(first, first + count)), []
+    for start in range(first, first + count, size):
+        table = _acked(table, range(start, start + size))
+        moved.append(table.base - 1)
+    assert moved == expect["acks_per_partition"]
+
+
+class _Record:
+    """A message of the client's."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def offset(self) -> int:
+        return self._offset
+
+    def value(self) -> bytes:
+        return b"body"
+
+    def key(self) -> bytes | None:
+        return b"key"
+
+    def headers(self) -> list[tuple[str, bytes]] | None:
+        return None
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, 1_700_000_000_000
+
+
+def _messages(records: Records, topic: str, partition: int, offsets: list[int]) -> list[Message]:
+    return records.messages(
+        topic, partition, map(_Record, offsets), None, datetime.now(UTC), position=0
+    )
+
+
+def metadata(case: Case) -> None:
+    given, expect = case["given"]["message"], case["expect"]
+    records = Records(_GENERATION, by_key=False)
+    [message] = _messages(records, given["topic"], given["partition"], [given["offset"]])
+    assert list(message.metadata) == expect["metadata_keys"]
+    assert message.batch_key == tuple(expect["batch_key"])
+    for name, value in given.items():
+        assert message.metadata[name] == value
+    for path, attributes in _PARTITIONED.items():
+        assert "cannot set option :partition_by" in expect["error"]
+        with pytest.raises(OptionsError) as raised:
+            type("P", (_OnKafka,), dict(attributes))()
+        assert raised.value.path == path
+
+
+class _OnKafka(Broadway):
+    producer = KafkaProducer(group_id="g", topics=["t"])
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+def _by_size(message: Message) -> int:
+    return message.size
+
+
+_PARTITIONED: Mapping[str, Mapping[str, Any]] = {
+    "processors.partition_by": {"processors": Processors(concurrency=2, partition_by=_by_size)},
+}
+
+KAFKA: dict[str, Callable[[Case], None]] = {
+    **{f"kafka-00{number}": contiguous for number in range(1, 6)},
+    "kafka-006": failures,
+    "kafka-007": commits,
+    "kafka-009": metadata,
+}
