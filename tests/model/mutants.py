@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from tests.model.bundles import Bundles
 from tests.model.protocol import Custody, Run
 from tests.model.receipts import Receipts
 from tests.model.rows import Rows
@@ -186,5 +187,37 @@ MUTANTS: Final = (
         "no message is lost",
         Receipts,
         {"batchers": False, "results": ("dead",), "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "turn",
+        "producers.rabbitmq.journal.QueueJournal.note_turn",
+        "writes its turn down before it looks for those of others",
+        "a repetition is marked",
+        Bundles,
+        {"batchers": False, "results": ("dead",), "kinds": ("over",), "lapses": 0},
+    ),
+    Mutant(
+        "confirm",
+        "producers.rabbitmq.amqp.confirms.ConfirmChannel",
+        "acknowledges a delivery only once its bundle is confirmed",
+        "no message is lost",
+        Bundles,
+        {**_PROCESS, "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "publish failures",
+        "producers.rabbitmq.settle.settlement.LeaseSettlement.by_staging",
+        "publishes failures again before the lease queue is deleted",
+        "no message is lost",
+        Bundles,
+        {"batchers": False, "results": ("dead",), "trouble": 0, "lapses": 0},
+    ),
+    Mutant(
+        "examine",
+        "producers.rabbitmq.receive.returned.examine",
+        "drops of a returned bundle what its journal calls settled",
+        "what is settled comes to no callback again",
+        Bundles,
+        {**_PROCESS, "kinds": ("over",)},
     ),
 )

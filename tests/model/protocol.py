@@ -74,8 +74,6 @@ class Custody(Protocol):
 
     #: The step of a thread, and what takes it in the code.
     code: Mapping[str, str]
-    #: Of these, steps that only look at the generation's own files, or at the clock.
-    files: Collection[str]
 
     def start(self, present: int, messages: int) -> tuple[Any, ...]:
         """The broker with so many messages, of so many that will be sent."""
@@ -87,6 +85,10 @@ class Custody(Protocol):
 
     def step(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         """What a source or custodian does next: ``receive``, ``settle``, or its own."""
+        ...
+
+    def is_private(self, state: State, thread: Thread) -> bool:
+        """Whether the next step only looks at what is noted of its generation, or at the clock."""
         ...
 
     def events(self, state: State) -> Iterator[Step[State]]:
@@ -122,6 +124,9 @@ class Run:
     :param later: Messages that are sent at any time.
     :param trouble: How often something goes wrong: a kill, a clear, a time-out.
     :param lapses: How many deadlines pass.
+    :param other: Whether the other run ever begins.
+    :param kinds: What may go wrong: a task is taken for dead, and tried again, or for good; the
+        sensor looks for the last time; somebody clears the process task; the run is over.
     :param beside: Whether the other run may begin before this one is over.
     :param retention: Whether what balanced may be old enough to be removed.
     :param results: What a callback may make of a message that comes for the first time.
@@ -137,6 +142,8 @@ class Run:
         later: int = 0,
         trouble: int = 1,
         lapses: int = 1,
+        other: bool = True,
+        kinds: Collection[str] = ("again", "for good", "last look", "clear", "over"),
         beside: bool = False,
         retention: bool = False,
         results: Sequence[str] = ("ok", "dead"),
@@ -145,7 +152,8 @@ class Run:
         self.batchers = batchers
         self.present, self.messages = present, present + later
         self.trouble, self.lapses = trouble, lapses
-        self.beside = beside
+        self.other, self.beside = other, beside
+        self.kinds = kinds
         self.retention = retention
         self.results = results
         self.drop = drop
@@ -192,7 +200,9 @@ class Run:
         found: list[Step[State]] = []
         for thread in state.threads:
             found += self.of(state, thread)
-        found += self._airflow(state)
+        found += [
+            Step(name, made) for kind, name, made in self._airflow(state) if kind in self.kinds
+        ]
         if state.lapses > 0:
             for number, gen in enumerate(state.gens):
                 if (
@@ -212,18 +222,21 @@ class Run:
 
     def of(self, state: State, thread: Thread) -> list[Step[State]]:
         """What one thread may do next."""
-        if thread.at == "sweep" and thread.run == B and not (self.beside or state.over[A]):
+        waits = not self.other or not (self.beside or state.over[A])
+        if waits and thread.run == B and thread.at == "sweep":
             return []
         own = self._steps.get(thread.at)
+        private = own is None and self.custody.is_private(state, thread)
         alone = ""
-        if (own is not None or thread.at in self.custody.files) and self._is_alone(state, thread):
+        if (own is not None or private) and self._is_alone(state, thread, private):
             alone = thread.name
         return [
             Step(self.name(thread, note), self._settled_down(made, thread), alone)
             for note, made in (own or self.custody.step)(state, thread)
         ]
 
-    def _is_alone(self, state: State, thread: Thread) -> bool:
+    @staticmethod
+    def _is_alone(state: State, thread: Thread, private: bool) -> bool:
         """Whether nobody can tell when the thread takes its step.
 
         So it is in the files of a generation at which no other thread will look.
@@ -235,12 +248,8 @@ class Run:
             return False
         gen = thread.settling[0][0] if thread.settling else thread.gen
         owns = at in ("try", "begin", "check", "record")
-        if (
-            (owns or at in self.custody.files)
-            and thread.run == A
-            and state.lapses > 0
-            and not state.gens[gen].late
-        ):
+        timed = state.lapses > 0 and not state.gens[gen].late and thread.run == A
+        if timed and (owns or private):
             return False
         for other in state.threads:
             if other.name == thread.name:
@@ -280,7 +289,8 @@ class Run:
 
     # -- Airflow, and people -------------------------------------------------------------------
 
-    def _airflow(self, state: State) -> Iterator[Step[State]]:
+    def _airflow(self, state: State) -> Iterator[tuple[str, str, State]]:
+        """What may go wrong: its kind, its name, and the state after it."""
         if state.trouble <= 0:
             return
         less = state._replace(trouble=state.trouble - 1)
@@ -288,19 +298,22 @@ class Run:
         if main is None:
             if state.over[A]:
                 again = less._replace(over=put(less.over, A, False))
-                yield Step("Airflow: process is cleared", self._begins(again, "process", None))
+                made = self._begins(again, "process", None)
+                yield "clear", "Airflow: process is cleared", made
             return
         gone = set_thread(less, main, chain=False)
-        who = f"Airflow: {main.name} {main.task}"
+        who = f"Airflow: {main.name} {main.task} is taken for dead"
         task = "process" if main.task == "given back" else main.task
-        yield Step(f"{who} is taken for dead, and tried again", self._begins(gone, task, main))
+        yield "again", f"{who}, and tried again", self._begins(gone, task, main)
         if main.task != "ack":
-            yield Step(f"{who} is taken for dead for good", self._begins(gone, "ack", main))
+            yield "for good", f"{who} for good", self._begins(gone, "ack", main)
             last = self._begins(less, "ack", main, chain=False)
-            yield Step("Airflow: ack looks for the last time", last)
+            yield "last look", "Airflow: ack looks for the last time", last
         if main.task in ("batch", "ack"):
-            yield Step("Airflow: process is cleared", self._begins(gone, "process", main))
-        yield Step("Airflow: the run is over", gone._replace(over=put(gone.over, A, True)))
+            made = self._begins(gone, "process", main)
+            yield "clear", "Airflow: process is cleared", made
+        over = gone._replace(over=put(gone.over, A, True))
+        yield "over", "Airflow: the run is over", over
 
     def _begins(self, state: State, task: str, before: Thread | None, **more: Any) -> State:
         count = state.executions + 1

@@ -15,7 +15,7 @@ it says that it has deleted it, and has not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tests.model.checker import Step
@@ -68,8 +68,6 @@ class Receipts:
         "end log": "producers.sqs.receipts.Receipts.end",
     }
 
-    files: Collection[str] = ("secure", "write", "settle", "begin log", "end log")
-
     def __init__(self, protocol: Run) -> None:
         self.protocol = protocol
         self._steps = {
@@ -90,6 +88,9 @@ class Receipts:
             if message.place == LATER:
                 return set_message(state, number, Message(READY))
         return None
+
+    def is_private(self, state: State, thread: Thread) -> bool:
+        return thread.at in ("secure", "write", "settle", "begin log", "end log")
 
     def events(self, state: State) -> Iterator[Step[State]]:
         for number, message in enumerate(state.broker):

@@ -9,7 +9,7 @@ finds it so::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from tests.model.checker import Step
@@ -31,8 +31,6 @@ class Rows:
         "settle": "producers.sqlite.queue.SqliteQueue.settle",
     }
 
-    files: Collection[str] = ()
-
     def __init__(self, protocol: Run) -> None:
         self.protocol = protocol
 
@@ -45,6 +43,9 @@ class Rows:
             if place == LATER:
                 return state._replace(broker=put(state.broker, message, (READY, False)))
         return None
+
+    def is_private(self, state: State, thread: Thread) -> bool:
+        return False
 
     def events(self, state: State) -> Iterator[Step[State]]:
         return iter(())

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from tests.model.bundles import Bundles
 from tests.model.mutants import MUTANTS
 from tests.model.protocol import CODE
 from tests.model.receipts import Receipts
 from tests.model.rows import Rows
 
-NAMES = sorted({*CODE.values(), *Rows.code.values(), *Receipts.code.values()})
-GUARDS = sorted({mutant.place for mutant in MUTANTS})
+CUSTODIES = (Rows, Receipts, Bundles)
+NAMES = {*CODE.values(), *(name for each in CUSTODIES for name in each.code.values())}
+GUARDS = {mutant.place for mutant in MUTANTS}
 
 
 def found(name: str) -> Any:
@@ -32,7 +34,7 @@ def found(name: str) -> Any:
     raise AssertionError(f"there is no {name}")
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES, *GUARDS}))
+@pytest.mark.parametrize("name", sorted(NAMES | GUARDS))
 def test_what_the_model_names_is_there(name: str) -> None:
     assert callable(found(name))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.model.bundles import Bundles
 from tests.model.checker import explore
 from tests.model.protocol import Custody, Run
 from tests.model.receipts import Receipts
@@ -21,6 +22,9 @@ BATCHES = {"batchers": True, "results": ("ok",), "lapses": 0}
 DEAD = {"batchers": False, "results": ("dead",), "lapses": 0}
 #: A deadline passes besides, at any time.
 LATE = {"lapses": 1}
+#: The next run's sweep settles beside a zombie; or the sensor, for the last time, beside the task.
+OVER = {"kinds": ("over",)}
+LAST_LOOK = {"kinds": ("last look",), "other": False}
 #: Two messages, the second sent at any time, and two runs at once, one of which may lose its lease.
 BESIDE = {"batchers": False, "trouble": 0, "beside": True, "later": 1}
 
@@ -49,15 +53,17 @@ QUICK: dict[str, Case] = {
     "receipts, batches": (Receipts, BATCHES),
     "receipts, dead letters": (Receipts, DEAD),
     "receipts, two runs": (Receipts, {**BESIDE, "results": ("ok",)}),
+    "bundles, next run": (Bundles, {**DEAD, **OVER}),
+    "bundles, batches": (Bundles, {**BATCHES, **OVER}),
+    "bundles, last look": (Bundles, {**DEAD, **LAST_LOOK}),
 }
 DEEP: dict[str, Case] = {
     "rows, all results": (Rows, {"batchers": True, "results": ("ok", "dead")}),
-    "rows, two troubles": (Rows, {**PROCESS, "trouble": 2}),
     "rows, two runs with batches": (Rows, {**BESIDE, "batchers": True}),
     "receipts, late": (Receipts, {**PROCESS, **LATE}),
     "receipts, late batches": (Receipts, {**BATCHES, **LATE}),
-    "receipts, late dead letters": (Receipts, {**DEAD, **LATE}),
     "receipts, two runs with batches": (Receipts, {**BESIDE, "batchers": True}),
+    "bundles, two runs": (Bundles, {**BESIDE, "results": ("ok",)}),
 }
 
 
