@@ -66,6 +66,8 @@ def keep_report(
     totals = {name: counts[name] for name in names}
     failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
     totals["failed"] = failures_of(failed, totals)
+    if counts["halted"]:
+        totals["halted"] = counts["halted"]
     report = {
         "pipeline": run.pipeline,
         "dag_id": run.dag_id,
@@ -111,7 +113,9 @@ def trouble_of(
         f"tasks failed: {failed}; mend the cause, what was given back comes with the next run"
         if failed
         else "",
-        settling_trouble(totals["lapsed"], totals["settle_failed"], errors),
+        settling_trouble(
+            totals["lapsed"], totals["settle_failed"], errors, halted=totals.get("halted", 0)
+        ),
         failures_trouble(totals["failed"], handled_of(totals), fail_when),
     ]
     return [each for each in found if each]
@@ -143,6 +147,7 @@ def _account(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
         "received": received,
         "failed": manifest.failed if manifest and report.total > report.released else 0,
         **report.classes(still_leased=still_leased),
+        **({"halted": report.halted} if report.halted else {}),
         "accounted": accounted,
         "balanced": accounted == received and not still_leased,
         "stopped": manifest.stopped if manifest else "",

@@ -278,7 +278,9 @@ class Process:
         settled = settle(self._run, record, self._pipeline, self._open_custodian, batchers=())
         report = settled.report
         log.info("Settled: %s.", report)
-        self.trouble = settling_trouble(report.lapsed, report.failed, report.errors)
+        self.trouble = settling_trouble(
+            report.lapsed, report.failed, report.errors, halted=report.halted
+        )
         self._close_custodian()
 
     def _give_back(self, lease: Lease) -> None:

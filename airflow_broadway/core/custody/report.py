@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from airflow_broadway.core.custody.verdicts import Action
@@ -53,6 +53,8 @@ class SettleReport:
 
     :param lapsed: Messages that the lease no longer held: another run has them, or will.
     :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
+    :param halted: How many of those ``left`` stop what is behind them, until people have looked:
+        their run fails.  No class of its own.
     :param errors: One sentence per kind of refusal; no secret.
     :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
         :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
@@ -66,6 +68,7 @@ class SettleReport:
     released: int = 0
     lapsed: int = 0
     failed: int = 0
+    halted: int = field(default=0, compare=False)
     errors: tuple[str, ...] = ()
     undone: frozenset[str] = frozenset()
 
@@ -85,6 +88,7 @@ class SettleReport:
     def __add__(self, other: SettleReport) -> SettleReport:
         return SettleReport(
             **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
+            halted=self.halted + other.halted,
             errors=tuple(dict.fromkeys(self.errors + other.errors)),
             undone=self.undone | other.undone,
         )

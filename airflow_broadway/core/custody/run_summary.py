@@ -64,17 +64,29 @@ def failures_trouble(failed: int, handled: int, fail_when: Any) -> str:
     return f"{many(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
 
 
-def settling_trouble(lapsed: int, refused: int, errors: Sequence[str] = ()) -> str:
-    """Why a settlement that left messages out makes its run fail; empty if it left out none."""
+def settling_trouble(
+    lapsed: int, refused: int, errors: Sequence[str] = (), *, halted: int = 0
+) -> str:
+    """Why a settlement that left messages out makes its run fail; empty if it left out none.
+
+    :param halted: Messages that stop what is behind them.
+    """
+    stopped = ""
+    if halted:
+        stopped = (
+            f"{many(halted, 'message')} halted what is behind {'it' if halted == 1 else 'them'}:"
+            " mend the cause, the next run begins there"
+        )
     parts = []
     if lapsed:
         parts.append(f"{many(lapsed, 'message')} had lapsed before they were settled")
     if refused:
         parts.append(f"{_n(refused)} could not be settled")
     if not parts:
-        return ""
+        return stopped
     why = f" ({printable('; '.join(errors))})" if errors else ""
-    return " and ".join(parts) + f"{why}: they are delivered again, marked as redelivered"
+    left_out = " and ".join(parts) + f"{why}: they are delivered again, marked as redelivered"
+    return f"{left_out}; {stopped}" if stopped else left_out
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:

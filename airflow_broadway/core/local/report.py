@@ -58,14 +58,14 @@ class RunReport:
     def trouble(self, fail_when: Any = "all") -> str:
         """Why people should look at this run, as sentences; empty if it went well.
 
-        It did not if the sum does not balance, if messages had lapsed or could not be settled, or
-        if so many failed as ``fail_when`` says: see
+        It did not if the sum does not balance, if messages had lapsed, could not be settled or
+        halted what is behind them, or if so many failed as ``fail_when`` says: see
         :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
         """
         settled, totals = self.settled, self.totals()
         found = [
             "" if self.balanced else f"The sum does not balance: {self.to_json()}",
-            settling_trouble(settled.lapsed, settled.failed, settled.errors),
+            settling_trouble(settled.lapsed, settled.failed, settled.errors, halted=settled.halted),
             failures_trouble(totals["failed"], handled_of(totals), fail_when),
         ]
         return ".  ".join(each for each in found if each)

@@ -60,7 +60,7 @@ class KafkaCustodian:
         if files.ended() or now >= _until(lease, files):
             return None
         deadline = now + lease.seconds
-        files.hold(deadline)
+        files.hold(deadline, lease.owner)
         # Only now, lest somebody took it before this was written.
         for place in _read_of(lease):
             table = register.read(place)
@@ -116,10 +116,10 @@ class KafkaCustodian:
         at_once: Counter[str] = Counter()
         lapsed = 0
         changed: list[Place] = []
-        crashed = not work.handled and not work.stopped and not files.closed()
+        suspect = self._suspect(register, work, files)
         for place in work.places:
             failed = [offset for (where, offset) in refused if where == place]
-            found = self._settle_place(register, work, place, failed, crashed=crashed)
+            found = self._settle_place(register, work, place, failed, crashed=place == suspect)
             if found is None:
                 lapsed += work.messages(place)
                 continue
@@ -132,9 +132,26 @@ class KafkaCustodian:
         counts["left"] -= len(refused)
         errors = [*dict.fromkeys(refused.values()), *self._mirror(register, changed)]
         made_report = SettleReport.from_json(
-            {**counts, "lapsed": lapsed, "failed": len(refused), "errors": errors}
+            {
+                **counts,
+                "lapsed": lapsed,
+                "failed": len(refused),
+                "halted": counts["left"],
+                "errors": errors,
+            }
         )
         return made_report + beyond(SettleReport.from_json(dict(at_once)), work.settlement)
+
+    def _suspect(self, register: Register, work: _Work, files: GenerationFiles) -> Place | None:
+        """Where a process died at work: in what it claimed last; ``None``: it did not."""
+        if work.handled or work.stopped or files.closed():
+            return None
+        claimed = {
+            place: table.claims[work.generation].at
+            for place in work.places
+            if (table := register.known(place)) is not None and work.generation in table.claims
+        }
+        return max(claimed, key=claimed.__getitem__) if claimed else None
 
     def _settle_place(
         self, register: Register, work: _Work, place: Place, failed: list[int], *, crashed: bool
@@ -255,7 +272,7 @@ class KafkaCustodian:
                 table: Table | None, decisions: Mapping[int, Decision] = decisions
             ) -> tuple[Any, dict[int, Action]]:
                 assert table is not None
-                return settle_now(table, lease.generation, decisions)
+                return settle_now(table, lease.generation, decisions, order=self._producer.order)
 
             carried_out = register.change(place, settled)
             changed.append(place)
@@ -266,7 +283,9 @@ class KafkaCustodian:
                 log.warning("%s", error)
         undone = frozenset(given.keys() - done.keys())
         report = report_of(done.values(), failed=len(refused), errors=refused.values())
-        return report + SettleReport(lapsed=len(undone) - len(refused), undone=undone)
+        return report + SettleReport(
+            lapsed=len(undone) - len(refused), undone=undone, halted=report.left
+        )
 
     def _letters_now(
         self, register: Register, lease: Lease, by_place: Mapping[Place, Mapping[int, Entry]]

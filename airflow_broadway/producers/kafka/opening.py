@@ -73,10 +73,10 @@ def own_places(
 
 
 def live_claims(register: Register, table: Table, now: float, *, but: str = "") -> dict[str, float]:
-    """Who holds something of a partition, and until when; without those whose time is over."""
+    """Who has a claim on a partition, and until when; without those whose time is over."""
     found: dict[str, float] = {}
     for generation, claim in table.claims.items():
-        if generation == but or not claim.ranges:
+        if generation == but:
             continue
         until = claim.until
         if now >= until + GRACE_SECONDS:
@@ -118,6 +118,9 @@ class Opening:
         """
         self._check_dead_letters()
         found = self._cluster.committed(self._all)
+        now = self._clock.now().timestamp()
+        for place, dead in self._dead(now).items():
+            self._drop(place, dead, now)
         for place in self._places:
             self._open(place, found)
             self._register.prune(place)
@@ -154,9 +157,7 @@ class Opening:
     def _open(self, place: Place, found: Mapping[Place, Committed]) -> None:
         now = self._clock.now().timestamp()
         low, end = self._cluster.ends(place)
-        table = self._register.read(place)
-        if table is not None:
-            table = self._without_dead(place, table, now)
+        table = self._register.known(place)
         committed = found.get(place)
         mark = None if committed is None else read_mark(committed.metadata)
         if mark is not None and mark.owner not in ("", self._owner):
@@ -190,35 +191,45 @@ class Opening:
             self._honour_reset(place, table, committed.offset, now)
         self._check_ends(place, low, end)
 
-    def _without_dead(self, place: Place, table: Table, now: float) -> Table:
-        """The table without claims whose time is over."""
-        dead = [
-            each for each in table.claims if each not in live_claims(self._register, table, now)
-        ]
-        crashed = {
-            each: not self._register.generation(each).closed()
-            for each in dead
-            if table.claims[each].ranges
-        }
-        if not crashed:
-            return table
+    def _dead(self, now: float) -> dict[Place, dict[str, bool]]:
+        """The generations whose time is over, by what they hold; and whether they died of it.
 
-        def dropped(table: Table | None) -> tuple[Table, Table]:
+        A process that died did so, it seems, of what it had claimed last in all partitions.
+        """
+        found: dict[Place, dict[str, bool]] = {}
+        last: dict[str, tuple[float, Place]] = {}
+        for place in self._places:
+            table = self._register.read(place)
+            if table is None:
+                continue
+            live = live_claims(self._register, table, now)
+            for generation in table.claims.keys() - live.keys():
+                claimed = table.claims[generation]
+                found.setdefault(place, {})[generation] = False
+                if claimed.ranges:
+                    last[generation] = max((claimed.at, place), last.get(generation, (0.0, place)))
+        for generation, (_, place) in last.items():
+            found[place][generation] = not self._register.generation(generation).closed()
+        return found
+
+    def _drop(self, place: Place, dead: Mapping[str, bool], now: float) -> None:
+        """Take what dead generations hold: it comes again, marked."""
+
+        def dropped(table: Table | None) -> tuple[Table, None]:
             assert table is not None
             live = live_claims(self._register, table, now)
-            for generation, crash in crashed.items():
+            for generation, crashed in dead.items():
                 if generation not in live:
-                    table = drop(table, generation, crashed=crash)
-            return table, table
+                    table = drop(table, generation, crashed=crashed)
+            return table, None
 
-        made = self._register.change(place, dropped)
-        for generation in crashed:
+        self._register.change(place, dropped)
+        for generation in dead:
             log.warning(
                 "Generation %s held messages of %s and its lease is over: they come again, marked.",
                 generation,
                 _name(place),
             )
-        return made
 
     def _begin(
         self,
@@ -297,6 +308,8 @@ class Opening:
 
     def _refuse_held(self, place: Place, table: Table, now: float, what: str) -> None:
         for generation, until in live_claims(self._register, table, now).items():
+            if not table.claims[generation].ranges:
+                continue
             at = datetime.fromtimestamp(until, timezone.utc).isoformat(timespec="seconds")
             raise ProducerError(
                 f"{what} at {_name(place)}, while generation {generation} holds messages of it"

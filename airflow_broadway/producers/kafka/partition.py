@@ -15,12 +15,13 @@ from airflow_broadway.producers.kafka.ranges import (
     count,
     intersection,
     minus,
+    normal,
     of_offsets,
     union,
 )
 from airflow_broadway.producers.kafka.records import as_text
 from airflow_broadway.producers.kafka.register import Register
-from airflow_broadway.producers.kafka.table import Table, claim, free, skip, unclaim
+from airflow_broadway.producers.kafka.table import Table, claim, free, skip, suspects, unclaim
 
 __all__ = ["PartitionReader"]
 
@@ -30,6 +31,12 @@ log = logging.getLogger(__name__)
 _AHEAD_FIRST, _AHEAD_MOST = 2_000, 100_000
 #: A gap of unwanted offsets from which on seeking is cheaper than reading on.
 _SEEK_GAP: Final = 2_000
+#: Crashes from which on what was in hand is handed out alone; and how many messages, at first.
+_ISOLATED_FROM, _LARGEST_PORTION = 2, 1_000
+#: Pieces among what is finished from which on nothing new is taken: the table would grow for ever.
+_MOST_HOLES: Final = 10_000
+#: Seconds between two looks at a partition that another run holds.
+_LOOK_INTERVAL: Final = 10.0
 
 
 class PartitionReader:
@@ -74,12 +81,30 @@ class PartitionReader:
         self.messages = 0
         self._claimed: Ranges = ()
         self.epoch = table.epoch
+        #: What processes died of, it seems: nobody takes it beside anything else.
+        self.suspect: tuple[int, int] | None = None
+        #: From when on something more may be wanted; ``None``: in this run no more.
+        self.look_again: float | None = None
 
     def look(self, now: float) -> None:
         """See what is wanted now."""
         table = self._register.known(self.place)
         assert table is not None
-        self._wanted = free(table, self._generation, now, order=self._order)
+        self._wanted = self._without_suspects(
+            table, free(table, self._generation, now, order=self._order)
+        )
+        waiting = [each.not_before for each in table.held.values() if each.not_before > now]
+        if table.claims.keys() - {self._generation}:
+            waiting.append(now + _LOOK_INTERVAL)
+        self.look_again = min(waiting, default=None)
+        if len(table.done) > _MOST_HOLES:
+            log.error(
+                "%s-%d has %d holes, of messages that are to be tried again: nothing new is taken"
+                " of it until they are fewer",
+                *self.place,
+                len(table.done),
+            )
+            self._wanted = intersection(self._wanted, ((0, table.done[-1][1]),))
         if self._order == "key":
             self._blocked = {
                 held.group for held in table.held.values() if held.not_before > now and held.group
@@ -88,6 +113,38 @@ class PartitionReader:
         self.finished = start is None
         if start is not None:
             self.position = start
+
+    def _without_suspects(self, table: Table, wanted: Ranges) -> Ranges:
+        found = suspects(table, wanted, least=_ISOLATED_FROM)
+        self.suspect = None
+        if not found:
+            return wanted
+        low, high, times = found[0]
+        self.suspect = low, min(high, low + max(1, _LARGEST_PORTION >> 2 * (times - 1)))
+        if self._order == "none":
+            return minus(wanted, normal((a, b) for a, b, _ in found))
+        return intersection(wanted, ((0, low),))
+
+    def isolate(self) -> None:
+        """Want a portion of what is suspect, and nothing else."""
+        assert self.suspect is not None
+        self._wanted = (self.suspect,)
+        self.position = self.suspect[0]
+        self.finished = self.at_end = False
+        self.look_again = None
+
+    def end_here(self) -> None:
+        """Want nothing more."""
+        self.finished, self.look_again = True, None
+
+    def skip_suspects(self) -> None:
+        """Note that this run did not come to try what is suspect: the next one does, first."""
+
+        def skipped(table: Table | None) -> tuple[Table, None]:
+            assert table is not None
+            return (table if table.skipped else replace(table, skipped=True)), None
+
+        self._register.change(self.place, skipped)
 
     def next_wanted(self, offset: int) -> int | None:
         """The first offset from ``offset`` on that is wanted; ``None`` if there is none."""
@@ -188,6 +245,9 @@ class PartitionReader:
         if self._order != "none":
             # Never beyond the end of the log: what nobody has sent yet would come marked.
             ahead = max(last, min(first + self._ahead, log_end))
+            table = self._register.known(self.place)
+            if table is not None and suspects(table, ((first, ahead),), least=1):
+                ahead = last  # a crash is to be told from its neighbours
             wanted = intersection(self._wanted, ((first, ahead),))
             self._ahead = min(2 * self._ahead, _AHEAD_MOST)
         until = self._until()
@@ -198,7 +258,7 @@ class PartitionReader:
                 table, self._generation, wanted, now, until=until, order=self._order
             )
             if given:
-                made = replace(made, mirrored=self._mirrored, epoch=self.epoch)
+                made = replace(made, mirrored=self._mirrored, epoch=self.epoch, skipped=False)
             return made, given
 
         given = self._register.change(self.place, claimed)

@@ -230,9 +230,17 @@ class GenerationFiles:
         value = self._files.read(self._lease)
         return None if value is None else float(value["deadline"])
 
-    def hold(self, deadline: float) -> None:
-        """Write down until when it holds."""
-        self._files.write(self._lease, {"deadline": deadline})
+    def owner(self) -> dict[str, Any]:
+        """Who it is, as last written; empty: nobody wrote."""
+        value = self._files.read(self._lease)
+        return {} if value is None else dict(value.get("owner", {}))
+
+    def hold(self, deadline: float, owner: Mapping[str, Any]) -> None:
+        """Write down until when it holds.
+
+        :param owner: Who it is, for people.
+        """
+        self._files.write(self._lease, {"deadline": deadline, "owner": dict(owner)})
 
     def end(self) -> None:
         """Nothing more is taken in its name.  Safe to repeat."""

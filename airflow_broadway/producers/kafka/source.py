@@ -7,7 +7,7 @@ generation holds it.  A partition whose order counts is one run's alone, and is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,11 +15,15 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
+from airflow_broadway.producers.kafka import dead_letters
 from airflow_broadway.producers.kafka.client import Cluster, Place
+from airflow_broadway.producers.kafka.dead_letters import Why
 from airflow_broadway.producers.kafka.opening import Opening, own_places
 from airflow_broadway.producers.kafka.partition import PartitionReader
+from airflow_broadway.producers.kafka.ranges import of_offsets
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
+from airflow_broadway.producers.kafka.table import Table, free, skip, suspects
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -74,7 +78,9 @@ class KafkaSource:
             producer, self._cluster, self._register, env.clock, partitions, self._places
         )
         opening.open()
-        self._expired = opening.expired
+        #: Messages that are received no more, and why.
+        self._aside = {"expired": opening.expired} if opening.expired else {}
+        self._set_aside_crashed()
         self._generation = self._register.generation(env.generation)
         #: Until when this generation holds what it holds, as far as it knows.
         self._deadline = self._now() + producer.lease
@@ -89,6 +95,13 @@ class KafkaSource:
         now = self._now()
         for reader in self._readers.values():
             reader.look(now)
+        #: Whether what is suspect was handed out, alone.
+        self._tried = False
+        for place, reader in self._readers.items():
+            table = self._register.known(place)
+            if reader.suspect is not None and table is not None and table.skipped:
+                self._isolate(reader)
+                break
 
     @property
     def lease(self) -> Lease:
@@ -113,6 +126,7 @@ class KafkaSource:
                 "own": own,
                 "read": read,
                 "stopped": self._stopped,
+                **({"set_aside": dict(self._aside)} if self._aside else {}),
             },
         )
 
@@ -131,10 +145,10 @@ class KafkaSource:
         heard = monotonic()
         while not self._env.stopping():
             quiet = all(reader.quiet for reader in self._readers.values())
-            left = end - monotonic()
-            if quiet and left <= 0:
-                break
-            records = self._fetch(demand, min(_STOP_INTERVAL, left) if quiet else _STOP_INTERVAL)
+            if quiet and self._looked_again():
+                continue
+            left = max(0.0, end - monotonic()) if quiet else _STOP_INTERVAL
+            records = self._fetch(demand, min(_STOP_INTERVAL, left))
             if records:
                 heard = monotonic()
             elif not quiet and monotonic() - heard > _SILENCE_TIMEOUT:
@@ -142,10 +156,100 @@ class KafkaSource:
             messages = self._accept(records)
             if messages:
                 return messages
+            if quiet and not records and left <= 0:
+                break
         return []
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
+
+    def _looked_again(self) -> bool:
+        """Whether there is more to be had than was wanted so far."""
+        suspect = next((r for r in self._readers.values() if r.suspect is not None), None)
+        if suspect is not None and not self._tried and not self._received:
+            self._isolate(suspect)
+            self._assign()
+            return True
+        now, found = self._now(), False
+        for reader in self._readers.values():
+            if reader.look_again is not None and now >= reader.look_again:
+                self._register.read(reader.place)
+                before = reader.position
+                reader.position = 0
+                reader.look(now)
+                if reader.finished:
+                    reader.position = before
+                elif reader.position < before or not reader.at_end:
+                    self._assigned, found = False, True
+                else:
+                    reader.position = before
+        if found:
+            self._assign()
+        return found
+
+    def _isolate(self, suspect: PartitionReader) -> None:
+        """Hand out a portion of what is suspect, and nothing else in this run: if its process dies
+        it was one of these.
+        """
+        for reader in self._readers.values():
+            reader.end_here()
+        suspect.isolate()
+        self._tried, self._assigned = True, False
+        log.warning(
+            "Processes died of messages of %s-%d, it seems: this run takes %d of them alone, from"
+            " %d on.",
+            *suspect.place,
+            suspect.suspect[1] - suspect.suspect[0] if suspect.suspect else 0,
+            suspect.position,
+        )
+
+    def _set_aside_crashed(self) -> None:
+        """Send to the dead letters what processes died of that handled nothing else."""
+        producer, found = self._producer, 0
+        for place in self._places:
+            table = self._register.known(place)
+            if table is None:
+                continue
+            ready = free(table, self._env.generation, self._now(), order=producer.order)
+            crashed = {
+                low: times
+                for low, high, times in suspects(table, ready, least=producer.max_crashes)
+                if high - low == 1
+            }
+            if crashed:
+                found += self._set_aside(place, table, crashed)
+        if found:
+            self._aside["crashed"] = found
+
+    def _set_aside(self, place: Place, table: Table, crashed: Mapping[int, int]) -> int:
+        whys = {
+            offset: Why(
+                f"crashed: its process died {times} times, at last with nothing else to handle",
+                "process",
+                table.held[offset].attempts + 1 if offset in table.held else 1,
+                again=True,
+            )
+            for offset, times in crashed.items()
+        }
+        refused = dead_letters.send(
+            self._cluster,
+            self._producer,
+            {place: whys},
+            pipeline=self._env.pipeline,
+            generation=self._env.generation,
+        )
+        for reason in dict.fromkeys(refused.values()):
+            log.error("%s-%d: what crashed its processes stays: %s", *place, reason)
+        sent = [offset for offset in crashed if (place, offset) not in refused]
+
+        def without(table: Table | None) -> tuple[Table, None]:
+            assert table is not None
+            return skip(table, of_offsets(sent)), None
+
+        self._register.change(place, without)
+        for offset in sent:
+            log.error("%s-%d-%d is set aside: %s.", *place, offset, whys[offset].reason)
+        return len(sent)
 
     def _assign(self) -> None:
         """Have the client read each partition where this source goes on."""
@@ -246,7 +350,7 @@ class KafkaSource:
         now = self._now()
         if not self._holds or self._deadline - now < (1 - _EXTEND_PART) * self._producer.lease:
             deadline = now + self._producer.lease
-            self._generation.hold(deadline)
+            self._generation.hold(deadline, self._env.owner)
             self._deadline, self._holds = deadline, True
         return self._deadline
 
@@ -288,6 +392,10 @@ class KafkaSource:
             )
             for reader in self._readers.values():
                 reader.finish()
+        if not self._tried:
+            for reader in self._readers.values():
+                if reader.suspect is not None:
+                    reader.skip_suspects()
         if self._received:
             log.info(
                 "Received %s of %s.",

@@ -47,6 +47,7 @@ __all__ = [
     "Held",
     "Rest",
     "Table",
+    "blame",
     "claim",
     "decided",
     "drop",
@@ -54,6 +55,7 @@ __all__ = [
     "settle",
     "settle_now",
     "skip",
+    "suspects",
     "unclaim",
 ]
 
@@ -70,11 +72,13 @@ class Claim(NamedTuple):
 
     :param last: What it claimed last: a message in there was the last to be handed out.
     :param until: When its lease was to end, as it was known then.
+    :param at: When it claimed last.
     """
 
     ranges: Ranges
     last: Range
     until: float
+    at: float = 0.0
 
 
 class Held(NamedTuple):
@@ -188,8 +192,8 @@ class Table:
             base=value["base"],
             done=_ranges(given("done", ())),
             claims={
-                generation: Claim(_ranges(ranges), (last[0], last[1]), until)
-                for generation, (ranges, last, until) in given("claims", {}).items()
+                generation: Claim(_ranges(ranges), (last[0], last[1]), until, at)
+                for generation, (ranges, last, until, at) in given("claims", {}).items()
             },
             held={int(offset): Held(*each) for offset, each in given("held", {}).items()},
             marks=_ranges(given("marks", ())),
@@ -237,6 +241,16 @@ def free(table: Table, generation: str, now: float, *, order: str) -> Ranges:
     return minus(((table.base, end),) if table.base < end else (), normal(taken))
 
 
+def suspects(table: Table, wanted: Ranges, *, least: int) -> list[tuple[int, int, int]]:
+    """What of ``wanted`` was in hand in at least so many crashes: from, to before, and how many."""
+    return [
+        (a, b, n)
+        for low, high, n in table.crashes
+        if n >= least
+        for a, b in intersection(wanted, ((low, high),))
+    ]
+
+
 # -- changes ---------------------------------------------------------------------------------------
 
 
@@ -249,7 +263,7 @@ def claim(
         return table, given
     before = table.claims.get(generation)
     ranges = given if before is None else union(before.ranges, given)
-    claims = {**table.claims, generation: Claim(ranges, (given[0][0], given[-1][1]), until)}
+    claims = {**table.claims, generation: Claim(ranges, (given[0][0], given[-1][1]), until, now)}
     return replace(table, claims=claims), given
 
 
@@ -299,7 +313,7 @@ def blame(table: Table, last: Range) -> Table:
 
 
 def settle_now(
-    table: Table, generation: str, decisions: Mapping[int, Decision]
+    table: Table, generation: str, decisions: Mapping[int, Decision], *, order: str
 ) -> tuple[Table, dict[int, Action]]:
     """Settle some messages of a claim, and keep the others.
 
@@ -310,6 +324,10 @@ def settle_now(
     held = () if claimed is None else claimed.ranges
     done: dict[int, Action] = {}
     fresh: dict[int, Decision] = {}
+    if order != "none":
+        ours = {offset: each for offset, each in decisions.items() if contains(held, offset)}
+        ours, _ = _in_order(ours, {}, Action.ACK, _come_again(table, generation), order)
+        decisions = {**decisions, **ours}
     for offset, decision in decisions.items():
         earlier = next((a for a, ranges in before.items() if contains(ranges, offset)), None)
         if earlier is not None:
@@ -330,7 +348,7 @@ def settle_now(
         claims={**table.claims, generation: kept},
         now=_latest({**table.now, generation: actions}, table),
     )
-    return _advanced(_carried_out(made, fresh)), done
+    return _advanced(_carried_out(made, fresh, name_groups=True)), done
 
 
 def settle(
@@ -419,7 +437,8 @@ def _decided(
         if offset not in made and contains(read, offset)
     }
     if order != "none":
-        made, others = _in_order(made, others, rest.action, table.now.get(generation, {}), order)
+        before = _come_again(table, generation)
+        made, others = _in_order(made, others, rest.action, before, order)
     return read, made, others
 
 
@@ -427,22 +446,23 @@ def _in_order(
     made: dict[int, Decision],
     others: dict[int, str],
     rest: Action,
-    at_once: Mapping[str, Ranges],
+    before: Mapping[int, str],
     order: str,
 ) -> tuple[dict[int, Decision], dict[int, str]]:
     """What follows a message that comes again, in its group, is given back: to be handled in order.
 
     What failed is given back too: it may have failed because the one before it did, and so uses up
     no attempt.
+
+    :param before: What callbacks have given back by now, and its group.
     """
     by_key = order == "key"
     blocked: set[str] = set()
     result = dict(made)
     left = dict(others)
-    steps: list[tuple[int, str, Action | None]] = []
-    if not by_key:  # of what was settled at once the key is not known
-        early = [(r, name) for name, ranges in at_once.items() for r in ranges]
-        steps += [(r[0], "", None) for r, name in early if Action(name) in COMES_AGAIN]
+    steps: list[tuple[int, str, Action | None]] = [
+        (offset, group, None) for offset, group in before.items()
+    ]
     steps += [(offset, each.group, each.action) for offset, each in made.items()]
     steps += [(offset, group, rest) for offset, group in others.items()]
     for offset, key, action in sorted(steps, key=lambda each: each[0]):
@@ -459,8 +479,26 @@ def _in_order(
     return result, left
 
 
-def _carried_out(table: Table, decisions: Mapping[int, Decision]) -> Table:
-    """The table after some decisions, but for the claim that they were on."""
+def _come_again(table: Table, generation: str) -> dict[int, str]:
+    """What callbacks of a generation have given back at once, and its group."""
+    found: dict[int, str] = {}
+    for name, ranges in table.now.get(generation, {}).items():
+        if Action(name) in COMES_AGAIN:
+            for low, high in ranges:
+                for offset in range(low, high):
+                    held = table.held.get(offset)
+                    found[offset] = "" if held is None else held.group
+    return found
+
+
+def _carried_out(
+    table: Table, decisions: Mapping[int, Decision], *, name_groups: bool = False
+) -> Table:
+    """The table after some decisions, but for the claim that they were on.
+
+    :param name_groups: Whether to note the group of what was given back: what is behind it, and
+        settled later, waits for it.
+    """
     if not decisions:
         return table
     held = dict(table.held)
@@ -473,6 +511,8 @@ def _carried_out(table: Table, decisions: Mapping[int, Decision]) -> Table:
             again.append(offset)
             if offset in held:  # it keeps the attempts it has used
                 held[offset] = held[offset]._replace(not_before=0.0)
+            elif decision.group and name_groups:
+                held[offset] = Held(0, 0.0, decision.group)
         else:
             finished.append(offset)
     return replace(

@@ -1,0 +1,138 @@
+"""A group on a topic of its own, and what tests do with the two halves of its producer."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, Verdict
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka.register import Register, group_files
+from airflow_broadway.producers.kafka.source import KafkaSource
+from airflow_broadway.producers.kafka.table import Table
+from airflow_broadway.testing.clock import SkippingClock
+from airflow_broadway.testing.harness import settlement_of
+from tests.kafka_server import KafkaServer
+
+__all__ = ["KafkaGroup"]
+
+
+class KafkaGroup:
+    """One pipeline's group.
+
+    :param options: Of its producer.
+    """
+
+    def __init__(
+        self, kafka: KafkaServer, folder: Path, *, partitions: int = 1, **options: Any
+    ) -> None:
+        self.kafka = kafka
+        self.topic = kafka.topic(partitions=partitions)
+        self.letters = kafka.topic(f"{self.topic}-dlt")
+        self.group = f"group-{uuid.uuid4().hex}"
+        self.staging: str | None = f"file://{folder}"
+        self.clock = SkippingClock()
+        self.options: dict[str, Any] = {"offset_reset_policy": "earliest", **options}
+
+    def producer(self, **options: Any) -> KafkaProducer:
+        about: dict[str, Any] = {
+            "group_id": self.group,
+            "topics": [self.topic],
+            "hosts": self.kafka.bootstrap,
+            "conn_id": None,
+            "fetch_config": FetchConfig(max_wait_time=0.02),
+            **self.options,
+            **options,
+        }
+        return KafkaProducer(**about)
+
+    def env(self, generation: str, index: int = 0) -> ProducerEnv:
+        return ProducerEnv(
+            pipeline="flights",
+            generation=generation,
+            owner={"dag_id": "flights", "run_id": "manual", "task_id": "process"},
+            index=index,
+            clock=self.clock,
+            staging=self.staging,
+        )
+
+    @contextmanager
+    def source(
+        self, generation: str = "", *, index: int = 0, **options: Any
+    ) -> Iterator[KafkaSource]:
+        env = self.env(generation or uuid.uuid4().hex, index)
+        source = self.producer(**options).source(env)
+        assert isinstance(source, KafkaSource)
+        try:
+            yield source
+        finally:
+            source.close()
+
+    def take(self, source: KafkaSource, most: int = 100_000) -> list[Message]:
+        taken: list[Message] = []
+        while len(taken) < most:
+            found = source.receive(min(500, most - len(taken)), timeout=0.0)
+            if not found:
+                break
+            taken += source.secure(found)
+        return taken
+
+    def hold(
+        self, generation: str = "", most: int = 100_000, **options: Any
+    ) -> tuple[Lease, list[Message]]:
+        """A run that has received, and has ended; its lease as another process reads it."""
+        with self.source(generation, **options) as source:
+            messages = self.take(source, most)
+            source.stop()
+            return Lease.from_json(json.loads(json.dumps(source.lease.to_json()))), messages
+
+    def settle(
+        self,
+        lease: Lease,
+        messages: Iterable[Message],
+        verdicts: Mapping[str, Verdict] | None = None,
+        rest: Verdict = ACK,
+        **options: Any,
+    ) -> SettleReport:
+        return self.carry_out(lease, settlement_of(list(messages), verdicts, rest), **options)
+
+    def carry_out(self, lease: Lease, settlement: Settlement, **options: Any) -> SettleReport:
+        custodian = self.producer(**options).custodian(self.env("custodian"))
+        try:
+            return custodian.settle(lease, settlement)
+        finally:
+            custodian.close()
+
+    def drain(self, **options: Any) -> list[Message]:
+        """What one more run receives and acknowledges."""
+        lease, messages = self.hold(**options)
+        self.settle(lease, messages, **options)
+        return messages
+
+    def register(self) -> Register:
+        with self.kafka.consumer() as consumer:
+            cluster = str(consumer.list_topics(timeout=30).cluster_id)
+        return Register(group_files(self.staging, cluster, self.group), self.clock)
+
+    def table(self, partition: int = 0) -> Table:
+        table = self.register().read((self.topic, partition))
+        assert table is not None
+        return table
+
+    def committed(self) -> dict[int, int]:
+        """Partition → the offset in Kafka."""
+        found = self.kafka.committed(self.group, self.topic)
+        return {partition: offset for partition, (offset, _) in found.items()}
+
+    def fill(self, count: int, *, start: int = 0, **about: Any) -> list[bytes]:
+        bodies = [b"%06d" % number for number in range(start, start + count)]
+        self.kafka.fill(self.topic, bodies, **about)
+        return bodies
