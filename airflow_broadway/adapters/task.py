@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
@@ -10,6 +11,7 @@ from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_SHUTDOWN",
+    "backfilled",
     "load_pipeline",
     "open_run",
     "ports_of",
@@ -45,7 +48,22 @@ def task_of(context: Context) -> Task:
         task_id=ti.task_id,
         map_index=-1 if index is None else index,
         try_number=ti.try_number,
+        interval=backfilled(context),
     )
+
+
+def backfilled(context: Context) -> tuple[datetime, datetime] | None:
+    """The data interval of a run that is a backfill; ``None`` of any other."""
+    dag_run = context["dag_run"]
+    if str(getattr(dag_run.run_type, "value", dag_run.run_type)) != "backfill":
+        return None
+    start, end = dag_run.data_interval_start, dag_run.data_interval_end
+    if start is None or end is None or start >= end:
+        raise PipelineError(
+            f"run {dag_run.run_id!r} is a backfill without a data interval: give the Dag a schedule"
+            " with intervals, such as CronDataIntervalTimetable"
+        )
+    return start, end
 
 
 def ports_of(context: Context) -> Ports:

@@ -46,7 +46,7 @@ class BroadwayProcessorOperator(PullOperator):
         from airflow_broadway.runs.tasks import ProcessTask
 
         pipeline = load_pipeline(self.pipeline, context)
-        refuse_backfill(context, pipeline.producer.kind)
+        refuse_backfill(context, pipeline.producer)
         self._task = ProcessTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,

@@ -9,6 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException, BaseOperat
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
+from airflow_broadway.adapters.task import backfilled
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
+    from airflow_broadway.core.custody.producer import Producer
     from airflow_broadway.core.stages.receiving import Budget
 
 __all__ = ["BUDGETS", "BUDGET_DEFAULTS", "PullOperator", "budget_of", "refuse_backfill"]
@@ -72,6 +74,7 @@ def budget_of(operator: Any, context: Context) -> Budget:
     """The budget of this execution: the run's params where set, else the operator's arguments.
 
     A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
+    A backfill reads its whole interval: it has no other bound.
 
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
@@ -83,6 +86,8 @@ def budget_of(operator: Any, context: Context) -> Budget:
         for name in BUDGETS
     }
     read = check_budgets(operator.task_id, given, rendered=True)
+    if backfilled(context) is not None:
+        read.update(max_messages=None, max_bytes=None, max_seconds=None)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()
         read["max_seconds"] = min(bound, read["max_seconds"] or bound)
@@ -148,16 +153,18 @@ class PullOperator(BaseOperator):
         check_engine(ref)
 
 
-def refuse_backfill(context: Context, kind: str) -> None:
-    """Keep a backfill off a live queue.
+def refuse_backfill(context: Context, producer: Producer) -> None:
+    """Keep a backfill off a live queue; a log it may read.
 
     :raises AirflowFailException: Another try would find the same.
     """
     dag_run = context["dag_run"]
+    if producer.backfills:
+        return
     if str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill":
         raise AirflowFailException(
-            f"run {dag_run.run_id!r} is a backfill, and the producer {kind!r} reads a live queue,"
-            " which knows nothing of the past interval: nothing was received.  Trigger the Dag"
-            " instead: a run takes what is in the queue, whenever it was sent.  To handle the"
+            f"run {dag_run.run_id!r} is a backfill, and the producer {producer.kind!r} reads a live"
+            " queue, which knows nothing of the past interval: nothing was received.  Trigger the"
+            " Dag instead: a run takes what is in the queue, whenever it was sent.  To handle the"
             " messages of a past run again: airflow-broadway replay --dag-id … --run-id …"
         )

@@ -55,7 +55,7 @@ class BroadwayRunOperator(PullOperator):
         from airflow_broadway.runs.unstaged import UnstagedTask
 
         pipeline = load_pipeline(self.pipeline, context)
-        refuse_backfill(context, pipeline.producer.kind)
+        refuse_backfill(context, pipeline.producer)
         self._task = UnstagedTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,

@@ -71,6 +71,7 @@ class ProcessTask:
             owner=task.owner(),
             index=index,
             store=run.store,
+            interval=task.interval,
         )
         self._process = Process(
             run,

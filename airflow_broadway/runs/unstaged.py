@@ -93,6 +93,7 @@ class UnstagedTask:
             owner=self._task.owner(),
             index=self._index,
             store=run.store,
+            interval=self._task.interval,
         )
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))

@@ -453,9 +453,9 @@ def test_a_backfill_is_refused_before_connecting(
     monkeypatch.setattr(SqliteProducer, "open_queue", lambda *_: opened.append("opened"))
     refuse = pull.refuse_backfill
 
-    def as_backfill(context: Any, kind: str) -> None:
+    def as_backfill(context: Any, producer: Any) -> None:
         run = context["dag_run"].model_copy(update={"run_type": "backfill"})
-        refuse({**context, "dag_run": run}, kind)  # type: ignore[typeddict-item]
+        refuse({**context, "dag_run": run}, producer)  # type: ignore[typeddict-item]
 
     monkeypatch.setattr(process, "refuse_backfill", as_backfill)
     ran = world.run(dag_of(Puppets))

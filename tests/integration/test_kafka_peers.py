@@ -255,6 +255,21 @@ def test_noida_fences_a_producer_that_was_replaced(kafka_noida: NoidaKafka) -> N
     assert kafka_noida.bodies(topic) == []
 
 
+def test_noida_hides_what_a_producer_commits_after_it_has_aborted(kafka_noida: NoidaKafka) -> None:
+    """From whoever begins to read behind the aborted transaction: tests use a producer for each."""
+    topic = kafka_noida.topic()
+    producer = kafka_noida.producer({"transactional.id": f"{topic} h"})
+    producer.init_transactions(30)
+    for ending in (producer.abort_transaction, producer.commit_transaction):
+        producer.begin_transaction()
+        producer.produce(topic, b"x")
+        producer.flush(30)
+        ending(30)
+
+    assert [message.offset() for message in kafka_noida.read(topic)] == [2]
+    assert kafka_noida.read(topic, start=2) == []
+
+
 def test_noida_keeps_its_log_over_a_kill(tmp_path: Path) -> None:
     """What is a second old; what was just acknowledged may be gone, as with no other broker."""
     with NoidaKafka.start(tmp_path) as server:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -74,6 +75,8 @@ class ProducerEnv:
     :param index: Which of ``concurrency`` producers this is, from 0.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
+    :param interval: The data interval of a backfill, of which the source hands out each message and
+        no other: from the first instant to before the second; ``None``: what waits.
     :param stopping: Whether the run is to stop: a source then waits for nothing that takes
         long, since Airflow kills its task five seconds later.
     """
@@ -85,6 +88,7 @@ class ProducerEnv:
     clock: Clock = field(default_factory=SystemClock)
     connections: Connections = field(default_factory=NoConnections)
     staging: str | None = None
+    interval: tuple[datetime, datetime] | None = None
     stopping: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
 
@@ -104,6 +108,8 @@ class Producer(Options):
     #: Whether settling may publish messages again, so that staging must keep bodies: of which
     #: messages, :meth:`publishes` says.
     keeps_payload: ClassVar[bool] = False
+    #: Whether a past interval can be read again, so that runs of type backfill are served.
+    backfills: ClassVar[bool] = False
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
 

@@ -53,8 +53,8 @@ class SettleReport:
 
     :param lapsed: Messages that the lease no longer held: another run has them, or will.
     :param failed: Messages that the broker refused to settle; they come back when the lease lapses.
-    :param halted: How many of those ``left`` stop what is behind them, until people have looked:
-        their run fails.  No class of its own.
+    :param halted: How many of them nobody takes up before people have looked: their run fails.
+        No class of its own.
     :param errors: One sentence per kind of refusal; no secret.
     :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
         :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are

@@ -69,22 +69,23 @@ def settling_trouble(
 ) -> str:
     """Why a settlement that left messages out makes its run fail; empty if it left out none.
 
-    :param halted: Messages that stop what is behind them.
+    :param halted: Messages that nobody takes up before people have looked.
     """
     stopped = ""
     if halted:
         stopped = (
-            f"{many(halted, 'message')} halted what is behind {'it' if halted == 1 else 'them'}:"
-            " mend the cause, the next run begins there"
+            f"{many(halted, 'message')} {'holds' if halted == 1 else 'hold'} up"
+            f" {'its' if halted == 1 else 'their'} run: mend the cause; the next run begins there,"
+            " and a backfill is cleared to try again"
         )
     parts = []
     if lapsed:
         parts.append(f"{many(lapsed, 'message')} had lapsed before they were settled")
     if refused:
         parts.append(f"{_n(refused)} could not be settled")
-    if not parts:
-        return stopped
     why = f" ({printable('; '.join(errors))})" if errors else ""
+    if not parts:
+        return f"{stopped}{why}" if stopped else ""
     left_out = " and ".join(parts) + f"{why}: they are delivered again, marked as redelivered"
     return f"{left_out}; {stopped}" if stopped else left_out
 

@@ -303,11 +303,16 @@ class Cluster:
             lambda: self.consumer.seek(target), f"{place[0]}-{place[1]} cannot be read at {offset}"
         )
 
-    def pause(self, places: Iterable[Place]) -> None:
-        """Fetch nothing more of these partitions."""
+    def leave(self, places: Iterable[Place]) -> None:
+        """Read these partitions no more.
+
+        They are not only paused: what is paused stays so, even when it is assigned anew.
+        """
         made = [self._kafka.TopicPartition(*place) for place in places]
         if made:
-            self._guarded(lambda: self.consumer.pause(made), "partitions cannot be paused")
+            self._guarded(
+                lambda: self.consumer.incremental_unassign(made), "partitions cannot be left"
+            )
 
     def consume(self, most: int, timeout: float) -> list[Any]:
         """Up to so many messages and events; waits until they are that many, or for ``timeout``."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
@@ -42,13 +42,15 @@ __all__ = ["KafkaCustodian"]
 
 log = logging.getLogger(__name__)
 
+_UNREAD: Final = "the interval was not read to its end: clear the run to go on"
+
 
 class KafkaCustodian:
     """Renews and settles the generations of one group."""
 
     def __init__(self, producer: KafkaOptions, env: ProducerEnv) -> None:
         self._producer, self._env, self._clock = producer, env, env.clock
-        self._registers: dict[str, Register] = {}
+        self._registers: dict[tuple[str, str], Register] = {}
         self._opened: Cluster | None = None
 
     # -- holding -------------------------------------------------------------------------------
@@ -112,6 +114,8 @@ class KafkaCustodian:
                 }
         if letters:
             refused = self._send(letters, generation, files)
+        if refused and order != "none":  # these stay, and with them what is behind them
+            work.read_names()
         counts: Counter[str] = Counter()
         at_once: Counter[str] = Counter()
         lapsed = 0
@@ -130,13 +134,19 @@ class KafkaCustodian:
                 else:
                     counts[name] += number
         counts["left"] -= len(refused)
-        errors = [*dict.fromkeys(refused.values()), *self._mirror(register, changed)]
+        errors = [*dict.fromkeys(refused.values())]
+        halted = counts["left"]
+        if work.backfill:  # nobody comes for them by himself
+            halted += counts["requeued"] + work.unread
+            errors += [_UNREAD] * work.unread
+        else:
+            errors += self._mirror(register, changed)
         made_report = SettleReport.from_json(
             {
                 **counts,
                 "lapsed": lapsed,
                 "failed": len(refused),
-                "halted": counts["left"],
+                "halted": halted,
                 "errors": errors,
             }
         )
@@ -277,7 +287,7 @@ class KafkaCustodian:
             carried_out = register.change(place, settled)
             changed.append(place)
             done |= {found[offset].message_id: action for offset, action in carried_out.items()}
-        if not register.durable:
+        if not register.durable and not lease.state.get("backfill"):
             # What is settled at once must outlive this process.
             for error in self._mirror(register, changed):
                 log.warning("%s", error)
@@ -328,10 +338,11 @@ class KafkaCustodian:
     def _register(self, lease: Lease) -> Register:
         check_lease(lease, self._producer.kind, self._producer.place)
         cluster = str(lease.state.get("cluster", ""))
-        register = self._registers.get(cluster)
+        folder = str(lease.state.get("backfill") or "tables")
+        register = self._registers.get((cluster, folder))
         if register is None:
             files = group_files(self._env.staging, cluster, self._producer.group_id)
-            register = self._registers[cluster] = Register(files, self._clock)
+            register = self._registers[cluster, folder] = Register(files, self._clock, folder)
         return register
 
     @property
@@ -352,6 +363,9 @@ class _Work:
         self.generation = lease.generation
         self.settlement = settlement
         self.stopped = bool(lease.state.get("stopped"))
+        self.backfill = bool(lease.state.get("backfill"))
+        #: Whether a backfill ended before its interval did.
+        self.unread = bool(lease.state.get("unread"))
         #: Whether a manifest says what became of its messages.
         self.handled = settlement.expected is not None or settlement.everything is not None
         #: What was handed out, by the source's own account: messages and ranges.

@@ -47,6 +47,7 @@ class LogReader:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._lost = False
 
     def read(self, wanted: Mapping[Place, Sequence[int]]) -> Iterator[tuple[Place, int, Any]]:
         """The messages at some offsets, in order of each partition.
@@ -65,6 +66,9 @@ class LogReader:
                 heard = time.monotonic()
             elif time.monotonic() - heard > _SILENCE_TIMEOUT:
                 raise cluster.unavailable("dead letters cannot be read from the log")
+            if self._lost:  # the client reads no more of a partition that it could not read on
+                self._lost = False
+                cluster.assign({place: offsets[-1] for place, offsets in waiting.items()})
             for record in records:
                 place = record.topic(), record.partition()
                 left = waiting.get(place)
@@ -73,7 +77,7 @@ class LogReader:
                 yield from self._found(place, left, record)
                 if not left:
                     del waiting[place]
-                    cluster.pause([place])
+                    cluster.leave([place])
                 elif record.error() is None and left[-1] - record.offset() > _SEEK_GAP:
                     cluster.seek(place, left[-1])
 
@@ -95,8 +99,7 @@ class LogReader:
             low, end = self._cluster.ends(place)
             while left and not low <= left[-1] < end:
                 yield place, left.pop(), None
-            if left:
-                self._cluster.seek(place, left[-1])
+            self._lost = True
         elif not error.retriable() and not error.name().startswith("_"):
             raise self._cluster.error(error, "dead letters cannot be read from the log")
 
@@ -227,6 +230,9 @@ class _Sending:
         try:
             self._produce(topic, about, told)
         except Exception as error:  # what no client can encode fails alone
+            if not body and any(name in str(error) for name in _TOO_LARGE):
+                self._large.append((place, offset, why, record))
+                return
             self.refused[place, offset] = f"{type(error).__name__}: {cut(str(error), 300)}"
 
     def _produce(self, topic: str, about: dict[str, Any], told: Any) -> None:

@@ -20,14 +20,14 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_instant
-from airflow_broadway.producers.kafka.ranges import count, minus
+from airflow_broadway.producers.kafka.ranges import Ranges, count, minus
 from airflow_broadway.producers.kafka.register import GRACE_SECONDS, Register
 from airflow_broadway.producers.kafka.table import Table, drop, skip
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
 
-__all__ = ["Mark", "Opening", "live_claims", "mark_of", "own_places", "read_mark"]
+__all__ = ["Mark", "Opening", "expired_text", "live_claims", "mark_of", "own_places", "read_mark"]
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,21 @@ def live_claims(register: Register, table: Table, now: float, *, but: str = "") 
         if now < until + GRACE_SECONDS:
             found[generation] = until
     return found
+
+
+def expired_text(place: Place, gone: Ranges) -> tuple[str, int]:
+    """What people are told of messages that retention has removed; and how many they are."""
+    lost = count(gone)
+    if not lost:
+        return "", 0
+    one = lost == 1
+    text = (
+        f"{many(lost, 'message')} of {_name(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
+        f" {'was' if one else 'were'} removed by retention before"
+        f" {'it was' if one else 'they were'} read: let runs come more often, or the topic keep"
+        " messages for longer; on_expired='continue' goes on behind them"
+    )
+    return text, lost
 
 
 class Opening:
@@ -328,25 +343,20 @@ class Opening:
             self._expired(place, table, low)
 
     def _expired(self, place: Place, table: Table, low: int) -> None:
-        gone = minus(((table.base, low),), table.done)
-        lost = count(gone)
+        text, lost = expired_text(place, minus(((table.base, low),), table.done))
+        if lost and self._producer.on_expired == "fail":
+            raise ProducerError(text)
         if lost:
-            text = (
-                f"{many(lost, 'message')} of {_name(place)} ({gone[0][0]}–{gone[-1][1] - 1})"
-                f" {'was' if lost == 1 else 'were'} removed by retention before"
-                f" {'it was' if lost == 1 else 'they were'} read"
-            )
-            if self._producer.on_expired == "fail":
-                raise ProducerError(
-                    f"{text}: give on_expired='continue' to go on behind them, and let runs come"
-                    " more often, or the topic keep messages for longer"
-                )
             log.error("%s", text)
             self.expired += lost
 
         def without(known: Table | None) -> tuple[Table, None]:
             assert known is not None
             return skip(known, ((known.base, low),)), None
+
+        for offset in table.held:
+            if offset < low:
+                log.error("%s-%d was to be tried again, and is gone.", _name(place), offset)
 
         self._register.change(place, without)
 

@@ -235,6 +235,7 @@ class KafkaOptions(Producer):
     """The options of :class:`~airflow_broadway.producers.kafka.KafkaProducer`."""
 
     kind: ClassVar[str] = "kafka"
+    backfills: ClassVar[bool] = True
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "retry": Action.RETRY,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -42,6 +42,8 @@ _LOOK_INTERVAL: Final = 10.0
 class PartitionReader:
     """One partition as a generation reads it.
 
+    :param interval: The instants of the messages that are wanted, in milliseconds: from the first
+        to before the second; ``None``: all.
     :param until: Writes the generation's lease down, and says until when it lasts: asked before
         each claim.
     """
@@ -53,12 +55,14 @@ class PartitionReader:
         generation: str,
         *,
         order: str,
+        interval: tuple[int, int] | None,
         until: Callable[[], float],
     ) -> None:
         self.place = place
         self._register = register
         self._generation = generation
         self._order = order
+        self._interval = interval
         self._until = until
         self._ahead = _AHEAD_FIRST
         table = register.known(place)
@@ -119,10 +123,11 @@ class PartitionReader:
         self.suspect = None
         if not found:
             return wanted
-        low, high, times = found[0]
-        self.suspect = low, min(high, low + max(1, _LARGEST_PORTION >> 2 * (times - 1)))
+        low, high = found[0].low, found[0].high
+        size = max(1, _LARGEST_PORTION >> 2 * (found[0].times - 1))
+        self.suspect = low, min(high, low + size)
         if self._order == "none":
-            return minus(wanted, normal((a, b) for a, b, _ in found))
+            return minus(wanted, normal((each.low, each.high) for each in found))
         return intersection(wanted, ((0, low),))
 
     def isolate(self) -> None:
@@ -191,10 +196,16 @@ class PartitionReader:
             # Another run has the partition, or was faster.
             self.finished = self._order != "none"
             return (), None
+        known = self._register.known(self.place)
+        if known is not None and known.held:
+            self._tell_superseded(held, {each.offset() for each in records})
         if held == ((first, last),):
             taken = records
         else:
             taken = [each for each in records if contains(held, each.offset())]
+        if self._interval is not None:
+            low, high = self._interval
+            taken = [each for each in taken if low <= each.timestamp()[1] < high]
         if self._order == "key":
             taken, held = self._ready(taken, held)
         self.read = union(self.read, held)
@@ -202,6 +213,19 @@ class PartitionReader:
         if taken:
             self.epoch = self._epoch(taken[-1])
         return taken, self._marks(taken)
+
+    def _tell_superseded(self, ranges: Ranges, there: Collection[int]) -> None:
+        """Log what was to be tried again, and is not in the log any more."""
+        table = self._register.known(self.place)
+        assert table is not None
+        for offset in table.held:
+            if contains(ranges, offset) and offset not in there:
+                log.error(
+                    "%s-%d-%d was to be tried again, and is gone (compacted, or removed by"
+                    " retention): it counts as superseded, and comes no more",
+                    *self.place,
+                    offset,
+                )
 
     def _ready(self, records: Sequence[Any], held: Ranges) -> tuple[Sequence[Any], Ranges]:
         """What waits for no message of its key."""
@@ -274,6 +298,18 @@ class PartitionReader:
         self._register.change(self.place, without)
         self._claimed = minus(self._claimed, ranges)
 
+    def gone(self, low: int) -> Ranges:
+        """What of the log's part before ``low`` was to be read, and is gone."""
+        return intersection(self._wanted, ((self.position, low),))
+
+    def expire(self, low: int) -> None:
+        """Finish what the log no longer has, and go on at ``low``."""
+        self._without_messages(self.gone(low))
+        start = self.next_wanted(low)
+        self.finished = start is None
+        self.position = low if start is None else start
+        self.at_end = False
+
     @property
     def claimed(self) -> Ranges:
         """What this generation has claimed here."""
@@ -283,11 +319,15 @@ class PartitionReader:
         """Take in the end of the log: behind the last message it may hold what nobody can read."""
         if not self.at_end or self.end <= self.position:
             return
-        tail = intersection(self._wanted, ((self.position, self.end),))
-        own = intersection(tail, self._claimed)
-        self.read = union(self.read, own)
-        rest = minus(tail, own)
+        self._without_messages(intersection(self._wanted, ((self.position, self.end),)))
         self.position = self.end
+
+    def _without_messages(self, ranges: Ranges) -> None:
+        """Finish what is known to hold no message; in a claim, when that is settled."""
+        self._tell_superseded(ranges, set())
+        own = intersection(ranges, self._claimed)
+        self.read = union(self.read, own)
+        rest = minus(ranges, own)
         if not count(rest):
             return
 

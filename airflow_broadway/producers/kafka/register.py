@@ -5,6 +5,7 @@ Below the pipeline's staging folder, in ``kafka/<digest of cluster and group>/``
     owner.json                          whose the group is: a random id, which Kafka keeps a copy of
     starts.json                         where the group began in each partition, when it was new
     tables/<topic>/<partition>/<version>.json     the table; the highest version counts
+    backfill/<digest of a run>/<topic>/…          the same of a backfill
     <digest of a generation>/           its log (see producers.kit.generation_log), and in it
         lease.json                      until when it holds what it holds, as last renewed
         ended.json                      nothing more is taken in its name
@@ -90,12 +91,14 @@ class Version:
 class Register:
     """The tables of one group; used from one thread.
 
+    :param folder: Where the tables are: a backfill has its own.
     :raises StagingError: From every method, if files cannot be read or written.
     """
 
-    def __init__(self, files: StateFiles, clock: Clock) -> None:
+    def __init__(self, files: StateFiles, clock: Clock, folder: str = "tables") -> None:
         self._files = files
         self._clock = clock
+        self._tables = folder
         self._known: dict[Place, Version] = {}
 
     @property
@@ -164,7 +167,7 @@ class Register:
                 return result
             number = known.number + 1
             table = _remembering(table, number, self._clock.now().timestamp())
-            if self._files.create(_path(place, number), table.to_json()):
+            if self._files.create(f"{self._folder(place)}/{number:012d}.json", table.to_json()):
                 at = self._clock.now().timestamp()
                 self._known[place] = Version(number, table, at)
                 return result
@@ -182,12 +185,15 @@ class Register:
         oldest = self._clock.now().timestamp() - _KEPT_SECONDS
         good = [number for number, at in version.table.trail if at < oldest]
         if good:
-            folder = _folder(place)
+            folder = self._folder(place)
             names = [name for name in self._files.names(folder) if _number(name) < good[-1]]
             self._files.discard(f"{folder}/{name}" for name in names)
 
+    def _folder(self, place: Place) -> str:
+        return f"{self._tables}/{place[0]}/{place[1]}"
+
     def _read(self, place: Place) -> Version:
-        folder = _folder(place)
+        folder = self._folder(place)
         for _ in range(10):
             names = [name for name in self._files.names(folder) if _number(name)]
             at = self._clock.now().timestamp()
@@ -262,14 +268,6 @@ class GenerationFiles:
         """Remove its files once they were kept for long enough."""
         day = day_of(self._clock.now())
         self._files.write(f"ended/{day}/{self.log.folder}.json", {})
-
-
-def _folder(place: Place) -> str:
-    return f"tables/{place[0]}/{place[1]}"
-
-
-def _path(place: Place, number: int) -> str:
-    return f"{_folder(place)}/{number:012d}.json"
 
 
 def _number(name: str) -> int:

@@ -15,15 +15,14 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kafka import dead_letters
+from airflow_broadway.producers.kafka.backfill import BackfillOpening, folder_of, milliseconds
 from airflow_broadway.producers.kafka.client import Cluster, Place
-from airflow_broadway.producers.kafka.dead_letters import Why
-from airflow_broadway.producers.kafka.opening import Opening, own_places
+from airflow_broadway.producers.kafka.crashes import set_aside_crashed
+from airflow_broadway.producers.kafka.errors import Truncated
+from airflow_broadway.producers.kafka.opening import Opening, expired_text, own_places
 from airflow_broadway.producers.kafka.partition import PartitionReader
-from airflow_broadway.producers.kafka.ranges import of_offsets
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
-from airflow_broadway.producers.kafka.table import Table, free, skip, suspects
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -41,6 +40,8 @@ _STOP_INTERVAL: Final = 0.2
 _GATHER_TIMEOUT: Final = 0.02
 #: The part of a lease that is over when the source itself moves its deadline on.
 _EXTEND_PART: Final = 0.25
+#: What the client says of an offset that the log does not have.
+_OUT_OF_RANGE: Final = ("_AUTO_OFFSET_RESET", "OFFSET_OUT_OF_RANGE")
 
 
 class KafkaSource:
@@ -50,6 +51,8 @@ class KafkaSource:
         self._producer, self._env, self._clock = producer, env, env.clock
         self._received = 0
         self._stopped = self._closed = False
+        #: Whether a backfill ended before its interval did.
+        self._unread = False
         #: Whether what is fetched next follows what was fetched before.
         self._assigned = False
         self._cluster = Cluster(producer, env)
@@ -72,15 +75,17 @@ class KafkaSource:
         concurrency = producer.concurrency if env.staging is not None else 1
         self._places = own_places(partitions, env.index % concurrency, concurrency)
         files = group_files(env.staging, self._cluster_id, producer.group_id)
-        self._register = Register(files, env.clock)
+        #: Where the tables of a backfill are; empty in a live run.
+        self._backfill = "" if env.interval is None else folder_of(str(env.owner.get("run_id")))
+        self._register = Register(files, env.clock, self._backfill or "tables")
         self._register.forget()
-        opening = Opening(
-            producer, self._cluster, self._register, env.clock, partitions, self._places
-        )
+        opening = self._opening(partitions)
         opening.open()
         #: Messages that are received no more, and why.
         self._aside = {"expired": opening.expired} if opening.expired else {}
-        self._set_aside_crashed()
+        crashed = set_aside_crashed(producer, self._cluster, self._register, env, self._places)
+        if crashed:
+            self._aside["crashed"] = crashed
         self._generation = self._register.generation(env.generation)
         #: Until when this generation holds what it holds, as far as it knows.
         self._deadline = self._now() + producer.lease
@@ -88,7 +93,12 @@ class KafkaSource:
         self._records = Records(env.generation, by_key=producer.order == "key")
         self._readers: dict[Place, PartitionReader] = {
             place: PartitionReader(
-                place, self._register, env.generation, order=producer.order, until=self._hold
+                place,
+                self._register,
+                env.generation,
+                order=producer.order,
+                interval=None if env.interval is None else milliseconds(env.interval),
+                until=self._hold,
             )
             for place in self._places
         }
@@ -103,13 +113,19 @@ class KafkaSource:
                 self._isolate(reader)
                 break
 
+    def _opening(self, partitions: Mapping[str, Sequence[int]]) -> Opening | BackfillOpening:
+        about = self._producer, self._cluster, self._register, self._clock
+        if self._env.interval is not None:
+            return BackfillOpening(*about, self._places, self._env.interval)
+        return Opening(*about, partitions, self._places)
+
     @property
     def lease(self) -> Lease:
         if not self._holds:  # what holds nothing cannot lapse
             self._deadline = self._now() + self._producer.lease
         read: dict[str, dict[str, Any]] = {}
         for (topic, partition), reader in list(self._readers.items()):
-            if reader.read:
+            if reader.claimed or reader.read:
                 read.setdefault(topic, {})[str(partition)] = reader.to_json()
         own: dict[str, list[int]] = {}
         for topic, partition in self._places:
@@ -126,6 +142,8 @@ class KafkaSource:
                 "own": own,
                 "read": read,
                 "stopped": self._stopped,
+                **({"backfill": self._backfill} if self._backfill else {}),
+                **({"unread": True} if self._unread else {}),
                 **({"set_aside": dict(self._aside)} if self._aside else {}),
             },
         )
@@ -139,7 +157,6 @@ class KafkaSource:
         if demand < 1 or self._stopped:
             return []
         self._check_held()
-        self._assign()
         monotonic = self._clock.monotonic
         end = monotonic() + timeout
         heard = monotonic()
@@ -148,6 +165,7 @@ class KafkaSource:
             if quiet and self._looked_again():
                 continue
             left = max(0.0, end - monotonic()) if quiet else _STOP_INTERVAL
+            self._assign()
             records = self._fetch(demand, min(_STOP_INTERVAL, left))
             if records:
                 heard = monotonic()
@@ -168,7 +186,6 @@ class KafkaSource:
         suspect = next((r for r in self._readers.values() if r.suspect is not None), None)
         if suspect is not None and not self._tried and not self._received:
             self._isolate(suspect)
-            self._assign()
             return True
         now, found = self._now(), False
         for reader in self._readers.values():
@@ -183,8 +200,6 @@ class KafkaSource:
                     self._assigned, found = False, True
                 else:
                     reader.position = before
-        if found:
-            self._assign()
         return found
 
     def _isolate(self, suspect: PartitionReader) -> None:
@@ -202,54 +217,6 @@ class KafkaSource:
             suspect.suspect[1] - suspect.suspect[0] if suspect.suspect else 0,
             suspect.position,
         )
-
-    def _set_aside_crashed(self) -> None:
-        """Send to the dead letters what processes died of that handled nothing else."""
-        producer, found = self._producer, 0
-        for place in self._places:
-            table = self._register.known(place)
-            if table is None:
-                continue
-            ready = free(table, self._env.generation, self._now(), order=producer.order)
-            crashed = {
-                low: times
-                for low, high, times in suspects(table, ready, least=producer.max_crashes)
-                if high - low == 1
-            }
-            if crashed:
-                found += self._set_aside(place, table, crashed)
-        if found:
-            self._aside["crashed"] = found
-
-    def _set_aside(self, place: Place, table: Table, crashed: Mapping[int, int]) -> int:
-        whys = {
-            offset: Why(
-                f"crashed: its process died {times} times, at last with nothing else to handle",
-                "process",
-                table.held[offset].attempts + 1 if offset in table.held else 1,
-                again=True,
-            )
-            for offset, times in crashed.items()
-        }
-        refused = dead_letters.send(
-            self._cluster,
-            self._producer,
-            {place: whys},
-            pipeline=self._env.pipeline,
-            generation=self._env.generation,
-        )
-        for reason in dict.fromkeys(refused.values()):
-            log.error("%s-%d: what crashed its processes stays: %s", *place, reason)
-        sent = [offset for offset in crashed if (place, offset) not in refused]
-
-        def without(table: Table | None) -> tuple[Table, None]:
-            assert table is not None
-            return skip(table, of_offsets(sent)), None
-
-        self._register.change(place, without)
-        for offset in sent:
-            log.error("%s-%d-%d is set aside: %s.", *place, offset, whys[offset].reason)
-        return len(sent)
 
     def _assign(self) -> None:
         """Have the client read each partition where this source goes on."""
@@ -281,12 +248,16 @@ class KafkaSource:
             return []
         self._assigned = False
         fetched: dict[Place, list[Any]] = {}
+        gone: list[Place] = []
         last: tuple[str, int] | None = None
         portion: list[Any] = []
         for record in records:
             error = record.error()
             if error is not None:
-                self._event(record, error)
+                if error.name() in _OUT_OF_RANGE:
+                    gone.append((record.topic(), record.partition()))
+                else:
+                    self._event(record, error)
                 continue
             place = record.topic(), record.partition()
             if place != last:
@@ -299,8 +270,28 @@ class KafkaSource:
             made = self._take(place, portion, at)
             self._received += len(made)
             messages += made
-        self._assigned = True
+        for place in gone:
+            self._expire(self._readers[place])
+        # The client reads no more of a partition that it could not read on.
+        self._assigned = not gone
         return messages
+
+    def _expire(self, reader: PartitionReader) -> None:
+        """Go on behind what retention has removed while this run read."""
+        low, end = self._cluster.ends(reader.place)
+        if low <= reader.position:
+            raise Truncated(
+                f"offset {reader.position} of {reader.place[0]}-{reader.place[1]} is beyond the end"
+                f" {end}: the topic was made anew, or lost its tail; begin_offset='reset' once"
+                " starts over"
+            )
+        text, lost = expired_text(reader.place, reader.gone(low))
+        if lost and self._producer.on_expired == "fail":
+            raise ProducerError(text)
+        if lost:
+            log.error("%s", text)
+            self._aside["expired"] = self._aside.get("expired", 0) + lost
+        reader.expire(low)
 
     def _take(self, place: Place, records: list[Any], at: datetime) -> list[Message]:
         reader = self._readers[place]
@@ -325,7 +316,7 @@ class KafkaSource:
         """Skip what is not wanted."""
         target = reader.seek_to()
         if reader.finished:
-            self._cluster.pause([reader.place])
+            self._cluster.leave([reader.place])
         elif target is not None:
             self._cluster.seek(reader.place, target)
             reader.position = target
@@ -386,12 +377,13 @@ class KafkaSource:
             return []
         self._stopped = True
         if self._assigned:
-            # A broker that does not wait before it answers is asked no more.
-            self._cluster.pause(
-                [place for place, reader in self._readers.items() if not reader.finished]
-            )
             for reader in self._readers.values():
+                self._tell_of_open_transaction(reader)
                 reader.finish()
+            # A broker that does not wait before it answers is asked no more.
+            self._cluster.assign({})
+        if self._backfill:
+            self._unread = not all(reader.quiet for reader in self._readers.values())
         if not self._tried:
             for reader in self._readers.values():
                 if reader.suspect is not None:
@@ -403,6 +395,18 @@ class KafkaSource:
                 many(sum(bool(r.messages) for r in self._readers.values()), "partition"),
             )
         return []
+
+    def _tell_of_open_transaction(self, reader: PartitionReader) -> None:
+        """Say so if a run ends early because somebody has not ended his transaction."""
+        behind = self._cluster.known_end(reader.place) - reader.end
+        if reader.at_end and behind > 0:
+            log.warning(
+                "%s of %s-%d may not be read yet: they are behind a transaction that is still open,"
+                " at %d.",
+                many(behind, "offset"),
+                *reader.place,
+                reader.end,
+            )
 
     def close(self) -> None:
         if self._closed:

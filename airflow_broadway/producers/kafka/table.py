@@ -43,6 +43,7 @@ from airflow_broadway.producers.kafka.ranges import (
 __all__ = [
     "AT_ONCE",
     "Claim",
+    "Crash",
     "Decision",
     "Held",
     "Rest",
@@ -125,6 +126,19 @@ class Rest(NamedTuple):
     whole: bool = True
 
 
+class Crash(NamedTuple):
+    """What was in hand when processes died.
+
+    :param times: How many processes.
+    :param alone: Whether the last of them had claimed nothing beside it: one message, then.
+    """
+
+    low: int
+    high: int
+    times: int
+    alone: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """What is known of one partition; see the module.
@@ -133,6 +147,7 @@ class Table:
     :param epoch: The leader's epoch of the last message that was read; -1: not known.
     :param topic_id: The topic's id; ``""`` where the broker gives none.
     :param skipped: Whether a run that ended early did not come to try what may have crashed others.
+    :param limit: Nothing from here on is wanted; -1: the log has no end.
     :param trail: Versions and when they were written, one in a while: what may be removed.
     """
 
@@ -143,11 +158,12 @@ class Table:
     marks: Ranges = ()
     now: Mapping[str, Mapping[str, Ranges]] = field(default_factory=dict)
     past: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    crashes: tuple[tuple[int, int, int], ...] = ()
+    crashes: tuple[Crash, ...] = ()
     mirrored: int = -1
     epoch: int = -1
     topic_id: str = ""
     skipped: bool = False
+    limit: int = -1
     trail: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -174,7 +190,7 @@ class Table:
             "skipped": self.skipped,
             "trail": self.trail,
         }
-        numbers = {"mirrored": self.mirrored, "epoch": self.epoch}
+        numbers = {"mirrored": self.mirrored, "limit": self.limit, "epoch": self.epoch}
         value.update({name: each for name, each in more.items() if each})
         value.update({name: each for name, each in numbers.items() if each >= 0})
         return value
@@ -202,11 +218,12 @@ class Table:
                 for generation, actions in given("now", {}).items()
             },
             past=given("past", {}),
-            crashes=tuple((low, high, times) for low, high, times in given("crashes", ())),
+            crashes=tuple(Crash(*each) for each in given("crashes", ())),
             mirrored=given("mirrored", -1),
             epoch=given("epoch", -1),
             topic_id=given("topic_id", ""),
             skipped=given("skipped", False),
+            limit=given("limit", -1),
             trail=tuple((version, at) for version, at in given("trail", ())),
         )
 
@@ -234,20 +251,20 @@ def free(table: Table, generation: str, now: float, *, order: str) -> Ranges:
     # What this run has given back it does not receive again.
     taken += [each for ranges in table.now.get(generation, {}).values() for each in ranges]
     waiting = sorted(offset for offset, held in table.held.items() if held.not_before > now)
-    end = FOREVER
+    end = FOREVER if table.limit < 0 else table.limit
     if order == "partition" and waiting:
-        end = waiting[0]
+        end = min(end, waiting[0])
     taken += [(offset, offset + 1) for offset in waiting]
     return minus(((table.base, end),) if table.base < end else (), normal(taken))
 
 
-def suspects(table: Table, wanted: Ranges, *, least: int) -> list[tuple[int, int, int]]:
-    """What of ``wanted`` was in hand in at least so many crashes: from, to before, and how many."""
+def suspects(table: Table, wanted: Ranges, *, least: int) -> list[Crash]:
+    """What of ``wanted`` was in hand in at least so many crashes."""
     return [
-        (a, b, n)
-        for low, high, n in table.crashes
-        if n >= least
-        for a, b in intersection(wanted, ((low, high),))
+        each._replace(low=low, high=high)
+        for each in table.crashes
+        if each.times >= least
+        for low, high in intersection(wanted, ((each.low, each.high),))
     ]
 
 
@@ -301,15 +318,17 @@ def drop(table: Table, generation: str, *, crashed: bool) -> Table:
 def blame(table: Table, last: Range) -> Table:
     """Count one more crash for what was claimed last, and is not finished."""
     low, high = last
-    counts = [
-        (max(low, a), min(high, b), n + 1) for a, b, n in table.crashes if a < high and low < b
-    ]
-    kept: list[tuple[int, int, int]] = []
-    for a, b, n in table.crashes:
-        kept += [(x, y, n) for x, y in minus(((a, b),), (last,))]
-    fresh = minus((last,), normal((a, b) for a, b, _ in counts))
-    counts += [(a, b, 1) for a, b in fresh]
-    return replace(table, crashes=tuple(sorted((*kept, *counts))))
+    alone = high - low == 1
+    made: list[Crash] = []
+    for each in table.crashes:
+        made += [each._replace(low=a, high=b) for a, b in minus(((each.low, each.high),), (last,))]
+        made += [
+            Crash(a, b, each.times + 1, alone)
+            for a, b in intersection(((each.low, each.high),), (last,))
+        ]
+    known = normal((each.low, each.high) for each in table.crashes)
+    made += [Crash(a, b, 1, alone) for a, b in minus((last,), known)]
+    return replace(table, crashes=tuple(sorted(made)))
 
 
 def settle_now(
@@ -545,7 +564,9 @@ def _advanced(table: Table) -> Table:
     if held:
         held = {offset: each for offset, each in held.items() if not contains(finished, offset)}
     crashes = tuple(
-        (a, b, n) for low, high, n in table.crashes for a, b in minus(((low, high),), finished)
+        each._replace(low=low, high=high)
+        for each in table.crashes
+        for low, high in minus(((each.low, each.high),), finished)
     )
     return replace(
         table,

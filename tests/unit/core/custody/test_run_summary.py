@@ -45,6 +45,14 @@ def test_what_is_no_bound_is_refused(value: Any) -> None:
 
 
 def test_what_lapsed_or_was_refused_is_told_with_its_reasons() -> None:
+    assert settling_trouble(0, 0, halted=2) == (
+        "2 messages hold up their run: mend the cause; the next run begins there, and a backfill is"
+        " cleared to try again"
+    )
+    assert settling_trouble(1, 0, halted=1).endswith(
+        "marked as redelivered; 1 message holds up its run: mend the cause; the next run begins"
+        " there, and a backfill is cleared to try again"
+    )
     assert settling_trouble(0, 0) == ""
     assert settling_trouble(2, 1, ["queue is full"]) == (
         "2 messages had lapsed before they were settled and 1 could not be settled (queue is full):"

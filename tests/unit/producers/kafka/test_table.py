@@ -15,6 +15,7 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.producers.kafka.ranges import FOREVER, Ranges, contains, count, of_offsets
 from airflow_broadway.producers.kafka.table import (
     AT_ONCE,
+    Crash,
     Decision,
     Held,
     Rest,
@@ -138,7 +139,7 @@ def test_of_a_process_that_died_all_that_it_claimed_comes_marked() -> None:
     table, _ = settle(table, "g", {}, Rest(RELEASE), order="partition", crashed=True)
 
     assert table.marks == ((0, 2000),)
-    assert table.crashes == ((0, 2000, 1),)
+    assert table.crashes == (Crash(0, 2000, 1),)
 
 
 def test_what_no_manifest_names_is_never_acknowledged() -> None:
@@ -264,11 +265,25 @@ def test_a_late_settler_still_knows_what_was_settled_at_once() -> None:
 # ------------------------------------------------------------------------------- crashes
 def test_crashes_are_counted_for_what_was_claimed_last() -> None:
     table = blame(blame(Table(base=0), (0, 1000)), (0, 250))
-    assert table.crashes == ((0, 250, 2), (250, 1000, 1))
+    assert table.crashes == (Crash(0, 250, 2), Crash(250, 1000, 1))
     table = blame(table, (100, 300))
 
-    assert table.crashes == ((0, 100, 2), (100, 250, 3), (250, 300, 2), (300, 1000, 1))
-    assert suspects(table, ((50, 120),), least=2) == [(50, 100, 2), (100, 120, 3)]
+    assert table.crashes == (
+        Crash(0, 100, 2),
+        Crash(100, 250, 3),
+        Crash(250, 300, 2),
+        Crash(300, 1000, 1),
+    )
+    assert suspects(table, ((50, 120),), least=2) == [Crash(50, 100, 2), Crash(100, 120, 3)]
+
+
+def test_only_a_message_that_was_claimed_alone_is_known_to_crash_its_process() -> None:
+    table = blame(Table(base=0), (0, 3))
+    # The others of a portion are not alone when one of them is finished
+    table = skip(table, ((0, 2),))
+    assert table.crashes == (Crash(2, 3, 1, alone=False),)
+
+    assert blame(table, (2, 3)).crashes == (Crash(2, 3, 2, alone=True),)
 
 
 def test_what_is_finished_is_suspect_no_more() -> None:
@@ -276,7 +291,7 @@ def test_what_is_finished_is_suspect_no_more() -> None:
 
     table, _ = settle(table, "g", {}, Rest(ACK, ((0, 6),), 6), order="none")
 
-    assert table.crashes == ((6, 10, 1),)
+    assert table.crashes == (Crash(6, 10, 1),)
 
 
 # ------------------------------------------------------------------------------- the rest

@@ -1,0 +1,436 @@
+"""What a source hands out: everything that may be read, as it was sent, until the end is seen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kafka import source as source_module
+from tests.kafka_fixtures import on_peers
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import RETENTION, TRANSACTIONS, KafkaServer, MockKafka
+
+pytestmark = pytest.mark.broker
+
+
+def offsets(messages: Any) -> list[int]:
+    return [message.metadata["offset"] for message in messages]
+
+
+# ------------------------------------------------------------------------------- messages
+def test_metadata_is_broadways_and_json(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    at = round(time.time() * 1000) - 5_000
+    producer = kafka.producer()
+    headers: list[Any] = [("trace", b"abc"), ("trace", b"\xff\x00"), ("none", None)]
+    producer.produce(group.topic, b"body", "Zürich".encode(), headers=headers, timestamp=at)
+    producer.produce(group.topic, b"", b"\xfe\xff", timestamp=at)
+    producer.produce(group.topic, b"\xff", timestamp=at)
+    producer.flush(30)
+
+    one, two, three = group.drain()
+
+    assert dict(one.metadata) == {
+        "topic": group.topic,
+        "partition": 0,
+        "offset": 0,
+        "key": "Zürich",
+        "ts": at,
+        "headers": [["trace", "abc"], ["trace", "base64:/wA="], ["none", None]],
+    }
+    assert one.message_id == f"{group.topic}-0-0"
+    assert one.batch_key == (group.topic, 0)
+    assert (two.data, two.metadata["key"], two.size) == (b"", "base64:/v8=", 0)
+    assert (three.data, three.metadata["key"], three.metadata["headers"]) == (b"\xff", None, [])
+    assert one.received_at.tzinfo is UTC
+    json.dumps([dict(each.metadata) for each in (one, two, three)])
+
+
+def test_a_tombstone_has_no_data(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    producer = kafka.producer()
+    producer.produce(group.topic, None, b"key")
+    producer.flush(30)
+
+    [message] = group.drain()
+
+    assert (message.data, message.size, message.metadata["key"]) == (None, 0, "key")
+
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
+def test_compressed_batches_are_claimed_whole(
+    kafka: KafkaServer, tmp_path: Path, codec: str
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    bodies = group.fill(300, settings={"compression.type": codec})
+
+    assert [message.data for message in group.drain()] == bodies
+    assert group.committed() == {0: 300}
+
+
+# ------------------------------------------------------------------------------- the end
+@pytest.mark.parametrize("order", ["partition", "key", "none"])
+def test_a_run_takes_all_that_is_there_though_it_waits_for_nothing(
+    kafka: KafkaServer, tmp_path: Path, order: str
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=3, order=order)
+    group.fill(9_000)
+
+    with group.source() as source:
+        taken: list[Any] = []
+        while found := source.receive(700, timeout=0.0):
+            taken += found
+
+    assert len({message.message_id for message in taken}) == 9_000
+
+
+def test_two_writes_to_a_table_claim_ten_thousand_messages(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(10_000)
+
+    with group.source() as source:
+        assert len(group.take(source)) == 10_000
+        assert group.register().version((group.topic, 0)) == 0  # not read yet
+        register = group.register()
+        register.read((group.topic, 0))
+
+    # the first version, then claims of 2,000, 4,000 and the rest
+    assert register.version((group.topic, 0)) == 4
+
+
+def test_what_is_claimed_ahead_does_not_reach_beyond_the_log(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, lease=100.0)
+    group.fill(10)
+    lease, messages = group.hold(most=3)
+    group.fill(5, start=10)
+    group.clock.sleep(140.0)
+
+    again = group.drain()
+
+    assert offsets(messages) == [0, 1, 2]
+    assert [message.redelivered for message in again] == 10 * [True] + 5 * [False]
+    assert group.settle(lease, messages).lapsed == 3
+
+
+@on_peers(TRANSACTIONS)
+def test_what_was_aborted_is_never_read_and_the_lag_comes_to_nothing(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    # Given 500 messages of which 150 were aborted, and an aborted one at the end
+    # (by a producer each: see test_kafka_peers)
+    group = KafkaGroup(kafka, tmp_path)
+    producers = [kafka.producer({"transactional.id": f"{group.topic} {n}"}) for n in (0, 1)]
+    for producer in producers:
+        producer.init_transactions(30)
+    for number in range(50):
+        aborted = number % 10 in (0, 1, 9)
+        producer = producers[aborted]
+        producer.begin_transaction()
+        for place in range(10):
+            producer.produce(group.topic, b"%d-%d" % (number, place))
+        producer.flush(30)
+        (producer.abort_transaction if aborted else producer.commit_transaction)(30)
+    [(_, end)] = kafka.watermarks(group.topic).values()
+
+    lease, messages = group.hold()
+    assert len(messages) == 350
+    retried = messages[100]
+    verdicts = {retried.message_id: Verdict(Action.RETRY, 0.0, "again", "process")}
+    report = group.settle(lease, messages, verdicts, order="none")
+
+    assert (report.acked, report.requeued) == (349, 1)
+    assert group.committed() == {0: retried.metadata["offset"]}
+    assert offsets(group.drain()) == [retried.metadata["offset"]]
+    assert group.committed() == {0: end}
+    assert group.producer().depth(group.env("")).ready == 0  # type: ignore[union-attr]
+
+
+@on_peers(TRANSACTIONS)
+def test_aborted_messages_alone_are_left_behind_too(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    producer = kafka.producer({"transactional.id": group.topic})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(group.topic, b"never")
+    producer.flush(30)
+    producer.abort_transaction(30)
+
+    assert group.drain() == []
+    assert group.drain() == []
+
+    [(_, end)] = kafka.watermarks(group.topic).values()
+    assert group.table().base == end
+    assert group.committed() == {0: end}
+
+
+@on_peers(TRANSACTIONS)
+def test_an_open_transaction_ends_a_run_early_and_loses_nothing(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    producer = kafka.producer({"transactional.id": group.topic})
+    producer.init_transactions(30)
+    group.fill(10)
+    producer.begin_transaction()
+    producer.produce(group.topic, b"open")
+    producer.flush(30)
+    group.fill(5, start=10)
+
+    with caplog.at_level(logging.WARNING):
+        first = group.drain()
+    producer.commit_transaction(30)
+    second = group.drain()
+
+    assert offsets(first) == list(range(10))
+    assert [m.data for m in second] == [b"open", *(b"%06d" % n for n in range(10, 15))]
+    assert "a transaction that is still open" in caplog.text
+
+
+def test_messages_that_come_while_a_run_waits_are_taken(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    with group.source() as source:
+        assert source.receive(10, timeout=0.0) == []
+        sender = threading.Timer(0.3, lambda: group.fill(2))
+        sender.start()
+        found = source.receive(10, timeout=10.0)
+        sender.join()
+
+    assert offsets(found)[0] == 0
+
+
+def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka: KafkaServer, tmp_path: Path) -> None:
+    import dataclasses
+
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(5)
+    env = dataclasses.replace(group.env("g"), stopping=lambda: True)
+    source = group.producer().source(env)
+    began = time.monotonic()
+
+    assert source.receive(5, timeout=5.0) == []
+    source.close()
+
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_cluster_that_says_nothing_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_SILENCE_TIMEOUT", 1.0)
+    with MockKafka.start(tmp_path / "mock") as kafka:
+        group = KafkaGroup(kafka, tmp_path)
+        group.fill(5)
+        with group.source() as source:
+            kafka.kill()
+            with pytest.raises(ProducerUnavailable, match=r"nothing can be received .*: nobody an"):
+                source.receive(5, timeout=0.0)
+
+
+def test_nobody_there_is_told_before_anything_else(tmp_path: Path) -> None:
+    with MockKafka.start(tmp_path / "mock") as kafka:
+        group = KafkaGroup(kafka, tmp_path)
+    from airflow_broadway.producers.kafka import ClientConfig
+
+    with pytest.raises(ProducerUnavailable, match=r"the cluster cannot be reached \(_TRANSPORT"):
+        group.drain(client_config=ClientConfig(request_timeout=2.0))
+
+
+# ------------------------------------------------------------------------------- who else
+def test_a_partition_that_another_run_holds_is_left_alone_and_taken_when_it_is_free(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(4)
+    lease, messages = group.hold(most=2)
+    with group.source() as source:
+        assert source.receive(10, timeout=0.0) == []
+        group.settle(lease, messages)
+        group.clock.sleep(11.0)
+
+        assert offsets(source.receive(10, timeout=0.0)) == [2, 3]
+
+
+def test_a_message_that_becomes_ready_in_a_run_is_taken_by_it(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    lease, messages = group.hold()
+    retry = Verdict(Action.RETRY, 60.0, "again", "process")
+    report = group.settle(lease, messages, {messages[1].message_id: retry})
+    assert (report.acked, report.requeued, report.released) == (1, 1, 1)
+    with group.source() as source:
+        assert source.receive(10, timeout=0.0) == []
+        group.clock.sleep(61.0)
+        again = source.receive(10, timeout=0.0)
+
+    assert [(m.metadata["offset"], m.attempt) for m in again] == [(1, 2), (2, 1)]
+
+
+def test_by_key_what_is_behind_a_message_that_waits_waits_with_it(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="key")
+    for number in range(6):
+        group.fill(1, start=number, key=b"ab"[number % 2 : number % 2 + 1])
+    lease, messages = group.hold(most=2)
+    retry = Verdict(Action.RETRY, 60.0, "again", "process")
+    group.settle(lease, messages, {messages[0].message_id: retry})
+
+    assert offsets(group.drain()) == [3, 5]
+    assert group.drain() == []
+    group.clock.sleep(61.0)
+    assert offsets(group.drain()) == [0, 2, 4]
+    assert group.committed() == {0: 6}
+
+
+def test_a_generation_that_was_ended_while_it_claimed_takes_its_claim_back(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(4)
+    with group.source("g") as source:
+        register = group.register()
+        files = register.generation("g")
+        change = source._register.change
+
+        def ended_meanwhile(place: Any, compute: Any) -> Any:
+            files.end()
+            return change(place, compute)
+
+        source._register.change = ended_meanwhile  # type: ignore[method-assign]
+        with pytest.raises(LeaseLapsed, match="generation g was settled while it still received"):
+            source.receive(4, timeout=0.0)
+        source._register.change = change  # type: ignore[method-assign]
+
+    assert group.table().claims == {}
+    assert not any(message.redelivered for message in group.drain())
+
+
+def test_a_generation_whose_lease_is_over_receives_no_more(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, lease=100.0)
+    group.fill(4)
+    with group.source("g") as source:
+        source.receive(2, timeout=0.0)
+        group.clock.sleep(90.0)
+        custodian = group.producer().custodian(group.env("c"))
+        assert custodian.renew(source.lease) is not None
+        group.clock.sleep(90.0)
+        assert len(source.receive(1, timeout=0.0)) == 1
+        group.clock.sleep(101.0)
+        assert custodian.renew(source.lease) is None
+        with pytest.raises(LeaseLapsed, match="over before it was renewed"):
+            source.receive(1, timeout=0.0)
+        custodian.close()
+
+
+@on_peers(RETENTION)
+def test_what_retention_removes_while_a_run_reads_is_told(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(20)
+    with group.source() as source:
+        kafka.delete_before(group.topic, 0, 15)
+        messages = group.take(source)
+        source.stop()
+        lease = source.lease
+    group.settle(lease, messages)
+
+    assert offsets(messages) == list(range(15, 20))
+    assert lease.state["set_aside"] == {"expired": 15}
+    assert "15 messages of" in caplog.text
+    assert group.committed() == {0: 20}
+
+
+@on_peers(RETENTION)
+def test_what_retention_removes_while_a_run_reads_may_fail_it(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, on_expired="fail")
+    group.fill(20)
+    with group.source() as source:
+        kafka.delete_before(group.topic, 0, 15)
+        with pytest.raises(ProducerError, match=r"15 messages of .* were removed by retention"):
+            group.take(source)
+
+
+@on_peers(RETENTION)
+def test_a_message_that_waits_and_expires_is_superseded(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(10)
+    lease, messages = group.hold()
+    retry = Verdict(Action.RETRY, 0.0, "again", "process")
+    group.settle(lease, messages, {messages[3].message_id: retry})
+    kafka.delete_before(group.topic, 0, 8)
+
+    assert group.drain() == []
+    assert group.table().held == {}
+    assert group.committed() == {0: 10}
+    assert f"{group.topic}-0-3 was to be tried again, and is gone" in caplog.text
+
+
+def test_an_interrupted_fetch_loses_nothing(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a fetch that is interrupted when it has taken messages from the client
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(30)
+    with group.source() as source:
+        taken = list(source.receive(5, timeout=0.0))
+        consume = source._cluster.consume
+
+        def interrupted(most: int, timeout: float) -> Any:
+            consume(most, timeout)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(source._cluster, "consume", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            source.receive(5, timeout=0.0)
+        monkeypatch.setattr(source._cluster, "consume", consume)
+        taken += group.take(source)
+
+    assert offsets(taken) == list(range(30))
+
+
+def test_what_a_dead_process_held_is_given_back_by_whoever_settles_it(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    with group.source("g") as source:
+        opened = source.lease
+        group.take(source, 2)
+
+        report = group.carry_out(opened, Settlement(rest=RELEASE))
+
+    assert report.released == 3  # nobody knows how many of the claim were handed out
+    assert [m.redelivered for m in group.drain()] == [True, True, True]
+
+
+def test_an_instant_of_the_log_is_utc(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    before = datetime.now(UTC).timestamp() - 60
+    group.fill(1)
+
+    [message] = group.drain()
+
+    assert before < message.metadata["ts"] / 1000 < before + 120

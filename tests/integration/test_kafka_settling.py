@@ -1,0 +1,413 @@
+"""How a generation is settled: tables, dead letters, the mirror; and who dies on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.kafka import custodian as custodian_module
+from airflow_broadway.producers.kafka.register import Register
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import ProcessTask
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.store import Store
+from airflow_broadway.testing.harness import settlement_of
+from tests.kafka_fixtures import on_peers
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import RETENTION, KafkaServer, MockKafka, NoidaKafka
+
+pytestmark = pytest.mark.broker
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: no delay in 'ü'", "process")
+RETRY = Verdict(Action.RETRY, 0.0, "again", "batch")
+
+
+def letters(group: KafkaGroup, topic: str = "") -> list[Any]:
+    return group.kafka.read(topic or group.letters)
+
+
+def headers(letter: Any) -> dict[str, str]:
+    return {name: (value or b"").decode("utf-8", "replace") for name, value in letter.headers()}
+
+
+def offsets(messages: Any) -> list[int]:
+    return [message.metadata["offset"] for message in messages]
+
+
+# ------------------------------------------------------------------------------- dead letters
+def test_a_dead_letter_is_the_message_and_why(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    producer = kafka.producer()
+    own: list[Any] = [("trace", b"\xff"), ("broadway.again", b"old"), ("none", None)]
+    producer.produce(
+        group.topic, b"\x00body\xff", b"\xfekey", headers=own, timestamp=1_750_000_000_000
+    )
+    producer.flush(30)
+    lease, [message] = group.hold("generation one")
+
+    report = group.settle(lease, [message], {message.message_id: DEAD})
+
+    assert report == SettleReport(dead_lettered=1)
+    [letter] = letters(group)
+    assert (letter.value(), letter.key()) == (b"\x00body\xff", b"\xfekey")
+    assert letter.timestamp()[1] == 1_750_000_000_000
+    assert letter.headers()[:2] == [("trace", b"\xff"), ("none", None)]
+    assert headers(letter) | {"trace": ""} == {
+        "trace": "",
+        "none": "",
+        "__connect.errors.topic": group.topic,
+        "__connect.errors.partition": "0",
+        "__connect.errors.offset": "0",
+        "__connect.errors.stage": "process",
+        "__connect.errors.exception.class.name": "ValueError",
+        "__connect.errors.exception.message": "no delay in 'ü'",
+        "__connect.errors.connector.name": "flights",
+        "__connect.errors.task.id": "generation one",
+        "broadway.group": group.group,
+        "broadway.attempt": "1",
+        "broadway.generation": "generation one",
+        "broadway.again": "0",
+    }
+
+
+def test_dead_letters_far_apart_are_all_sent(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
+    group.fill(12_000)
+    lease, messages = group.hold()
+    dead = [m for m in messages if m.metadata["offset"] in (0, 1, 7, 4_500, 5_999)]
+
+    report = group.settle(lease, messages, {m.message_id: DEAD for m in dead})
+
+    assert report == SettleReport(acked=11_990, dead_lettered=10)
+    assert sorted(letter.value() for letter in letters(group)) == sorted(m.data for m in dead)
+
+
+def test_a_dead_letter_of_a_message_that_came_again_says_so(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(1)
+    lease, [message] = group.hold()
+    group.settle(lease, [message], {message.message_id: RETRY})
+    lease, [again] = group.hold()
+
+    group.settle(lease, [again], {again.message_id: DEAD})
+
+    [letter] = letters(group)
+    assert headers(letter)["broadway.again"] == "1"
+    assert headers(letter)["broadway.attempt"] == "2"
+
+
+def test_a_settler_that_died_behind_its_letters_sends_them_again_marked(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    lease, messages = group.hold()
+    with monkeypatch.context() as patched:
+        patched.setattr(Register, "change", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            group.settle(lease, messages, {messages[0].message_id: DEAD})
+
+    report = group.settle(lease, messages, {messages[0].message_id: DEAD})
+
+    assert report == SettleReport(acked=2, dead_lettered=1)
+    assert [headers(letter)["broadway.again"] for letter in letters(group)] == ["0", "1"]
+
+
+def _killed(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_letter_sent_at_once_and_not_written_down_is_marked_when_it_is_sent_again(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(2)
+    lease, messages = group.hold()
+    custodian = group.producer().custodian(group.env("c"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Register, "change", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            custodian.settle_now(lease, [entry_of(messages[0], DEAD)])
+    custodian.close()
+
+    dead = {message.message_id: DEAD for message in messages}
+    assert group.settle(lease, messages, dead) == SettleReport(dead_lettered=2)
+
+    again = {letter.value(): [] for letter in letters(group)}  # type: ignore[var-annotated]
+    for letter in letters(group):
+        again[letter.value()].append(headers(letter)["broadway.again"])
+    assert again == {b"000000": ["0", "1"], b"000001": ["0"]}
+
+
+@on_peers(RETENTION)
+def test_a_letter_whose_body_is_gone_says_so(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(5)
+    lease, messages = group.hold()
+    kafka.delete_before(group.topic, 0, 3)
+
+    report = group.settle(lease, messages, {messages[n].message_id: DEAD for n in (0, 2, 4)})
+
+    assert report == SettleReport(acked=2, dead_lettered=3)
+    found = letters(group)
+    assert [letter.value() for letter in found] == [None, None, b"000004"]
+    assert headers(found[0])["broadway.body"].startswith("gone: it was compacted, or removed")
+    assert "broadway.body" not in headers(found[2])
+
+
+def test_a_letter_that_is_too_large_goes_without_its_body(
+    kafka_noida: NoidaKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a dead-letter topic that takes less than the topic (here the client refuses for it)
+    group = KafkaGroup(kafka_noida, tmp_path)
+    kafka_noida.fill(group.topic, [b"x" * 200_000, b"small"])
+    lease, messages = group.hold()
+    settings = {"message.max.bytes": 100_000}
+
+    report = group.settle(
+        lease, messages, {m.message_id: DEAD for m in messages}, settings=settings
+    )
+
+    assert report == SettleReport(dead_lettered=2)
+    found = sorted(letters(group), key=lambda letter: letter.value() or b"")
+    assert [letter.value() for letter in found] == [None, b"small"]
+    assert headers(found[0])["broadway.body"] == "too large for the topic: 200,000 bytes"
+
+
+def test_letters_without_a_topic_stay_where_they_are(kafka: KafkaServer, tmp_path: Path) -> None:
+    # Given a message that asks to be a dead letter by itself, where nobody expected any
+    group = KafkaGroup(kafka, tmp_path, dead_letter="nowhere-to-go", on_failure="ack")
+    group.fill(3)
+    lease, messages = group.hold()
+
+    report = group.settle(lease, messages, {messages[1].message_id: DEAD})
+
+    assert (report.acked, report.failed, report.released) == (1, 1, 1)
+    assert "there is no topic 'nowhere-to-go' for dead letters" in report.errors[0]
+    assert offsets(group.drain()) == [1, 2]
+    assert kafka.partitions("nowhere-to-go") == []
+
+
+# ------------------------------------------------------------------------------- the mirror
+def test_a_mirror_that_is_refused_is_told_and_the_tables_stand(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path)
+    group.fill(3)
+    lease, messages = group.hold()
+    kafka_mock.tell("push_request_errors_array", 8, [30])
+
+    report = group.settle(lease, messages)
+
+    assert report.acked == 3
+    assert "settled, but the group's offsets in Kafka are behind" in report.errors[0]
+    assert (group.committed(), group.table().base) == ({0: 0}, 3)
+    assert group.drain() == []
+    assert group.committed() == {0: 3}
+
+
+def test_a_million_are_settled_by_counts_alone(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(100)
+    lease, messages = group.hold()
+
+    def unread() -> Any:
+        raise AssertionError("ids were read")
+
+    settlement = replace(settlement_of(messages), everything=unread)
+
+    assert group.carry_out(lease, settlement) == SettleReport(acked=100)
+
+
+def test_a_manifest_that_names_fewer_releases_the_others(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(5)
+    lease, messages = group.hold()
+
+    report = group.settle(lease, messages[:3])
+
+    assert report == SettleReport(acked=3, released=2)
+    assert offsets(group.drain()) == [3, 4]
+
+
+def test_a_manifest_that_names_fewer_and_not_which_settles_nothing(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(5)
+    lease, _ = group.hold()
+
+    with pytest.raises(ProducerError, match="read 5 messages and its manifest names 3: none was"):
+        group.carry_out(lease, Settlement(rest=ACK, expected=3))
+
+
+# ------------------------------------------------------------------------------- kills
+@pytest.mark.parametrize("kill_at", range(1, 6))
+def test_a_settler_killed_at_any_write_reports_the_same(
+    kafka_mock: MockKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path, partitions=3, order="none")
+    group.fill(30)
+    lease, messages = group.hold()
+    verdicts = {messages[0].message_id: RETRY, messages[7].message_id: DEAD}
+    from airflow_broadway.producers.kit.state_files import StateFiles
+
+    writes, create = [0], StateFiles.create
+
+    def counted(self: Any, name: str, value: Any) -> bool:
+        writes[0] += 1
+        if writes[0] == kill_at:
+            raise KeyboardInterrupt
+        return create(self, name, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StateFiles, "create", counted)
+        with pytest.raises(KeyboardInterrupt):
+            group.settle(lease, messages, verdicts)
+
+    first = group.settle(lease, messages, verdicts)
+
+    assert first == SettleReport(acked=28, requeued=1, dead_lettered=1)
+    assert group.settle(lease, messages, verdicts) == first
+    assert [m.message_id for m in group.drain()] == [messages[0].message_id]
+
+
+def test_of_two_settlers_with_different_verdicts_each_partition_has_one(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=2)
+    group.fill(10)
+    lease, messages = group.hold()
+    settle_place = custodian_module.KafkaCustodian._settle_place
+    seen: list[Any] = []
+
+    def dies_at_the_second(
+        self: Any, register: Any, work: Any, place: Any, *rest: Any, **k: Any
+    ) -> Any:
+        seen.append(place)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return settle_place(self, register, work, place, *rest, **k)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(custodian_module.KafkaCustodian, "_settle_place", dies_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            group.settle(lease, messages)
+
+    report = group.settle(lease, messages, rest=RELEASE)
+
+    assert report == SettleReport(acked=5, released=5)
+    assert len(group.drain()) == 5
+
+
+# ------------------------------------------------------------------------------- order and halts
+def test_a_halt_keeps_all_behind_it_and_its_run_fails(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=2)
+    group.fill(10)
+    lease, messages = group.hold()
+    halt = next(m for m in messages if m.message_id == f"{group.topic}-0-2")
+
+    report = group.settle(lease, messages, {halt.message_id: LEAVE})
+
+    assert report == SettleReport(acked=7, left=1, released=2)
+    assert report.halted == 1
+    assert group.committed() == {0: 2, 1: 5}
+    again = group.drain()
+    assert offsets(again) == [2, 3, 4]
+    assert all(message.redelivered for message in again)
+
+
+class Halting(Broadway):
+    """Halts at the third message."""
+
+    processors = Processors(concurrency=1, max_demand=2, min_demand=0)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data == b"000002":
+            return message.failed("ValueError: look").configure_ack(on_failure="halt")
+        return message
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_pipeline_halts_by_itself(kafka: KafkaServer, tmp_path: Path, staged: bool) -> None:
+    group = KafkaGroup(kafka, tmp_path, retry=RetryPolicy(max_attempts=1))
+    group.fill(6)
+
+    pipeline = type("Halted", (Halting,), {"producer": group.producer()})()
+    if staged:
+        store = Store.open(f"file://{tmp_path}/staging")
+        run = StagedRun(store, pipeline="Halted", dag_id="flights", run_id="manual")
+        task = Task(dag_id="flights", run_id="manual", task_id="process")
+        done = ProcessTask(run, pipeline, task, Ports(), budget=Budget()).run()
+        trouble = done.trouble
+        [record] = run.generations()
+        settled = settled_journal(run, record.generation)
+        assert settled is not None
+        totals = settled.report.classes()
+    else:
+        report = pipeline.run_local()
+        trouble, totals = report.trouble(), report.totals()
+
+    assert totals["left"] == 1
+    assert totals["acked"] == 2
+    assert totals["released"] == 3
+    assert "1 message holds up its run" in trouble
+
+
+def test_a_per_message_verdict_wins(kafka: KafkaServer, tmp_path: Path) -> None:
+    class Choosing(Broadway):
+        producer = KafkaGroup(kafka, tmp_path, order="none").producer()
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return message.failed("no").configure_ack(on_failure=message.data.decode())
+
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    kafka.fill(group.topic, [b"ack", b"retry", b"dead_letter", b"halt"])
+    made = type("Chosen", (Choosing,), {"producer": group.producer()})
+
+    report = made().run_local()
+
+    settled = report.settled
+    assert (settled.acked, settled.requeued, settled.dead_lettered, settled.left) == (1, 1, 1, 1)
+    assert [letter.value() for letter in letters(group)] == [b"dead_letter"]
+
+
+# ------------------------------------------------------------------------------- late
+def test_a_settler_that_comes_late_settles_what_nobody_took(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=2, lease=100.0, concurrency=2)
+    group.fill(10)
+    with group.source("late", index=0) as one:
+        messages = group.take(one)
+        one.stop()
+        lease = Lease.from_json(json.loads(json.dumps(one.lease.to_json())))
+    group.clock.sleep(1000.0)
+
+    assert group.settle(lease, messages) == SettleReport(acked=5)
+    assert group.committed()[0] == 5
+
+
+def test_a_lease_of_other_options_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(1)
+    lease, messages = group.hold()
+
+    with pytest.raises(ProducerError, match="give both halves of the run the same options"):
+        group.settle(lease, messages, group_id="another")
