@@ -38,8 +38,11 @@ __all__ = [
 MAX_SHUTDOWN: Final = 2.0
 
 
-def task_of(context: Context) -> Task:
-    """The task that runs."""
+def task_of(context: Context, interval: tuple[datetime, datetime] | None = None) -> Task:
+    """The task that runs.
+
+    :param interval: Of :func:`backfilled`, for a task that receives.
+    """
     ti = context["ti"]
     index = getattr(ti, "map_index", None)
     return Task(
@@ -48,7 +51,7 @@ def task_of(context: Context) -> Task:
         task_id=ti.task_id,
         map_index=-1 if index is None else index,
         try_number=ti.try_number,
-        interval=backfilled(context),
+        interval=interval,
     )
 
 

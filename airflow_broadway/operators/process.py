@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
+from airflow_broadway.adapters.task import backfilled, load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.text import many
 from airflow_broadway.operators.pull import PullOperator, budget_of, refuse_backfill
 
@@ -47,13 +47,14 @@ class BroadwayProcessorOperator(PullOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer)
+        interval = backfilled(context)
         self._task = ProcessTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,
-            task_of(context),
+            task_of(context, interval),
             ports_of(context),
             index=self.producer_index,
-            budget=budget_of(self, context),
+            budget=budget_of(self, context, interval),
         )
         reference, timed_out, trouble = self._task.run()
         if timed_out:

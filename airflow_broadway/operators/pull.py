@@ -9,11 +9,12 @@ from airflow.providers.common.compat.sdk import AirflowFailException, BaseOperat
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.adapters.task import backfilled
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
@@ -70,11 +71,15 @@ def check_budgets(
     return read
 
 
-def budget_of(operator: Any, context: Context) -> Budget:
+def budget_of(
+    operator: Any, context: Context, interval: tuple[datetime, datetime] | None = None
+) -> Budget:
     """The budget of this execution: the run's params where set, else the operator's arguments.
 
     A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
     A backfill reads its whole interval: it has no other bound.
+
+    :param interval: Of a backfill.
 
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
@@ -86,7 +91,7 @@ def budget_of(operator: Any, context: Context) -> Budget:
         for name in BUDGETS
     }
     read = check_budgets(operator.task_id, given, rendered=True)
-    if backfilled(context) is not None:
+    if interval is not None:
         read.update(max_messages=None, max_bytes=None, max_seconds=None)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()

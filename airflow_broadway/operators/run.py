@@ -9,7 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import declared
-from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
+from airflow_broadway.adapters.task import backfilled, load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
 from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.operators.pull import PullOperator, budget_of, refuse_backfill
@@ -56,13 +56,14 @@ class BroadwayRunOperator(PullOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         refuse_backfill(context, pipeline.producer)
+        interval = backfilled(context)
         self._task = UnstagedTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,
-            task_of(context),
+            task_of(context, interval),
             ports_of(context),
             index=self.producer_index,
-            budget=budget_of(self, context),
+            budget=budget_of(self, context, interval),
             fail_when=self.fail_when,
         )
         reference, trouble = self._task.run()
