@@ -44,7 +44,8 @@ def _held(assigned: int, polled: Iterable[int]) -> Table:
 
 
 def _acked(table: Table, offsets: Iterable[int], action: Action = Action.ACK) -> Table:
-    return settle_now(table, _GENERATION, {offset: Decision(action) for offset in offsets})[0]
+    decisions = {offset: Decision(action) for offset in offsets}
+    return settle_now(table, _GENERATION, decisions, order="none")[0]
 
 
 def contiguous(case: Case) -> None:
