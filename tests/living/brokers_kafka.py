@@ -22,15 +22,23 @@ from tests.living.publisher import body_of, number_of
 __all__ = ["LivingKafka"]
 
 _PARTITIONS = 4
+#: Messages after which a topic that grows has more partitions.
+_GROWS_AT = 150
+#: Seconds for which a transaction is open.
+_OPEN = 0.05
 #: Keys of messages.
 _KEYS = 16
 _GROUP = "living"
 
 
 class _Sender:
-    def __init__(self, server: KafkaServer, topic: str) -> None:
-        self._producer = server.producer({"linger.ms": 2})
+    """Each key has a partition of its own; later, :class:`_Growing`, there are more."""
+
+    def __init__(self, server: KafkaServer, topic: str, **settings: Any) -> None:
+        self._producer = server.producer({"linger.ms": 2, **settings})
+        self._server = server
         self._topic = topic
+        self._partitions = _PARTITIONS
 
     def send(self, numbers: Sequence[int]) -> list[int]:
         confirmed: list[int] = []
@@ -44,7 +52,7 @@ class _Sender:
                 self._topic,
                 body_of(number),
                 str(number % _KEYS),
-                number % _PARTITIONS,
+                number % _KEYS % self._partitions,
                 on_delivery=told,
             )
         self._producer.flush(30)
@@ -54,16 +62,68 @@ class _Sender:
         self._producer.flush(30)
 
 
+class _Growing(_Sender):
+    """Adds partitions once it has sent some."""
+
+    def send(self, numbers: Sequence[int]) -> list[int]:
+        if numbers[0] > _GROWS_AT and self._partitions == _PARTITIONS:
+            self._partitions = _PARTITIONS + 3
+            self._server.add_partitions(self._topic, self._partitions)
+            self._producer.list_topics(self._topic, timeout=30)  # else it knows none of them
+        return super().send(numbers)
+
+
+class _Transactional(_Sender):
+    """Sends in transactions, each open for a while; what one of them aborts another sends again.
+
+    What was aborted nobody may ever see: it would be handled twice, and nothing would tell.  It has
+    a producer of its own: noida hides what that one commits later, too.
+    """
+
+    def __init__(self, server: KafkaServer, topic: str) -> None:
+        super().__init__(server, topic, **{"transactional.id": topic})
+        self._aborting = _Sender(server, topic, **{"transactional.id": f"aborting {topic}"})
+        for each in (self, self._aborting):
+            each._producer.init_transactions(30)
+
+    def send(self, numbers: Sequence[int]) -> list[int]:
+        for each in (self._aborting, self):
+            each._producer.begin_transaction()
+        self._aborting.send(numbers)
+        confirmed = super().send(numbers)
+        time.sleep(_OPEN)
+        self._aborting._producer.abort_transaction(30)
+        self._producer.commit_transaction(30)
+        return confirmed
+
+
+_SENDERS: Mapping[str, type[_Sender]] = {
+    "plain": _Sender,
+    "growing": _Growing,
+    "transactions": _Transactional,
+}
+
+
 class LivingKafka:
     """A topic of its own at a server, and one for its dead letters.
 
     :param folder: Whose ``staging`` has the tables.
     :param order: The producer's option.
+    :param traffic: How messages come: ``plain``, in ``transactions``, or to a topic that is
+        ``growing``.
     """
 
     kind = "kafka"
 
-    def __init__(self, server: KafkaServer, folder: Path, *, order: str = "partition") -> None:
+    def __init__(
+        self,
+        server: KafkaServer,
+        folder: Path,
+        *,
+        order: str = "partition",
+        traffic: str = "plain",
+    ) -> None:
+        self._traffic = traffic
         self._server = server
         self._folder = folder
         self._topic = server.topic(f"living-{uuid.uuid4().hex[:12]}", _PARTITIONS)
@@ -94,7 +154,7 @@ class LivingKafka:
         return True
 
     def sender(self) -> _Sender:
-        return _Sender(self._server, self._topic)
+        return _SENDERS[self._traffic](self._server, self._topic)
 
     def drain(self) -> list[Left]:
         if self._proxy is not None:
@@ -103,7 +163,7 @@ class LivingKafka:
         return [*self._left(), *self._dead_letters()]
 
     def _left(self) -> Iterator[Left]:
-        tables = {partition: self._table(partition) for partition in range(_PARTITIONS)}
+        tables = {number: self._table(number) for number in self._server.partitions(self._topic)}
         for partition, (offset, _) in self._server.committed(_GROUP, self._topic).items():
             assert offset <= tables[partition].get("base", 0), "the mirror is ahead of the table"
         for message in self._server.read(self._topic):

@@ -69,6 +69,12 @@ def _kafka(folder: Path) -> Iterator[Mapping[str, Make]]:
             "living": lambda place: LivingKafka(noida, place),
             "living_key": lambda place: LivingKafka(noida, place, order="key"),
             "living_shared": lambda place: LivingKafka(noida, place, order="none"),
+            "living_transactions": lambda place: LivingKafka(
+                noida, place, order="none", traffic="transactions"
+            ),
+            "living_growing": lambda place: LivingKafka(
+                noida, place, order="none", traffic="growing"
+            ),
             "living_mock": lambda place: LivingKafka(mock, place, order="none"),
         }
 
@@ -92,7 +98,17 @@ _KINDS = {
     ),
     "kafka": _Kind(
         _kafka,
-        dict.fromkeys(("living", "living_key", "living_shared", "living_mock"), LivingKafka),
+        dict.fromkeys(
+            (
+                "living",
+                "living_key",
+                "living_shared",
+                "living_transactions",
+                "living_growing",
+                "living_mock",
+            ),
+            LivingKafka,
+        ),
         (20.0, 100.0, 1_000.0),
     ),
     "sqs": _Kind(_sqs, {"living": LivingSqs, "living_fifo": LivingSqs}, (20.0, 100.0, 300.0)),

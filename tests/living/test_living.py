@@ -93,11 +93,23 @@ def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None
     assert found.handled > 20
 
 
-@pytest.mark.parametrize("order", ["none", "partition"])
+@pytest.mark.parametrize(
+    ("order", "traffic"),
+    [
+        ("none", "transactions"),
+        ("partition", "growing"),
+        pytest.param("none", "plain", marks=pytest.mark.slow),
+        pytest.param("partition", "transactions", marks=pytest.mark.slow),
+    ],
+)
 def test_runs_of_kafka_in_traffic_lose_nothing(
-    kafka_noida: KafkaServer, tmp_path: Path, order: str
+    kafka_noida: KafkaServer, tmp_path: Path, order: str, traffic: str
 ) -> None:
-    found = played(lambda folder: LivingKafka(kafka_noida, folder, order=order), tmp_path, runs=5)
+    found = played(
+        lambda folder: LivingKafka(kafka_noida, folder, order=order, traffic=traffic),
+        tmp_path,
+        runs=5,
+    )
 
     assert found.good, str(found)
     assert found.handled > 20
