@@ -86,7 +86,8 @@ class RabbitCustodian:
                 self._topology.leases.delete(self._connection, self._queue_of(lease))
             return noted.report
         report = self._settle(lease, settlement)
-        if self._journal.settled(lease.generation) is None:
+        # Of a run that received nothing there is nothing to note, nor would a sweep remove it.
+        if self._was_declared(lease) and self._journal.settled(lease.generation) is None:
             self._journal.note_settled(lease.generation, report, ())
         return report
 
