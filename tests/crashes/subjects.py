@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 from airflow_broadway import Broadway
@@ -23,6 +24,16 @@ def _embedded() -> Iterator[MakeSubject]:
     yield Embedded
 
 
+@contextmanager
+def _rabbitmq(custody: str) -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_rabbitmq import rabbit  # it needs a client that others do not
+
+    with rabbit(custody) as make:
+        yield make
+
+
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
+    "rabbitmq": partial(_rabbitmq, "broker"),
+    "rabbitmq staged": partial(_rabbitmq, "staged"),
 }

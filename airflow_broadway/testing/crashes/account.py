@@ -133,4 +133,6 @@ def _files(subject: Subject) -> list[str]:
         for folder, _, names in os.walk(root)
         for name in names
     )
-    return [path for path in found if not _STAYS.search(path)]
+    return [
+        path for path in found if not _STAYS.search(path) and not re.search(subject.stays, path)
+    ]

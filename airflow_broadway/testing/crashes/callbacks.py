@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,15 @@ class Callbacks:
     """``handle_message`` and ``handle_batch`` of one pipeline.
 
     :param file: Where their calls are written down.
+    :param id_of: Says under which id a message is.
     """
 
-    def __init__(self, pipeline: type[Pipeline], file: Path) -> None:
+    def __init__(
+        self, pipeline: type[Pipeline], file: Path, id_of: Callable[[Message], str]
+    ) -> None:
         self._pipeline = pipeline
         self._file = file
+        self._id_of = id_of
 
     def install(self, interceptor: Interceptor) -> None:
         self._handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -94,12 +98,14 @@ class Callbacks:
             "execution": execution,
             "stage": stage,
             "batch_id": batch_id,
-            "messages": [(m.message_id, m.attempt, m.redelivered) for m in messages],
+            "messages": [(self._id_of(m), m.attempt, m.redelivered) for m in messages],
         }
         self._write({**told, "succeeded": None})
         came = do()
         returned = came if isinstance(came, list) else [came]
-        fine = [m.message_id for m in returned if isinstance(m, Message) and m.status.kind == "ok"]
+        fine = [
+            self._id_of(m) for m in returned if isinstance(m, Message) and m.status.kind == "ok"
+        ]
         self._write({**told, "succeeded": fine})
         return came
 

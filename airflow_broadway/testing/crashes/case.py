@@ -175,11 +175,13 @@ class _Case:
             self._mistakes.append(f"{waiting} messages do not drain within {_RUNS} runs")
 
     def _forget(self) -> None:
-        """One more run, after so long that nothing of the others may be left."""
-        self._scheduler.ahead += _RETENTION
-        run = self._scheduler.run("last")
-        self._go_on(run, self._scheduler.tasks)
-        run.over = True
+        """More runs, after so long that nothing of the others may be left."""
+        for looks in reversed(range(self._subject.looks)):
+            self._pass_time(_RETENTION)
+            run = self._scheduler.run(f"look-{looks}" if looks else "last")
+            self._go_on(run, self._scheduler.tasks)
+            run.over = True
 
     def _pass_time(self, seconds: float) -> None:
         self._scheduler.ahead += seconds
+        self._subject.pass_time(seconds)

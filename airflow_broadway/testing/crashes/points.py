@@ -19,7 +19,7 @@ __all__ = ["Call", "Names", "Point", "Strike", "Traits", "What"]
 _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"
 )
-_INSTANT = re.compile(r"\d{8}T\d{6,}Z?")
+_INSTANT = re.compile(r"\d{8}T\d{6,}Z?|(?<!\w)\d{10}(?!\w)")
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + r"\w+")
 
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -139,6 +140,7 @@ class Scheduler:
     def wake(self, execution: Execution) -> None:
         """Let one that is asleep go on to its end; it finds that time has passed."""
         self.ahead += _SLEPT
+        self._subject.pass_time(_SLEPT)
         place = self._results / "ahead"
         place.with_suffix(".tmp").write_text(str(self.ahead))
         place.with_suffix(".tmp").rename(place)
@@ -311,7 +313,12 @@ def _number_ids(execution: str, salt: str) -> None:
         first = hashlib.md5(f"{execution}/{next(made)}".encode()).hexdigest()[:20]
         return uuid.UUID(first + last, version=4)
 
+    def token_hex(nbytes: int | None = None) -> str:
+        digits = hashlib.sha512(f"{execution}/{next(made)}/{salt}".encode()).hexdigest()
+        return digits[: 2 * (nbytes or secrets.DEFAULT_ENTROPY)]
+
     uuid.uuid4 = uuid4
+    secrets.token_hex = token_hex
 
 
 def _warm(modules: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.testing.crashes.callbacks import Callbacks
@@ -43,6 +44,11 @@ class Subject(ABC):
     lease: ClassVar[float] = 900.0
     #: Whether a clock that is moved moves the leases too; else their time must really pass.
     moved_by_clock: ClassVar[bool] = True
+    #: Matches the paths of files below the staging root that outlive all runs.
+    stays: ClassVar[str] = r"^\b$"
+
+    #: Runs until all that is old is cleared away, each a week after the one before.
+    looks: ClassVar[int] = 1
 
     def __init__(self, pipeline: type[Pipeline], folder: Path) -> None:
         self.pipeline = pipeline
@@ -66,7 +72,11 @@ class Subject(ABC):
 
     def boundaries(self) -> list[Boundary]:
         """What of the world the pipeline can touch."""
-        return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness)]
+        return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness, self.id_of)]
+
+    def id_of(self, message: Message) -> str:
+        """The id under which :meth:`send` and :meth:`letters` know a message."""
+        return message.message_id
 
     @abstractmethod
     def overrides(self) -> Mapping[str, Any]:
@@ -83,6 +93,9 @@ class Subject(ABC):
     @abstractmethod
     def letters(self) -> list[Letter]:
         """The dead letters."""
+
+    def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
+        """Let the broker's own clock go on, as the one of the tasks has."""
 
     def left(self) -> list[str]:
         """What of a finished run is still at the broker, in words."""

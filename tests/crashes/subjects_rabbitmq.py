@@ -1,0 +1,197 @@
+"""RabbitMQ: a real server, with a queue of its own for each case."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pika
+
+from airflow_broadway import Broadway, Message
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.receive import bundler
+from airflow_broadway.producers.rabbitmq.settle import settlement
+from airflow_broadway.testing.crashes import Letter, Subject
+from airflow_broadway.testing.crashes.amqp import Amqp
+from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
+from tests.rabbitmq_server import RabbitServer
+
+__all__ = ["Rabbit", "rabbit"]
+
+#: The queues of ours that stay.
+_STANDING = ("returns", "dead", "spares", "delay")
+#: Seconds for the broker to move what a test has let lapse.
+_MOVE_TIMEOUT = 20.0
+
+
+class _Hurry:
+    """Cuts waits that are for a broker that dies, and lengthens the one that fills a bundle."""
+
+    def install(self, interceptor: Interceptor) -> None:
+        queue_calls._RELIABLE_AGE = 0.0
+        settlement.BUNDLES_TIMEOUT = 1.0
+        # A bundle has the same messages in every run, however slowly they come.
+        bundler.LINGER_SECONDS = 0.5
+
+
+class Rabbit(Subject):
+    """A pipeline over a queue of RabbitMQ.
+
+    The clock of the broker cannot be moved.  So where a lease or a delay has lapsed by the tasks'
+    clock, what it holds is rejected: it goes where it would go by itself, by the same dead-letter
+    worker.
+    """
+
+    kind = "rabbitmq"
+    moved_by_clock: ClassVar[bool] = False
+    # Without the management API a journal is kept until two runs have seen it empty.
+    looks: ClassVar[int] = 3
+    stays: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|checked\.json$|type\.json$)"
+
+    def __init__(
+        self, server: RabbitServer, custody: str, pipeline: type[Broadway], folder: Path
+    ) -> None:
+        super().__init__(pipeline, folder)
+        self._server = server
+        self._custody = custody
+        self._queue = f"crashes-{uuid.uuid4().hex}"
+        with self._server.channel() as channel:
+            channel.queue_declare(self._queue, durable=True)
+
+    def boundaries(self) -> list[Boundary]:
+        return [*super().boundaries(), Amqp(self._plain), _Hurry()]
+
+    def _plain(self, queue: str) -> str:
+        return re.sub(r"\.[0-9a-f]{20}$", ".…", queue.replace(self._queue, "queue"))
+
+    def id_of(self, message: Message) -> str:
+        return str(message.metadata["message_id"])
+
+    def overrides(self) -> Mapping[str, Any]:
+        declared = self.pipeline.producer
+        host, port = self._server.address
+        return {
+            "producer": RabbitMQProducer(
+                queue=self._queue,
+                uri=f"amqp://{host}:{port}/?management_url=false",
+                custody=self._custody,
+                lease=self.lease,
+                metadata=["message_id"],
+                retry=declared.retry,
+                concurrency=declared.concurrency,
+                transformer=declared.transformer,
+                **{
+                    name: getattr(declared, name)
+                    for name in ("on_success", "on_failure")
+                    if getattr(declared, name) in RabbitMQProducer.actions
+                },
+            )
+        }
+
+    # -- the broker ------------------------------------------------------------------------------
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        ids = [f"m-{body.decode()}" for body in bodies]
+        with self._server.channel() as channel:
+            channel.confirm_delivery()
+            for key, body in zip(ids, bodies, strict=True):
+                properties = pika.BasicProperties(delivery_mode=2, message_id=key)
+                channel.basic_publish("", self._queue, body, properties)
+        return ids
+
+    def waiting(self) -> int:
+        return sum(
+            self._server.depth(name) or 0
+            for name in self._queues()
+            if name == self._queue or _role(name) in ("lease", "returns", "delay")
+        )
+
+    def letters(self) -> list[Letter]:
+        found: list[Letter] = []
+        name = f"broadway.dead.{self._queue}"
+        if name not in self._queues():
+            return found
+        with self._server.channel() as channel:
+            while (got := channel.basic_get(name))[0] is not None:
+                headers = got[1].headers or {}
+                found.append(Letter(got[1].message_id, bool(headers.get("x-broadway-redelivered"))))
+        return found
+
+    def pass_time(self, seconds: float) -> None:
+        for name in self._queues():
+            role = _role(name)
+            if role == "lease" and seconds > self.lease:
+                self._lapse(name, f"broadway.returns.{self._queue}")
+            elif role == "delay" and seconds >= int(name.split(".")[2]):
+                self._lapse(name, self._queue)
+
+    def _lapse(self, queue: str, target: str) -> None:
+        count = 0
+        before = self._server.depth(target) or 0
+        with self._server.channel() as channel:
+            while (got := channel.basic_get(queue))[0] is not None:
+                channel.basic_nack(got[0].delivery_tag, requeue=False)
+                count += 1
+        end = time.monotonic() + _MOVE_TIMEOUT
+        while count and (self._server.depth(target) or 0) < before + count:
+            assert time.monotonic() < end, f"{queue} does not pass on what has lapsed"
+            time.sleep(0.01)
+
+    def left(self) -> list[str]:
+        found = []
+        names = self._queues()
+        spares = self._spares(names)
+        for name in names:
+            role = _role(name)
+            if role == "lease" and name not in spares:
+                found.append(f"the lease queue {self._plain(name)}")
+            elif name != self._queue and role not in ("lease", *_STANDING):
+                found.append(f"the queue {self._plain(name)}")
+        return found
+
+    def _spares(self, names: Sequence[str]) -> str:
+        """What lies in the queue of names, as one text."""
+        told = ""
+        for name in names:
+            if _role(name) == "spares":
+                with self._server.channel() as channel:
+                    while (got := channel.basic_get(name))[0] is not None:
+                        told += got[2].decode()
+        return told
+
+    def close(self) -> None:
+        with self._server.channel() as channel:
+            for name in self._queues():
+                # Only a queue that has a leader can be emptied: see LeaseQueues.delete.
+                channel.queue_purge(name)
+                channel.queue_delete(name)
+
+    def _queues(self) -> list[str]:
+        """The queues of this case."""
+        return [name for name in self._server.queue_names() if self._queue in name]
+
+
+def _role(queue: str) -> str:
+    return queue.split(".")[1] if queue.startswith("broadway.") else ""
+
+
+@contextmanager
+def rabbit(custody: str) -> Iterator[Any]:
+    """A server of RabbitMQ; what makes a subject at it."""
+    with (
+        tempfile.TemporaryDirectory(dir=_memory()) as folder,
+        RabbitServer.start(Path(folder)) as server,
+    ):
+        yield partial(Rabbit, server, custody)
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
