@@ -1,7 +1,8 @@
 """The arguments of ``airflow-broadway``, and what its exit codes mean.
 
 0: done, and nothing to look at.  1: done, and there is something to look at: a replayed batch
-failed, a message is nowhere.  2: not done; one line on standard error says why.
+failed, a message is nowhere, a crash test found something.  2: not done; one line on standard
+error says why.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="airflow-broadway",
         description="Look at staged runs, run their batches again, serve the embedded queue, check"
-        " a RabbitMQ.",
+        " a RabbitMQ, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -81,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_remove(commands)
     _add_queue(commands)
     _add_rabbitmq(commands)
+    _add_crash_test(commands)
     return parser
 
 
@@ -300,3 +302,84 @@ def _rabbitmq(given: argparse.Namespace) -> int:
 
     with logging_at(logging.WARNING):
         return check(given)
+
+
+def _add_crash_test(commands: Any) -> None:
+    made = _command(
+        commands,
+        "crash-test",
+        "Run a pipeline over an embedded queue again and again: each time it is killed, fails or"
+        " falls asleep at another of the calls by which it touches the world, goes on as Airflow"
+        " would, and every message and every row of its sink is counted.",
+        _crash_test,
+    )
+    made.add_argument("pipeline", metavar="MODULE:CLASS")
+    made.add_argument(
+        "--sink",
+        metavar="MODULE:FUNCTION",
+        help="returns the rows that the sink holds; called with the case's folder",
+    )
+    made.add_argument(
+        "--prepare",
+        metavar="MODULE:FUNCTION",
+        help="empties a sink that is not in the case's folder; called before each case",
+    )
+    what = made.add_mutually_exclusive_group()
+    what.add_argument("--messages", metavar="FILE", help="one message a line")
+    what.add_argument(
+        "--count", type=_positive, default=12, metavar="N", help="the numbers from 0; 12 by default"
+    )
+    made.add_argument(
+        "--families",
+        default="crashes,zombies,faults,pairs",
+        metavar="LIST",
+        help="of crashes,zombies,faults,pairs; all by default",
+    )
+    made.add_argument(
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="S",
+        help="0 to 1: how much of the cases at the package's own calls; those at callbacks, and at"
+        " calls that these make, are all run",
+    )
+    made.add_argument(
+        "--pairs",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="how many cases of two strikes; none by default",
+    )
+    made.add_argument("--seed", type=int, default=1, metavar="N", help="of what is chosen")
+    made.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="cases at a time; 1 by default"
+    )
+    made.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="'POINT: WHAT [RECOVERY]'",
+        help="just this case, as the report writes it; may be repeated",
+    )
+    made.add_argument("--keep", action="store_true", help="keep the files of cases that failed")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got: {text!r}")
+    return share
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def _crash_test(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.crash_test import crash_test
+
+    with logging_at(logging.WARNING):
+        return crash_test(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from typing import Any, TextIO
@@ -23,7 +23,6 @@ __all__ = [
     "only_results_on_stdout",
     "say",
     "say_json",
-    "table",
 ]
 
 #: Characters of a reason in a table.
@@ -101,23 +100,3 @@ def cut(text: object, limit: int = MAX_TEXT) -> str:
     """``text`` on one line of at most ``limit`` characters."""
     line = one_line(text)
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table; numbers to the right, ``None`` as ``-``."""
-    cells = [list(row) for row in rows]
-    texts = [["-" if cell is None else one_line(cell) for cell in row] for row in cells]
-    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
-    numeric = [
-        bool(cells) and all(isinstance(row[i], (int, float)) or row[i] is None for row in cells)
-        for i in range(len(heads))
-    ]
-
-    def line(texts: Sequence[str]) -> str:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(texts, widths, numeric, strict=True)
-        )
-        return "  ".join(padded).rstrip()
-
-    return [line([head.upper() for head in heads]), *map(line, texts)]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from airflow_broadway.cli.output import CommandError, cut, say, say_json, table
+from airflow_broadway.cli.output import CommandError, cut, say, say_json
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import many, table
 from airflow_broadway.producers.sqlite.options import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.producers.sqlite.records import DeadLetter

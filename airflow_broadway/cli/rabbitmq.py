@@ -7,12 +7,13 @@ from typing import Any
 
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.dag_folders import add_dag_folders
-from airflow_broadway.cli.output import CommandError, say, say_json, table
+from airflow_broadway.cli.output import CommandError, say, say_json
 from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref, make_ref
+from airflow_broadway.core.text import table
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread

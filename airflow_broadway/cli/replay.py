@@ -11,11 +11,11 @@ from typing import Any
 
 from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_json, table
+from airflow_broadway.cli.output import CommandError, cut, one_line, say, say_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref, make_ref
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.inspect import find_run
 from airflow_broadway.runs.replay import (
     Replayed,

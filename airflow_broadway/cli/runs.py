@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.cli.output import CommandError, cut, say, say_json, table
+from airflow_broadway.cli.output import CommandError, cut, say, say_json
 from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.text import table
 from airflow_broadway.runs.inspect import (
     BatchSummary,
     GenerationSummary,

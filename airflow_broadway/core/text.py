@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable, Sequence
 
-__all__ = ["cut", "escaped", "many", "printable", "without_outcome"]
+__all__ = ["cut", "escaped", "many", "printable", "table", "without_outcome"]
 
 #: Categories that a terminal may act on, or that hide what stands beside them: controls, format
 #: characters (directions, zero width), halves of pairs, private use, line separators.
@@ -50,3 +51,23 @@ def cut(text: str, limit: int) -> str:
     if len(raw) > limit:
         return raw[: limit - 3].decode("utf-8", "ignore") + "…"
     return raw.decode("utf-8")
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table; numbers to the right, ``None`` as ``-``."""
+    cells = [list(row) for row in rows]
+    texts = [["-" if cell is None else printable(cell) for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
+    numeric = [
+        bool(cells) and all(isinstance(row[i], (int, float)) or row[i] is None for row in cells)
+        for i in range(len(heads))
+    ]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(texts, widths, numeric, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line([head.upper() for head in heads]), *map(line, texts)]

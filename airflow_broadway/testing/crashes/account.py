@@ -7,19 +7,33 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from airflow_broadway.testing.crashes.callbacks import Witnessed, witnessed
+from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
 #: The root's own file, the last run's folder and its mark.
 _STAYS = re.compile(r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)")
 
-__all__ = ["ACKED", "DEAD", "Account", "account"]
+__all__ = ["ACKED", "DEAD", "DROPPED", "Account", "Wrong", "account"]
 
-#: The fates of a message.
-ACKED, DEAD = "acked", "dead"
+#: The fates of a message; dropped is one that failed where the producer keeps none that fails.
+ACKED, DEAD, DROPPED = "acked", "dead", "dropped"
+
+
+class Wrong(StrEnum):
+    """What can be wrong at the end of a case."""
+
+    LOST = "lost"
+    MISSING = "missing in the sink"
+    REPEATED = "repeated in the sink"
+    UNMARKED = "repeated without a mark"
+    LEFT = "left over"
+    OTHER = "mistake"
 
 
 @dataclass
@@ -34,29 +48,51 @@ class Account:
     unmarked: list[str] = field(default_factory=list)
     #: Files, leases and queues that nobody will remove.
     left: list[str] = field(default_factory=list)
+    #: Rows that the sink holds too often.
+    repeated: list[str] = field(default_factory=list)
+    #: Rows that it does not hold, or not as often as it should.
+    missing: list[str] = field(default_factory=list)
     #: Everything else that is wrong.
     mistakes: list[str] = field(default_factory=list)
+    #: Why messages died, where the broker says so.
+    reasons: list[str] = field(default_factory=list)
+    #: What the sink holds; ``None``: there is none to look at.
+    rows: Counter[str] | None = None
+
+    @property
+    def wrong(self) -> dict[Wrong, list[str]]:
+        """What is wrong, by its kind."""
+        found = {
+            Wrong.LOST: self.lost,
+            Wrong.MISSING: self.missing,
+            Wrong.REPEATED: self.repeated,
+            Wrong.UNMARKED: self.unmarked,
+            Wrong.LEFT: self.left,
+            Wrong.OTHER: self.mistakes,
+        }
+        return {kind: told for kind, told in found.items() if told}
 
     @property
     def good(self) -> bool:
-        return not (self.lost or self.unmarked or self.left or self.mistakes)
+        return not self.wrong
 
     @property
     def lines(self) -> list[str]:
         """What is wrong, in sentences."""
-        return [
-            *(f"lost: {each}" for each in self.lost),
-            *(f"repeated without a mark: {each}" for each in self.unmarked),
-            *(f"left over: {each}" for each in self.left),
-            *self.mistakes,
-        ]
+        return [f"{kind.value}: {each}" for kind, told in self.wrong.items() for each in told]
 
 
-def account(subject: Subject, ids: Sequence[str], fates: Mapping[int, str] | None) -> Account:
+def account(
+    subject: Subject,
+    ids: Sequence[str],
+    fates: Mapping[int, str] | None,
+    rows: Counter[str] | None = None,
+) -> Account:
     """Count the messages of a finished case.
 
     :param ids: Of all that were sent, in order.
     :param fates: What becomes of each where nothing is struck; ``None``: it is not known.
+    :param rows: What the sink holds then; ``None``: it is not known.
     """
     found = Account()
     calls = list(witnessed(subject.witness))
@@ -67,6 +103,7 @@ def account(subject: Subject, ids: Sequence[str], fates: Mapping[int, str] | Non
         found.left.append(f"{waiting} messages in the queue")
     found.left += subject.left()
     found.left += _files(subject)
+    _compare_rows(found, subject, ids, rows)
     return found
 
 
@@ -79,10 +116,15 @@ def _count_ends(
 ) -> None:
     last = "handle_batch" if subject.pipeline.batchers else "handle_message"
     done = {key for call in calls if call.stage == last for key in call.succeeded or ()}
+    handled = {key for call in calls for key, _, _ in call.messages}
+    drops = _drops(subject)
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
+    found.reasons = [letter.reason for letter in letters if letter.reason]
     for place, key in enumerate(ids):
         fate = DEAD if key in dead else ACKED if key in done else ""
+        if not fate and drops and key in handled and (fates is None or fates[place] == DROPPED):
+            fate = DROPPED
         found.fates[place] = fate
         wanted = fate if fates is None else fates[place]
         if not fate:
@@ -93,6 +135,33 @@ def _count_ends(
         marks = [letter.marked for letter in letters if letter.message_id == key]
         if marks.count(False) > 1:
             found.unmarked.append(f"{key} has {len(marks)} dead letters")
+
+
+def _drops(subject: Subject) -> bool:
+    """Whether a message that fails may be gone, and nobody keeps it."""
+    producer = subject.pipeline.producer
+    return producer.on_failure == "ack" or not producer.retry.dead_letter
+
+
+def _compare_rows(
+    found: Account, subject: Subject, ids: Sequence[str], wanted: Counter[str] | None
+) -> None:
+    try:
+        found.rows = subject.rows(ids)
+    except SinkError as error:
+        found.mistakes.append(f"the sink cannot be read: {error}")
+        return
+    if found.rows is None or wanted is None:
+        return
+    for row in sorted(found.rows | wanted):
+        there, right = found.rows[row], wanted[row]
+        if there != right:
+            told = f"{row} is there {_times(there)}, and should be {_times(right)}"
+            (found.repeated if there > right else found.missing).append(told)
+
+
+def _times(number: int) -> str:
+    return {0: "nowhere", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def _count_repeats(found: Account, calls: Sequence[Witnessed]) -> None:

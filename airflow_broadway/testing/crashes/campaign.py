@@ -8,13 +8,17 @@ import random
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.testing.crashes.account import ACKED, Wrong
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result, run_case
 from airflow_broadway.testing.crashes.points import Point, Strike, What
 from airflow_broadway.testing.crashes.subject import Subject
@@ -57,8 +61,17 @@ _RECOVERIES: Mapping[Family, tuple[Recovery, ...]] = {
 }
 
 
-class UnsoundPipeline(Exception):
-    """A pipeline does not even balance when nothing is struck."""
+class UnsoundPipeline(BroadwayError):
+    """A pipeline does not even balance when nothing is struck.
+
+    :param log: What its tasks printed.
+    """
+
+    def __init__(self, told: str, log: Path | None = None) -> None:
+        super().__init__(told)
+        self.log = log
+        #: The last lines of the log, where the log itself may be gone.
+        self.tail: list[str] = []
 
 
 class Unharmed(NamedTuple):
@@ -66,10 +79,14 @@ class Unharmed(NamedTuple):
 
     :param points: The calls of the first run, in order: without traffic, and with it.
     :param fates: What becomes of each message, by its place.
+    :param rows: What the sink holds; ``None``: there is none to look at.
+    :param unsteady: Calls that are not made in every run: they are no points.
     """
 
     points: tuple[list[Point], list[Point]]
     fates: dict[int, str]
+    rows: Counter[str] | None
+    unsteady: list[Point]
 
 
 class Failure(NamedTuple):
@@ -77,11 +94,13 @@ class Failure(NamedTuple):
 
     :param lines: What is wrong, in sentences.
     :param folder: Its files, for a look.
+    :param wrong: What is wrong, by its kind.
     """
 
     case: Case
     lines: list[str]
     folder: str
+    wrong: dict[Wrong, list[str]]
 
 
 @dataclass
@@ -98,6 +117,11 @@ class Sums:
     unmarked: int = 0
     left: int = 0
     mistakes: int = 0
+    #: Rows that a sink held too often, and that it did not hold.
+    repeated: int = 0
+    missing: int = 0
+    #: The same by stage and kind of call: of the first strike.
+    parts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -127,27 +151,52 @@ class Campaign:
         :raises UnsoundPipeline: If that loses or repeats a message already.
         """
         if self._unharmed is None:
-            self._sound(Case())  # imports what the next ones need not
-            alone, busy = self._sound(Case()), self._sound(Case(traffic=True))
+            first = self._sound(Case())  # imports what the next ones need not
+            alone = self._sound(Case())
+            if first.account.rows != alone.account.rows:
+                raise UnsoundPipeline(_other_rows(first.account.rows, alone.account.rows))
+            busy, again = self._sound(Case(traffic=True)), self._sound(Case(traffic=True))
+            self._check_some_succeed(alone)
             if alone.account.fates != busy.account.fates:
                 raise UnsoundPipeline("what becomes of a message depends on when it is sent")
-            self._unharmed = Unharmed((_first_run(alone), _first_run(busy)), alone.account.fates)
+            if alone.account.rows != busy.account.rows:
+                told = _other_rows(alone.account.rows, busy.account.rows)
+                raise UnsoundPipeline(f"{told}; the second time messages came one by one")
+            steady, odd = zip(_steady(first, alone), _steady(again, busy), strict=True)
+            self._unharmed = Unharmed(
+                steady, alone.account.fates, alone.account.rows, [*odd[0], *odd[1]]
+            )
         return self._unharmed
+
+    def _check_some_succeed(self, result: Result) -> None:
+        found = result.account
+        if ACKED not in found.fates.values():
+            reason = f" ({found.reasons[0]})" if found.reasons else ""
+            raise UnsoundPipeline(
+                f"nothing was struck, and still {len(found.fates)} of {len(found.fates)} messages"
+                f" failed{reason}: give messages that this pipeline can handle"
+            )
 
     def _sound(self, case: Case) -> Result:
         result, folder = self.run(case)
         if not result.good:
             told = "; ".join(result.account.lines[:3])
-            raise UnsoundPipeline(f"without any crash already: {told}; see {folder}/log.txt")
+            raise UnsoundPipeline(f"nothing was struck, and still: {told}", folder / "log.txt")
         return result
 
     def run(self, case: Case) -> tuple[Result, Path]:
         """Run one case; its folder is removed if it came out well."""
-        fates = None if self._unharmed is None else self._unharmed.fates
+        known = self._unharmed
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=self._folder))
         subject = self._make(folder)
         try:
-            result = run_case(subject, self._bodies, case, fates)
+            result = run_case(
+                subject,
+                self._bodies,
+                case,
+                None if known is None else known.fates,
+                None if known is None else known.rows,
+            )
         finally:
             subject.close()
         if result.good:
@@ -157,12 +206,20 @@ class Campaign:
     # -- which cases -----------------------------------------------------------------------------
 
     def cases(
-        self, families: Iterable[Family], *, share: float = 1.0, pairs: int = 0, seed: int = 1
+        self,
+        families: Iterable[Family],
+        *,
+        share: float = 1.0,
+        pairs: int = 0,
+        seed: int = 1,
+        own: bool = False,
     ) -> list[Case]:
         """The cases of families.
 
         :param share: Of all but the pairs, 0 to 1: chosen by the seed, the same each time.
         :param pairs: How many pairs of strikes.
+        :param own: Whether all at the callbacks, and at the calls that they make, are taken,
+            whatever the share.
         """
         chance = random.Random(seed)
         found: list[Case] = []
@@ -171,8 +228,29 @@ class Campaign:
                 found += self._pairs(pairs, chance)
                 continue
             whole = list(self._singles(family))
+            if own:
+                found += [each for each in whole if each.strikes[0].point.traits.own]
+                whole = [each for each in whole if not each.strikes[0].point.traits.own]
             found += whole if share >= 1 else chance.sample(whole, round(len(whole) * share))
         return found
+
+    def named(self, text: str) -> Case:
+        """The case that is written so.
+
+        :raises ValueError: If it is none, or its first point is none of this pipeline's.
+        """
+        case = Case.parse(text)
+        (wanted, what), *rest = case.strikes
+        points = self.unharmed().points[case.traffic]
+        for point in points:
+            if point[:3] == wanted[:3] and _means_something(point, what):
+                return case._replace(strikes=(Strike(point, what), *rest))
+        known = list(dict.fromkeys(map(str, points)))
+        near = get_close_matches(str(wanted), known, n=1, cutoff=0.0)
+        raise ValueError(
+            f"{wanted}: {what.value} cannot be, for this pipeline has no such point; the nearest of"
+            f" its {len(known)} points is {near[0]}"
+        )
 
     def _singles(self, family: Family) -> Iterator[Case]:
         alone, busy = self.unharmed().points
@@ -252,6 +330,26 @@ def _run(case: Case) -> tuple[Result, Path]:
     return _at_work[-1].run(case)
 
 
+def _steady(one: Result, other: Result) -> tuple[list[Point], list[Point]]:
+    """The calls of the other's first run that one's has too, and those that only one has."""
+    there = {point[:3] for point in _first_run(one)}
+    here = {point[:3] for point in _first_run(other)}
+    return (
+        [point for point in _first_run(other) if point[:3] in there],
+        [point for point in [*_first_run(one), *_first_run(other)] if point[:3] in there ^ here],
+    )
+
+
+def _other_rows(one: Counter[str] | None, other: Counter[str] | None) -> str:
+    one, other = one or Counter(), other or Counter()
+    [row, *_] = sorted((one - other) | (other - one))
+    return (
+        "the sink holds other rows in each run, though nothing was struck: leave out of them what"
+        " differs from run to run, such as batch_id, an instant or a random key; the first is"
+        f" {row}"
+    )
+
+
 def _first_run(result: Result) -> list[Point]:
     return [
         point
@@ -276,15 +374,31 @@ def _means_something(point: Point, what: What) -> bool:
 
 
 def _add(sums: Sums, result: Result, folder: Path) -> None:
+    wrong = dict(result.account.wrong)
+    if not result.reached:
+        told = "the point was not reached: this pipeline is not the same in every run"
+        wrong[Wrong.OTHER] = [*wrong.get(Wrong.OTHER, []), told]
+    counts = Counter({kind.name.lower(): len(told) for kind, told in wrong.items()})
     sums.cases += 1
     sums.runs += len({each.name.split("/")[0] for each in result.executions})
+    sums.lost += counts["lost"]
+    sums.unmarked += counts["unmarked"]
+    sums.left += counts["left"]
+    sums.mistakes += counts["other"]
+    sums.repeated += counts["repeated"]
+    sums.missing += counts["missing"]
+    first = result.case.strikes[0].point
+    part = sums.parts.setdefault((_stage(first), first.call.kind), Counter())
+    part += counts
+    part["cases"] += 1
+    part["points"] += first not in sums.points
     sums.points.update(strike.point for strike in result.case.strikes)
-    sums.lost += len(result.account.lost)
-    sums.unmarked += len(result.account.unmarked)
-    sums.left += len(result.account.left)
-    sums.mistakes += len(result.account.mistakes) + (not result.reached)
-    if not result.good:
-        lines = list(result.account.lines)
-        if not result.reached:
-            lines.append("the point was not reached: this pipeline is not the same in every run")
-        sums.failures.append(Failure(result.case, lines, str(folder)))
+    if wrong:
+        part["failed"] += 1
+        lines = [f"{kind.value}: {each}" for kind, told in wrong.items() for each in told]
+        sums.failures.append(Failure(result.case, lines, str(folder), wrong))
+
+
+def _stage(point: Point) -> str:
+    """The task of its execution, of several equal ones the first."""
+    return point.execution.split("/")[1].partition("!")[0]

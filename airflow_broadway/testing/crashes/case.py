@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +22,10 @@ _RUNS = 12
 _TRIES = 4
 #: Seconds after which no file of a run is kept.
 _RETENTION = 8 * 24 * 3600.0
+
+
+#: A case as it is written.
+_CASE = re.compile(r"(?P<struck>.+?)(?: \[(?P<recovery>[a-z ]+)(?P<traffic>, traffic)?\])?")
 
 
 class Recovery(StrEnum):
@@ -52,6 +58,19 @@ class Case(NamedTuple):
         struck = ", then ".join(map(str, self.strikes)) or "nothing is struck"
         return f"{struck} [{self.recovery.value}{', traffic' if self.traffic else ''}]"
 
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read what :meth:`__str__` wrote; without brackets the recovery is a retry.
+
+        :raises ValueError: If it is none.
+        """
+        found = _CASE.fullmatch(text.strip())
+        if found is None or (found["recovery"] or "retry") not in set(Recovery):
+            ways = ", ".join(Recovery)
+            raise ValueError(f"expected POINT: WHAT [one of {ways}], got: {text!r}")
+        strikes = tuple(map(Strike.parse, found["struck"].split(", then ")))
+        return cls(strikes, Recovery(found["recovery"] or "retry"), bool(found["traffic"]))
+
 
 @dataclass
 class Result:
@@ -69,14 +88,19 @@ class Result:
 
 
 def run_case(
-    subject: Subject, bodies: Sequence[bytes], case: Case, fates: Mapping[int, str] | None
+    subject: Subject,
+    bodies: Sequence[bytes],
+    case: Case,
+    fates: Mapping[int, str] | None,
+    rows: Counter[str] | None = None,
 ) -> Result:
     """Run one case on a subject that is new.
 
     :param bodies: The messages.
     :param fates: What becomes of each, by its place, where nothing is struck; ``None``: learn it.
+    :param rows: What the sink holds then; ``None``: learn it, or there is none to look at.
     """
-    return _Case(subject, bodies, case).run(fates)
+    return _Case(subject, bodies, case).run(fates, rows)
 
 
 class _Case:
@@ -88,8 +112,9 @@ class _Case:
         self._ids: list[str] = []
         self._mistakes: list[str] = []
 
-    def run(self, fates: Mapping[int, str] | None) -> Result:
+    def run(self, fates: Mapping[int, str] | None, rows: Counter[str] | None) -> Result:
         scheduler = self._scheduler
+        self._subject.prepare()
         self._publish(len(self._bodies) // 2 if self._case.traffic else len(self._bodies))
         one = scheduler.run("one")
         asleep = self._first(one)
@@ -101,7 +126,7 @@ class _Case:
         self._publish(len(self._bodies))
         self._drain()
         self._forget()
-        found = account(self._subject, self._ids, fates)
+        found = account(self._subject, self._ids, fates, rows)
         found.mistakes += self._mistakes
         struck = {each.name for each in scheduler.executions if each.struck}
         reached = all(strike.point.execution in struck for strike in self._case.strikes)

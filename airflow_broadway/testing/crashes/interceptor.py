@@ -92,9 +92,10 @@ class Interceptor:
         """
         if self.busy:
             return do()
+        own = nested or getattr(self._inside, "callback", False)
         with self._within(nested):
             call = Call(kind, self._names.plain(target))
-            traits = Traits(changes, half is not None, full is not None, locked())
+            traits = Traits(changes, half is not None, full is not None, locked(), own=own)
             nth, place = self._seen(call, traits)
             if self._full and full is not None:
                 raise full()
@@ -111,11 +112,14 @@ class Interceptor:
 
     @contextmanager
     def _within(self, nested: bool) -> Iterator[None]:
+        before = getattr(self._inside, "callback", False)
         self._inside.call = not nested
+        self._inside.callback = before or nested
         try:
             yield
         finally:
             self._inside.call = False
+            self._inside.callback = before
 
     def _seen(self, call: Call, traits: Traits) -> tuple[int, int]:
         """Which of the equal calls it is, and its place among all."""

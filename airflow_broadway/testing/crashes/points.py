@@ -20,6 +20,10 @@ _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"
 )
 _INSTANT = re.compile(r"\d{8}T\d{6,}Z?|(?<!\w)\d{10}(?!\w)")
+#: A strike as it is written.
+_STRIKE = re.compile(
+    r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<what>[a-z ]+)"
+)
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + r"\w+")
 
 
@@ -47,6 +51,7 @@ class Traits(NamedTuple):
     :param locked_before: Whether a lock is held before it that only the process's death ends: who
         sleeps there lets nobody recover.
     :param locked_after: The same after it.
+    :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
     """
 
     changes: bool = True
@@ -54,6 +59,7 @@ class Traits(NamedTuple):
     room: bool = False
     locked_before: bool = False
     locked_after: bool = False
+    own: bool = False
 
 
 class Point(NamedTuple):
@@ -108,6 +114,21 @@ class Strike(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.point}: {self.what.value}"
+
+    @classmethod
+    def parse(cls, text: str) -> Strike:
+        """Read what :meth:`__str__` wrote; the traits are not told.
+
+        :raises ValueError: If it is none.
+        """
+        found = _STRIKE.fullmatch(text.strip())
+        if found is None or found["what"] not in set(What):
+            whats = ", ".join(What)
+            raise ValueError(
+                f"expected RUN/TASK/TRY CALL #N: WHAT, where WHAT is one of {whats}; got: {text!r}"
+            )
+        call = Call(found["kind"], found["target"] or "")
+        return cls(Point(found["execution"], call, int(found["nth"])), What(found["what"]))
 
 
 class Names:

@@ -34,7 +34,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits
-from airflow_broadway.testing.crashes.subject import Subject
+from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 
 __all__ = ["Ended", "Execution", "Run", "Scheduler"]
 
@@ -193,6 +193,8 @@ class Scheduler:
             clock = _MovedClock(interceptor)
             interceptor.on_wake = lambda: clock.wake(self._ahead())
             _number_ids(name, salt=self._subject.folder.name)
+            os.chdir(self._subject.work)
+            os.environ[FOLDER] = str(self._subject.work)
             for boundary in self._subject.boundaries():
                 boundary.install(interceptor)
             returned = self._do(run, task, failed)

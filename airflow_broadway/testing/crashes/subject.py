@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +16,11 @@ from airflow_broadway.testing.crashes.files import LocalFiles
 from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.sqlite import Sqlite
 
-__all__ = ["Embedded", "Letter", "Subject"]
+__all__ = ["FOLDER", "Embedded", "Letter", "Subject"]
+
+#: The environment variable by which callbacks find the folder of their case; it is their current
+#: one as well.
+FOLDER = "BROADWAY_CRASH_FOLDER"
 
 
 class Letter(NamedTuple):
@@ -23,10 +28,12 @@ class Letter(NamedTuple):
 
     :param message_id: Of the message that died.
     :param marked: Whether it says that there may be another of it.
+    :param reason: Why it died, where that is told.
     """
 
     message_id: str
     marked: bool
+    reason: str = ""
 
 
 class Subject(ABC):
@@ -101,6 +108,17 @@ class Subject(ABC):
         """What of a finished run is still at the broker, in words."""
         return []
 
+    def prepare(self) -> None:  # noqa: B027 - most are new
+        """Empty what is not in the folder; called before anything is sent."""
+
+    def rows(self, ids: Sequence[str]) -> Counter[str] | None:
+        """What the pipeline's sink holds, each row as text; ``None``: there is none to look at.
+
+        :param ids: Of all messages; in rows their places stand for them.
+        :raises SinkError: If it cannot be read.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Remove what is at the broker."""
 
@@ -142,7 +160,10 @@ class Embedded(Subject):
 
     def letters(self) -> list[Letter]:
         with self._queue() as queue:
-            return [Letter(each.message_id, False) for each in queue.dead_letters(limit=None)]
+            return [
+                Letter(each.message_id, False, each.reason)
+                for each in queue.dead_letters(limit=None)
+            ]
 
     def left(self) -> list[str]:
         with self._queue() as queue:

@@ -1,0 +1,216 @@
+"""A user's pipeline and sink, put to the test over the embedded queue."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from airflow_broadway.core.errors import BroadwayError, OptionsError
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import import_class, make_ref
+from airflow_broadway.testing.crashes.campaign import Campaign, Family, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.case import Case, Result
+from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.sink import Prepare, Sink, prepare, rows_of
+from airflow_broadway.testing.crashes.sockets import Sockets
+from airflow_broadway.testing.crashes.subject import Embedded
+
+__all__ = ["CrashTest", "CrashTestError", "function_of", "pipeline_of"]
+
+
+class CrashTestError(BroadwayError):
+    """What was asked for cannot be put to the test; the text says why."""
+
+
+class Users(Embedded):
+    """A user's pipeline over the embedded queue, one message after another.
+
+    What runs at the same time, and what closes a batch by the clock, would make each run another;
+    so the pipeline runs with a concurrency of 1, and a batch waits for its size.
+    """
+
+    def __init__(
+        self,
+        pipeline: type[Pipeline],
+        sink: Sink | None,
+        prepare: Prepare | None,
+        folder: Path,
+    ) -> None:
+        super().__init__(pipeline, folder)
+        self._sink = sink
+        self._prepare = prepare
+
+    def overrides(self) -> Mapping[str, Any]:
+        batcher = {"concurrency": 1, "batch_timeout": None}
+        return {
+            **super().overrides(),
+            "processors": {"concurrency": 1, "executor": "threads"},
+            "batchers": dict.fromkeys(self.pipeline.batchers, batcher),
+        }
+
+    def boundaries(self) -> list[Boundary]:
+        return [*super().boundaries(), Sockets()]
+
+    def prepare(self) -> None:
+        if self._prepare is not None:
+            prepare(self._prepare, self.work, self.folder / "log.txt")
+
+    def rows(self, ids: Sequence[str]) -> Counter[str] | None:
+        if self._sink is None:
+            return None
+        return rows_of(self._sink, self.work, self.folder / "log.txt", ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrashTest:
+    """What is put to the test, and how much of it.
+
+    :param messages: The bodies.
+    :param sink: Returns the rows that the sink holds; ``None``: only messages are counted.
+    :param prepare: Empties a sink that is not in the case's folder.
+    :param share: Of the cases of each family but pairs, 0 to 1; those at the callbacks, and at
+        calls that these make, are all run.
+    :param pairs: How many pairs of strikes.
+    :param only: Just these cases, as reports write them.
+    :param keep: Whether the files of cases that failed are kept.
+    :raises CrashTestError: If it cannot be put to the test.
+    """
+
+    pipeline: type[Pipeline]
+    messages: Sequence[bytes]
+    sink: Sink | None = None
+    prepare: Prepare | None = None
+    families: Sequence[Family] = (Family.CRASHES, Family.ZOMBIES, Family.FAULTS, Family.PAIRS)
+    share: float = 1.0
+    pairs: int = 0
+    seed: int = 1
+    jobs: int = 1
+    only: Sequence[str] = field(default=())
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if sys.platform != "linux":
+            raise CrashTestError(
+                "a crash test needs Linux: each task is a fork that is killed, and what it does to"
+                f" files is seen in /proc; this is {sys.platform}"
+            )
+        _check(self.pipeline)
+        if not self.messages:
+            raise CrashTestError("there is no message to send")
+        if self.prepare is not None and self.jobs > 1:
+            raise CrashTestError(
+                "cases share the sink that is emptied before each of them, so they run one after"
+                " another: leave out --jobs"
+            )
+
+    def run(
+        self,
+        *,
+        on_cases: Callable[[int], None] = lambda count: None,
+        on_result: Callable[[Result], None] = lambda result: None,
+    ) -> Sums:
+        """Strike, and sum up.
+
+        :param on_cases: Called once, with how many there will be.
+        :raises UnsoundPipeline: If the pipeline does not balance when nothing is struck.
+        :raises CrashTestError: If there is no such case.
+        """
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        folder = Path(tempfile.mkdtemp(prefix="crash-test-", dir=memory))
+        try:
+            make = partial(Users, self.pipeline, self.sink, self.prepare)
+            campaign = Campaign(make, self.messages, folder)
+            cases = self._cases(campaign)
+            on_cases(len(cases))
+            return campaign.strike(cases, jobs=self.jobs, on_result=on_result)
+        except UnsoundPipeline as error:
+            raise _with_log(error) from None
+        finally:
+            if not self.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _cases(self, campaign: Campaign) -> list[Case]:
+        if not self.only:
+            return campaign.cases(
+                self.families, share=self.share, pairs=self.pairs, seed=self.seed, own=True
+            )
+        try:
+            return [campaign.named(each) for each in self.only]
+        except ValueError as error:
+            raise CrashTestError(str(error)) from None
+
+
+def pipeline_of(reference: str) -> type[Pipeline]:
+    """The class that ``module:Class`` names.
+
+    :raises CrashTestError: If it cannot be imported, or is no pipeline.
+    """
+    try:
+        return import_class(str(make_ref(reference)["class"]))
+    except OptionsError:
+        raise CrashTestError(
+            f"a pipeline is named as module:Class, such as orders:Orders; got: {reference!r}"
+        ) from None
+    except BroadwayError as error:
+        raise CrashTestError(str(error)) from None
+    except Exception as error:  # its module's own
+        raise CrashTestError(
+            f"the module of {reference!r} fails when it is imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def function_of(reference: str) -> Callable[[Path], Any]:
+    """The function that ``module:function`` names.
+
+    :raises CrashTestError: If it cannot be imported, or is no function.
+    """
+    if ":" not in reference:
+        raise CrashTestError(
+            f"a function is named as module:function, such as orders:rows; got: {reference!r}"
+        )
+    try:
+        found = resolve_name(reference)
+    except Exception as error:  # its module's own
+        raise CrashTestError(
+            f"{reference!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise CrashTestError(f"{reference!r} is no function: {found!r:.200}")
+    made: Callable[[Path], Any] = found
+    return made
+
+
+def _check(pipeline: type[Pipeline]) -> None:
+    name = pipeline.__name__
+    if pipeline.producer is None:
+        raise CrashTestError(
+            f"{name} has no producer: give the class one; the test puts the embedded queue in its"
+            " place"
+        )
+    spark = [key for key, batcher in pipeline.batchers.items() if batcher.engine == "spark"]
+    if spark:
+        raise CrashTestError(
+            f'{name} has a Spark batcher, {spark[0]!r}: a crash test runs engine="python" alone'
+            " for now"
+        )
+    try:
+        pipeline()
+    except BroadwayError as error:
+        raise CrashTestError(f"{name} cannot be built: {error}") from None
+
+
+def _with_log(error: UnsoundPipeline) -> UnsoundPipeline:
+    """The same error, with the end of its log: the log itself may be removed."""
+    if error.log is not None and error.log.exists():
+        error.tail = error.log.read_text(errors="replace").splitlines()[-20:]
+    return error

@@ -1,0 +1,26 @@
+"""Strikes for the tests of the harness's pieces, in this process."""
+
+from __future__ import annotations
+
+from airflow_broadway.testing.crashes import Strike
+from airflow_broadway.testing.crashes.interceptor import Interceptor
+
+__all__ = ["NAME", "Died", "calls", "striking"]
+
+#: The execution that is struck.
+NAME = "one/process/1"
+
+
+class Died(BaseException):
+    """The process would have died here."""
+
+
+def striking(text: str = "") -> Interceptor:
+    """An interceptor that strikes there: ``CALL #N: WHAT``."""
+    strikes = {NAME: Strike.parse(f"{NAME} {text}")} if text else {}
+    return Interceptor(NAME, strikes)
+
+
+def calls(interceptor: Interceptor) -> list[str]:
+    """What it saw, in order."""
+    return [f"{point.call} #{point.nth}" for point in interceptor.seen]
