@@ -100,7 +100,9 @@ def _encoded(key: Any, value: Any) -> str:
 
 
 def _flat(value: list[Any] | dict[Any, Any]) -> str | None:
-    """JSON of a list, or a dictionary, of short plain values; ``None`` for any other."""
+    """JSON of a list, or a dictionary, of short plain values, or of pairs of text as Kafka's
+    headers are; ``None`` for any other.
+    """
     if not value:
         return "[]" if type(value) is list else "{}"
     items: Any = value
@@ -114,6 +116,10 @@ def _flat(value: list[Any] | dict[Any, Any]) -> str | None:
         if kind is int:
             if not -LARGE_INT < each < LARGE_INT:
                 return None
+        elif kind is list:
+            for inner in each:
+                if type(inner) is not str and inner is not None:
+                    return None
         elif kind is not str and kind is not bool and each is not None:
             return None
     text = "".join(_encode(value, 0))

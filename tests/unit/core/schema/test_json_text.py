@@ -143,6 +143,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
 metadata_values = st.one_of(
     scalars,
     st.lists(scalars, max_size=4),
+    st.lists(st.lists(st.text(max_size=3) | st.none() | st.binary(), max_size=2), max_size=3),
     st.dictionaries(st.text(max_size=5) | st.integers(), scalars, max_size=4),
     st.sampled_from([10**18, -(10**18), 10**5000, [10**5000], True, [True], {"a": 10**18}]),
     anything,
