@@ -24,6 +24,7 @@ from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
 
 __all__ = ["BatchTask", "ProcessTask", "Processed", "send_depth"]
 
@@ -97,7 +98,7 @@ class ProcessTask:
         metrics.count(Metric.FAILED, reference["failed"])
         metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
         if not self._process.timed_out:
-            send_depth(self._pipeline, self._ports, metrics)
+            send_depth(self._pipeline, self._ports, metrics, self._run.store)
         return Processed(reference, self._process.timed_out, self._process.trouble)
 
     def stop(self) -> None:
@@ -105,10 +106,15 @@ class ProcessTask:
         self._process.stop("signal")
 
 
-def send_depth(pipeline: Pipeline, ports: Ports, metrics: Metrics) -> None:
-    """Send how full the queue is, where its broker tells."""
+def send_depth(
+    pipeline: Pipeline, ports: Ports, metrics: Metrics, store: Store | None = None
+) -> None:
+    """Send how full the queue is, where its broker tells.
+
+    :param store: The staging root, where the producer's own notes are.
+    """
     try:
-        depth = pipeline.producer.depth(producer_env(pipeline, ports))
+        depth = pipeline.producer.depth(producer_env(pipeline, ports, store=store))
     except Exception as error:
         # Only a gauge: what was received has been published.
         log.warning("Could not ask how full the queue is: %s", error)

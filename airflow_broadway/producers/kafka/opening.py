@@ -27,7 +27,16 @@ from airflow_broadway.producers.kafka.table import Table, drop, skip
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
 
-__all__ = ["Mark", "Opening", "expired_text", "live_claims", "mark_of", "own_places", "read_mark"]
+__all__ = [
+    "Mark",
+    "Opening",
+    "expired_text",
+    "live_claims",
+    "mark_of",
+    "own_places",
+    "read_mark",
+    "reset_table",
+]
 
 log = logging.getLogger(__name__)
 
@@ -305,7 +314,7 @@ class Opening:
         if table is not None:
             self._refuse_held(place, table, now, "begin_offset='reset'")
         start = self._by_policy([place])[place]
-        self._register.change(place, lambda known: (_reset(known, start, end), None))
+        self._register.change(place, lambda known: (reset_table(known, start, end), None))
         log.warning("%s is read from %d on: begin_offset='reset'.", _name(place), start)
 
     def _honour_reset(self, place: Place, table: Table, offset: int, now: float) -> None:
@@ -319,7 +328,7 @@ class Opening:
             table.base,
             offset,
         )
-        self._register.change(place, lambda known: (_reset(known, offset), None))
+        self._register.change(place, lambda known: (reset_table(known, offset), None))
 
     def _refuse_held(self, place: Place, table: Table, now: float, what: str) -> None:
         for generation, until in live_claims(self._register, table, now).items():
@@ -361,7 +370,7 @@ class Opening:
         self._register.change(place, without)
 
 
-def _reset(table: Table | None, offset: int, end: int | None = None) -> Table:
+def reset_table(table: Table | None, offset: int, end: int | None = None) -> Table:
     """The table of a group that begins at an offset: what was handed out behind it comes marked."""
     if table is None:
         return Table(base=offset)

@@ -115,6 +115,11 @@ class Register:
             return made
         return str(self._files.read("owner.json")["id"])
 
+    def owner_if_known(self) -> str | None:
+        """Whose the group is, by this staging folder; ``None``: it never kept it."""
+        value = self._files.read("owner.json")
+        return None if value is None else str(value["id"])
+
     def starts(self) -> dict[Place, int] | None:
         """Where a group that was new began, in each partition; ``None``: nobody has said."""
         value = self._files.read("starts.json")

@@ -175,6 +175,10 @@ class Table:
         ends += [offset + 1 for offset in self.held]
         return max(ends)
 
+    def marked(self, ranges: Ranges) -> Table:
+        """The table with these marked as handed out."""
+        return replace(self, marks=union(self.marks, ranges))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON value that :meth:`from_json` reads back."""
         value: dict[str, Any] = {"v": _VERSION, "base": self.base}
