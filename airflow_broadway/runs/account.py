@@ -20,7 +20,7 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
-from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
+from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 
 __all__ = [
@@ -52,7 +52,7 @@ def keep_report(
     """Account for the executions of a run, and keep the report in the run's folder.
 
     A run that balances is marked so, which lets retention remove it; an empty one leaves its report
-    and no other file.
+    and no other file.  Its settled generations are open no more.
 
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
@@ -87,6 +87,10 @@ def keep_report(
         mark_balanced(run)
         if not totals["received"]:
             _forget(run, records)
+    # Last: whoever dies before it leaves the run to a sweep, which comes here again.
+    for record in records:
+        if record.state == SETTLED:
+            run.forget_open(record.generation)
     return report
 
 

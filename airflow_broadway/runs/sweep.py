@@ -6,18 +6,20 @@ import logging
 
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.inspect import RequestRefused
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.settle import settle
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.retention import remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
     SETTLED,
     SETTLING,
     GenerationRecord,
     StagedRun,
-    iter_unsettled,
+    iter_open,
 )
 
 __all__ = ["remove_old_runs", "remove_settled_run", "sweep"]
@@ -29,8 +31,8 @@ def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
     """Settle what earlier executions of this task hold, and what runs hold that are over.
 
     After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
-    ours runs any more: what has an outcome there is settled by it, and the rest is released.  What
-    cannot be settled now is logged; its lease lapses by itself.
+    ours runs any more: what has an outcome there is settled by it, the rest is released, and the
+    run is accounted for.  What cannot be settled now is logged; its lease lapses by itself.
 
     :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
     """
@@ -51,7 +53,8 @@ def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
         return custodian
 
     over: dict[str, bool] = {}
-    for other, record in iter_unsettled(run.store, pipeline.name, task.dag_id):
+    dead: dict[str, StagedRun] = {}
+    for other, record in iter_open(run.store, pipeline.name, task.dag_id):
         own = other.run_id == task.run_id
         if own and (record.task_id, record.map_index) != (task.task_id, task.map_index):
             continue
@@ -60,12 +63,29 @@ def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
                 over[other.run_id] = ports.is_over(other.run_id)
             if not over[other.run_id]:
                 continue
+            dead[other.run_id] = other
+        if record.state == SETTLED:
+            continue
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
         _settle(other, record, pipeline, opened(record), void=void)
     if custodian is not None:
         custodian.close()
+    for other in dead.values():
+        _account(other, pipeline, ports)
+
+
+def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> None:
+    """Account for a dead run once all of it is settled, so that retention may remove it."""
+    watcher = RunWatcher(run, pipeline, ports=ports)
+    try:
+        if all(each.state == SETTLED for each in run.generations()):
+            watcher.report(failed_tasks=())
+    except BroadwayError as error:
+        log.warning("Could not account for run %s: %s", run.run_id, error)
+    finally:
+        watcher.close()
 
 
 def _settle(
@@ -85,6 +105,8 @@ def _settle(
             "Could not give back generation %s: %s", record.generation, error, exc_info=unexpected
         )
         return
+    if not run.files.exists(paths.generation(record.generation)):
+        run.forget_open(record.generation)  # it died while it was opened: no account names it
     report = settled.report
     log.info(
         "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"

@@ -123,6 +123,9 @@ class Bucket:
             self._fs.rm_file(path)
         self._forget(path)
 
+    def remove_temporary(self, path: str, before: float) -> None:
+        """Nothing: an object appears whole, under its own name."""
+
     def remove_tree(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm(path, recursive=True)

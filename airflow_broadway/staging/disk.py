@@ -16,6 +16,7 @@ from typing import IO
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import (
+    TEMPORARY,
     create_file,
     drop_file,
     make_folder,
@@ -112,6 +113,14 @@ class Disk:
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
             os.remove(path)
+
+    def remove_temporary(self, path: str, before: float) -> None:
+        with suppress(FileNotFoundError), os.scandir(path) as found:
+            for entry in found:
+                if entry.name.startswith(TEMPORARY):
+                    with suppress(FileNotFoundError):
+                        if entry.stat().st_mtime < before:
+                            os.remove(entry.path)
 
     def remove_tree(self, path: str) -> None:
         with suppress(FileNotFoundError):

@@ -1,8 +1,9 @@
 """How long a run's files stay: until the run has balanced, and then a while.
 
 A run has *balanced* once all its messages are settled and their sum is right.  Whoever finds that
-calls :func:`mark_balanced`; the sweep of a later run removes what has been marked for long enough.
-A run that was never marked, or that has an unsettled generation, stays whatever its age.
+calls :func:`mark_balanced`: its sensor, or the sweep of a later run if it died.  The sweep of a
+still later one removes what has been marked for long enough.  A run that was never marked, or that
+has an unsettled generation, stays whatever its age.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -23,7 +24,7 @@ from airflow_broadway.staging.run_folder import (
     GenerationRecord,
     StagedRun,
     dag_folder,
-    generations_in,
+    iter_unsettled,
 )
 from airflow_broadway.staging.store import Folder, Store
 
@@ -57,7 +58,8 @@ def sweep_retention(
     limit: int = 20,
     spared: Collection[str] = (),
 ) -> list[str]:
-    """Remove the files of runs that balanced longer than ``keep`` seconds ago; oldest first.
+    """Remove the files of runs that balanced longer than ``keep`` seconds ago; oldest first.  And
+    what somebody who died was writing beside the runs.
 
     :param keep: Seconds since the last mark.
     :param spared: Ids of runs to leave alone: an old run may have been cleared, and be at work.
@@ -66,10 +68,13 @@ def sweep_retention(
     """
     clock = clock or SystemClock()
     folder = dag_folder(store, pipeline, dag_id)
-    due = _marked_before(folder, clock.now() - timedelta(seconds=keep))
+    before = clock.now() - timedelta(seconds=keep)
+    for each in (OPEN, BALANCED):  # what lies in a run's own folder goes with it
+        folder.remove_temporary(each, before)
+    due = _marked_before(folder, before)
     if not due:
         return []
-    unsettled = _unsettled_runs(folder)
+    unsettled = {run.run_id for run, _ in iter_unsettled(store, pipeline, dag_id)}
     removed: list[str] = []
     for names in due:
         if len(removed) >= limit:
@@ -78,10 +83,11 @@ def sweep_retention(
         if run_id is None or run_id in spared:
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=run_id, clock=clock)
-        if run_id in unsettled or any(each.state != SETTLED for each in run.generations()):
+        records = run.generations()
+        if run_id in unsettled or any(each.state != SETTLED for each in records):
             log.warning("run %r was marked balanced but has an unsettled generation: kept", run_id)
             continue
-        run.files.remove_all()
+        _remove_files(run, records)
         # The marks go last: whoever dies before leaves them for the next sweep.
         for name in names:
             folder.remove(f"{BALANCED}/{name}")
@@ -115,7 +121,7 @@ def _run_id(folder: Folder, mark: str) -> str | None:
 
 def remove_run(run: StagedRun) -> None:
     """Remove the files of one run, whose generations are all settled."""
-    run.files.remove_all()
+    _remove_files(run, run.generations())
     suffix = f"-{encode_name(run.run_id)}.json"
     for name in run.dag.list(BALANCED):
         match = _MARK.fullmatch(name)
@@ -123,22 +129,14 @@ def remove_run(run: StagedRun) -> None:
             run.dag.remove(f"{BALANCED}/{name}")
 
 
+def _remove_files(run: StagedRun, records: Iterable[GenerationRecord]) -> None:
+    for record in records:  # on the list without its folder, it would count as unsettled
+        run.forget_open(record.generation)
+    run.files.remove_all()
+
+
 def _instant(stamp: str) -> datetime | None:
     try:
         return datetime.strptime(stamp, _STAMP).replace(tzinfo=UTC)
     except ValueError:  # no instant, so none of ours
         return None
-
-
-def _unsettled_runs(folder: Folder) -> set[str]:
-    found: set[str] = set()
-    for generation in generations_in(folder.list(OPEN)):
-        path = f"{OPEN}/{generation}.json"
-        try:
-            found.add(GenerationRecord.loads(folder.read(path), path).run_id)
-        except FileNotFoundError:
-            continue
-        except StagingError as error:
-            # Its run has another record of it, which is looked at, too.
-            log.error("an unsettled generation is passed over: %s", error)
-    return found

@@ -2,8 +2,8 @@
 
 A *generation* is one execution of a process task.  Its record is written before the first message
 is received.  A copy of the record lies in ``_open/``, beside the runs of the Dag, until the
-generation is settled.  So a sweep finds what is unsettled by listing one small folder, however many
-runs there are.
+generation is settled and its run accounted for.  So a sweep finds what dead runs left by listing
+one small folder, however many runs there are.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ __all__ = [
     "StagedRun",
     "dag_folder",
     "generations_in",
+    "iter_open",
     "iter_unsettled",
 ]
 
 log = logging.getLogger(__name__)
 
-#: The folder, beside the runs of a Dag, of what is unsettled.  No run's folder begins with ``_``.
+#: The folder, beside the runs of a Dag, of what is unsettled, or not accounted for.  No run's
+#: folder begins with ``_``.
 OPEN = "_open"
 
 #: The name of a generation's record, in either place; other files there are not ours.
@@ -246,14 +248,14 @@ class StagedRun:
         self.store.folder(f"{self.path}/{generation}").remove_all()
 
     def forget_open(self, generation: str) -> None:
-        """Take a settled generation from the list of unsettled ones.
+        """Take a generation that is settled and accounted for from the list of open ones.
 
-        Where deleting fails it stays on the list, and sweeps pass over it.
+        Where deleting fails it stays on the list, and sweeps account for its run again.
         """
         try:
             self.dag.remove(f"{OPEN}/{generation}.json")
         except StagingError as error:
-            log.warning("generation %s is settled and stays on the list: %s", generation, error)
+            log.warning("generation %s is done with and stays on the list: %s", generation, error)
 
 
 def generations_in(names: Iterable[str]) -> list[str]:
@@ -266,10 +268,11 @@ def _age(record: GenerationRecord) -> tuple[Any, ...]:
     return (record.task_id, record.map_index, *order)
 
 
-def iter_unsettled(
+def iter_open(
     store: Store, pipeline: str, dag_id: str, clock: Clock | None = None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
-    """All generations of all runs of a Dag that are not settled, oldest first.
+    """All generations of all runs of a Dag that are not settled, or whose run nobody has accounted
+    for since they were; oldest first.
 
     However many runs there are, this costs one listing, and for each such generation a read and
     another listing.
@@ -280,16 +283,21 @@ def iter_unsettled(
         path = f"{OPEN}/{name}.json"
         try:
             record = GenerationRecord.loads(folder.read(path), path)
-        except FileNotFoundError:  # settled since it was listed
+        except FileNotFoundError:  # accounted for since it was listed
             continue
         except StagingError as error:
             # It must not stop the others, or a run: its lease lapses by itself.
             log.error("an unsettled generation is passed over: %s", error)
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=record.run_id, clock=clock)
-        state = run.state(record.generation)
-        if state == SETTLED:  # whoever settled it died before it could say so here
-            run.forget_open(record.generation)
-            continue
-        found.append((run, dataclasses.replace(record, state=state)))
+        found.append((run, dataclasses.replace(record, state=run.state(record.generation))))
     yield from sorted(found, key=lambda each: (each[1].opened_at, each[1].generation))
+
+
+def iter_unsettled(
+    store: Store, pipeline: str, dag_id: str, clock: Clock | None = None
+) -> Iterator[tuple[StagedRun, GenerationRecord]]:
+    """Those of :func:`iter_open` that are not settled."""
+    for run, record in iter_open(store, pipeline, dag_id, clock):
+        if record.state != SETTLED:
+            yield run, record

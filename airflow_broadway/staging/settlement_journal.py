@@ -102,5 +102,4 @@ def record_settled(
     journal = settled_journal(run, record.generation)
     if journal is None:
         raise StagingError(f"the journal of generation {record.generation} is gone")
-    run.forget_open(record.generation)
     return journal

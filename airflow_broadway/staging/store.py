@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -100,6 +101,12 @@ class Backend(Protocol):
 
     def remove(self, path: str) -> None: ...
     def remove_tree(self, path: str) -> None: ...
+
+    def remove_temporary(self, path: str, before: float) -> None:
+        """Remove temporary files of a folder, last written before an instant (seconds since 1970):
+        whoever wrote them died.
+        """
+        ...
 
 
 class Store:
@@ -325,6 +332,11 @@ class Folder:
         """Remove a file, if it is there."""
         with translated(f"remove {path}", self.store.uri):
             self._backend.remove(self.full(path))
+
+    def remove_temporary(self, folder: str, before: datetime) -> None:
+        """Remove what the dead were writing in a folder, but not in those below it."""
+        with translated(f"remove temporary files of {folder}", self.store.uri):
+            self._backend.remove_temporary(self.full(folder), before.timestamp())
 
     def remove_all(self) -> None:
         """Remove the folder and all in it."""

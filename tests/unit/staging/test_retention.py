@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,19 @@ def test_an_old_run_that_is_at_work_again_is_spared(tmp_path: Path) -> None:
     assert sweep(run, clock, spared=[run.run_id]) == []
     assert run.files.exists("some/file")
     assert sweep(run, clock) == [run.run_id]
+
+
+def test_what_the_dead_were_writing_beside_the_runs_is_removed_too(tmp_path: Path) -> None:
+    clock = ManualClock(datetime.now(UTC))
+    run = settled_run(tmp_path, "a", clock)
+    run.dag.create("_balanced/any.txt", "")
+    strays = [tmp_path / "Pipeline/dag" / each / ".tmp-1" for each in ("_open", "_balanced")]
+    for stray in strays:
+        stray.write_text("half")
+
+    sweep(run, clock)
+    assert all(stray.exists() for stray in strays)
+
+    clock.advance(KEEP + 60)
+    sweep(run, clock)
+    assert not any(stray.exists() for stray in strays)

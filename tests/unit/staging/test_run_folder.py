@@ -11,7 +11,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.staging.run_folder import iter_unsettled
+from airflow_broadway.staging.run_folder import iter_open, iter_unsettled
 from airflow_broadway.staging.settlement import settle_generation
 from airflow_broadway.staging.settlement_journal import record_settled
 from airflow_broadway.testing import ManualClock
@@ -136,15 +136,17 @@ def test_a_sweep_finds_what_is_unsettled_in_all_runs_of_the_dag(tmp_path: Path) 
     }
 
 
-def test_who_dies_before_tidying_up_costs_a_sweep_one_look(tmp_path: Path) -> None:
+def test_what_is_settled_stays_on_the_list_until_its_run_is_accounted_for(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     record = open_generation(run)
-    marker = f"_open/{record.generation}.json"
     record_settled(run, record, SettleReport())
-    run.dag.create(marker, record.dumps())  # as if the process had died before removing it
 
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
-    assert not run.dag.exists(marker)
+    [(found, open_still)] = iter_open(run.store, "Pipeline", "dag")
+    assert (found.run_id, open_still.state) == (run.run_id, "settled")
+
+    run.forget_open(record.generation)
+    assert list(iter_open(run.store, "Pipeline", "dag")) == []
 
 
 def test_who_dies_while_opening_leaves_a_generation_that_a_sweep_releases(tmp_path: Path) -> None:
