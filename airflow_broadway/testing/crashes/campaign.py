@@ -274,7 +274,7 @@ class Campaign:
             after = [
                 point
                 for each in result.executions[(begun if begun is not None else 0) + 1 :]
-                if not each.name.startswith("last/")
+                if not each.name.startswith(("after/", "last/"))
                 for point in each.seen
                 if point.traits.changes
             ]

@@ -91,6 +91,7 @@ class Sums(Broadway):
 class PlainSums(Sums):
     """Without batchers."""
 
+    name = "Sums"
     batchers = {}
 
 
