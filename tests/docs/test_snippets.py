@@ -13,6 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = [
     "concepts.md",
     "embedded-queue.md",
+    "kafka.md",
     "rabbitmq.md",
     "semantics.md",
     "spark.md",

@@ -326,7 +326,7 @@ class KafkaOptions(Producer):
         for name, value in (self.settings or {}).items():
             path = f"KafkaProducer.settings.{name}"
             if is_secret(name):
-                raise OptionsError(path, "no secret: it belongs in the connection's extra", value)
+                raise OptionsError(path, "no secret: it belongs in the connection's extra", "***")
             if name in OWNED:
                 raise OptionsError(path, f"nothing: {OWNED[name]}", value)
         if isinstance(self.topics, (list, tuple)):

@@ -1,0 +1,147 @@
+"""What the guide says of options and connections, without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, OptionsError
+from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
+from airflow_broadway.producers.kafka.client import settings_of
+
+
+class Connections:
+    """What Airflow knows."""
+
+    def __init__(self, **known: Connection) -> None:
+        self.known: Mapping[str, Connection] = known
+
+    def get(self, conn_id: str) -> Connection:
+        if conn_id not in self.known:
+            raise ConnectionMissing(f"the Airflow connection {conn_id!r} is not defined")
+        return self.known[conn_id]
+
+
+def made(**options: Any) -> KafkaProducer:
+    return KafkaProducer(**{"group_id": "orders", "topics": ["orders"], **options})
+
+
+def settings(producer: KafkaProducer, connection: Connection | None = None) -> dict[str, Any]:
+    known = {} if connection is None else {"kafka_default": connection}
+    return settings_of(producer, ProducerEnv(connections=Connections(**known)))
+
+
+def connection(**about: Any) -> Connection:
+    return Connection(conn_id="kafka_default", conn_type="kafka", **about)
+
+
+def test_the_extra_of_the_connection_is_librdkafkas_settings() -> None:
+    extra = {"bootstrap.servers": "a:1", "socket.keepalive.enable": True, "ssl.ca.location": "/ca"}
+
+    found = settings(made(), connection(extra=extra, host="unused"))
+
+    assert extra.items() <= found.items()
+
+
+def test_host_and_login_of_the_connection_count_where_the_extra_is_silent() -> None:
+    about = connection(host="broker", port=9093, login="me", password="s3cret", extra={})
+    own = {"bootstrap.servers": "a:1", "sasl.username": "she", "sasl.password": "hers"}
+
+    found = settings(made(), about)
+
+    assert found["bootstrap.servers"] == "broker:9093"
+    assert (found["sasl.username"], found["sasl.password"]) == ("me", "s3cret")
+    other = settings(made(), connection(host="broker", login="me", password="s3cret", extra=own))
+    assert own.items() <= other.items()
+
+
+@pytest.mark.parametrize(
+    "hosts", ["a:1,b:2", ["a:1", "b:2"], [("a", 1), ("b", 2)]], ids=["text", "texts", "pairs"]
+)
+def test_hosts_alone_do_where_there_is_no_connection(hosts: Any) -> None:
+    assert settings(made(hosts=hosts))["bootstrap.servers"] == "a:1,b:2"
+    with pytest.raises(ConnectionMissing):
+        settings(made(hosts=hosts, conn_id="another"))
+    with pytest.raises(ConnectionMissing):
+        settings(made())
+
+
+def test_nobody_naming_a_broker_is_told() -> None:
+    with pytest.raises(ConnectionMissing, match="nobody says where the Kafka cluster is"):
+        settings(made(), connection(extra={}))
+
+
+@pytest.mark.parametrize(
+    ("ssl", "sasl", "given", "expected"),
+    [
+        (True, None, None, "SSL"),
+        (None, "PLAIN", None, "SASL_PLAINTEXT"),
+        (None, "PLAIN", "ssl", "SASL_SSL"),
+        (False, None, "SASL_SSL", "SASL_PLAINTEXT"),
+    ],
+)
+def test_tls_and_sasl_are_said_apart(
+    ssl: bool | None, sasl: str | None, given: str | None, expected: str
+) -> None:
+    extra = {"bootstrap.servers": "a:1", **({"security.protocol": given} if given else {})}
+    producer = made(client_config=ClientConfig(ssl=ssl, sasl=sasl))
+
+    assert settings(producer, connection(extra=extra))["security.protocol"] == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["sasl.password", "ssl.key.password", "sasl.oauthbearer.client.secret", "ssl.key.pem"]
+)
+def test_a_secret_is_no_option_and_is_not_shown(name: str) -> None:
+    with pytest.raises(OptionsError, match="belongs in the connection") as told:
+        made(settings={name: "s3cret"})
+
+    assert "s3cret" not in str(told.value)
+
+
+def test_a_setting_of_ours_is_refused_with_the_option_that_does_it() -> None:
+    with pytest.raises(OptionsError, match="the option group_id"):
+        made(settings={"group.id": "another"})
+
+
+@pytest.mark.parametrize("topics", [["^orders.*"], ["a b"], [], "orders", ["orders", "orders"]])
+def test_topics_are_names_and_no_pattern(topics: Any) -> None:
+    with pytest.raises(OptionsError, match="no pattern"):
+        made(topics=topics)
+
+
+def test_dead_letters_go_to_none_of_the_topics() -> None:
+    with pytest.raises(OptionsError, match="received again"):
+        made(topics=["a", "a-dlt"])
+
+
+class Orders(Broadway):
+    producer = made(hosts="a:1", conn_id=None)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def by_size(message: Message) -> int:
+    return message.size
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"partition_by": by_size},
+        {"processors": Processors(partition_by=by_size)},
+        {"batchers": {"one": Batcher(engine="python", partition_by=by_size)}},
+    ],
+    ids=["pipeline", "processors", "batcher"],
+)
+def test_a_partition_by_is_refused_at_every_level(declared: dict[str, Any]) -> None:
+    with pytest.raises(BroadwayError, match="it partitions by topic and partition itself"):
+        type("Partitioned", (Orders,), declared)()
