@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
 from tests.faults.rabbitmq_worker import AGAIN, Worker, verdict_on
 
@@ -35,6 +37,8 @@ class KafkaWorker(Worker):
     :param order: The producer's option.
     """
 
+    portion = 50
+
     def __init__(self, folder: Path, bootstrap: str, topic: str, order: str, most: int) -> None:
         self.folder = folder
         self.most = most
@@ -52,6 +56,13 @@ class KafkaWorker(Worker):
             fetch_config=FetchConfig(max_wait_time=0.05),
             on_failure="retry",
         )
+
+    def take(self, place: Path, messages: Sequence[Message]) -> None:
+        """Note what was handled: whoever gets it again is to know."""
+        lines = [f"{int(m.data)} {m.attempt} {int(m.redelivered)}\n" for m in messages]
+        with (place / "taken").open("a") as file:
+            file.write("".join(lines))
+        time.sleep(0.02)  # long enough to be killed at it
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Worker:
     """The runs of one queue."""
 
     verdict_on = staticmethod(verdict_on)
+    #: Messages of a receive.
+    portion = 1000
 
     def __init__(self, folder: Path, uri: str, queue: str, lease: float, most: int) -> None:
         self.folder = folder
@@ -82,9 +85,10 @@ class Worker:
             messages: list[Message] = []
             while len(messages) < self.most:
                 wanted = self.most - len(messages)
-                got = source.secure(source.receive(min(1000, wanted), timeout=1.0))
+                got = source.secure(source.receive(min(self.portion, wanted), timeout=1.0))
                 if not got:
                     break
+                self.take(place, got)
                 messages += got
             lease = source.lease.to_json()
             write(
@@ -94,6 +98,9 @@ class Worker:
             source.close()
         self.settle(place)
         return len(messages)
+
+    def take(self, place: Path, messages: Sequence[Message]) -> None:
+        """What callbacks would do with messages, before any manifest names them."""
 
     def settle(self, place: Path) -> None:
         """Settle by the manifest."""

@@ -20,6 +20,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from scripts.airflow_env import ROOT
 from tests.faults.kafka_worker import GROUP, verdict_in_order, verdict_on
 from tests.kafka_server import KafkaServer
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.broker]
 
@@ -92,12 +93,18 @@ class Topic:
         return process
 
     def drain(self, *, kills: int, most: int, seed: int) -> int:
-        """Kill workers at random instants, then let one finish; how many were killed."""
+        """Kill workers, then let one finish; how many were killed.
+
+        Two of three die soon after they have taken their first messages, and so as they take more
+        or settle; the others at any instant.
+        """
         dice, killed = random.Random(seed), 0
-        for _ in range(kills):
+        for number in range(kills):
             worker = self.worker(most)
             try:
-                worker.wait(timeout=dice.uniform(0.0, 1.6))
+                if number % 3:
+                    self._wait_until_it_takes(worker)
+                worker.wait(timeout=dice.uniform(0.0, 0.3 if number % 3 else 1.6))
             except subprocess.TimeoutExpired:
                 killed += 1
             finally:
@@ -105,6 +112,18 @@ class Topic:
                 worker.wait()
         assert self.worker(most).wait(timeout=300) == 0
         return killed
+
+    def _wait_until_it_takes(self, worker: subprocess.Popen[bytes]) -> None:
+        before = len(self.runs("taken"))
+        eventually(lambda: worker.poll() is not None or len(self.runs("taken")) > before)
+
+    def runs(self, having: str) -> set[Path]:
+        """The executions that have written a file."""
+        return {path.parent for path in self.folder.glob(f"runs/*/{having}")}
+
+    def abandoned(self) -> int:
+        """How many executions took messages and said nothing more."""
+        return len(self.runs("taken") - self.runs("manifest.json"))
 
     # -- what came of it -----------------------------------------------------------------------
 
@@ -123,6 +142,14 @@ class Topic:
 
     def handled(self) -> Iterator[Handled]:
         return (each for execution in self.executions() for each in execution)
+
+    def taken(self) -> Iterator[Handled]:
+        """What each execution has taken, those among them that were killed."""
+        for path in self.folder.glob("runs/*/taken"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):  # else it was killed as it wrote
+                    number, attempt, redelivered = map(int, line.split())
+                    yield Handled(number, attempt, bool(redelivered))
 
     def is_final(self, each: Handled) -> bool:
         """Whether its verdict ends it."""
@@ -187,7 +214,8 @@ def test_whoever_is_killed_nothing_is_lost_and_order_is_kept(
 ) -> None:
     topic = Topic.filled(kafka, tmp_path, order, 1_000)
 
-    assert topic.drain(kills=3, most=300, seed=3)
+    assert topic.drain(kills=6, most=300, seed=3)
+    assert topic.abandoned()
 
     topic.check()
 
@@ -200,6 +228,7 @@ def test_twenty_thousand_survive_sixty_kills(
 ) -> None:
     topic = Topic.filled(kafka, tmp_path, order, 20_000)
 
-    assert topic.drain(kills=90, most=800, seed=60) >= 60
+    assert topic.drain(kills=75, most=800, seed=60) >= 60
+    assert topic.abandoned() >= 15
 
     topic.check()
