@@ -84,7 +84,7 @@ def found_by_workers(place: Place, case: str, count: int) -> Found:
     handled: dict[tuple[int, int], list[bool]] = defaultdict(list)
     done: set[int] = set()
     for path in place.folder.rglob("runs/*/manifest.json"):
-        for _, attempt, redelivered, payload, _ in json.loads(path.read_text())["messages"]:
+        for _, attempt, redelivered, payload, *_ in json.loads(path.read_text())["messages"]:
             number = int(b64decode(payload))
             handled[number, attempt].append(redelivered)
             if verdict_on(number, attempt).action in (ACK.action, Action.DEAD_LETTER):
