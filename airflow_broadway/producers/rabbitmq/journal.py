@@ -2,8 +2,9 @@
 
 One folder per generation, ``<staging>/rabbitmq/<queue>/<generation>/`` (both hashed), in which its
 :class:`GenerationLog` is too.  Beside them ``due/<epoch>-<generation>.json``: when its lease queue
-may be looked at again, and ``claims/<lease queue>/<generation>.json``: whose it is, and
-``relied/<queue>.json``: which of the queues that stay are old enough to be relied on::
+may be looked at again, under the lease queue's own hash until a generation uses it, and
+``claims/<lease queue>/<generation>.json``: whose it is, and ``relied/<queue>.json``: which of the
+queues that stay are old enough to be relied on::
 
     opened.json     the lease queue is declared: from now on bundles may be in it
     turn-*.json     who settles and publishes failures again: two turns may publish one twice
@@ -44,6 +45,7 @@ class Due(NamedTuple):
     :param gone: Whether it was found gone before: only its journal is left.
     :param sure: From when on it need not be asked for what shows in no count.
     :param empty: Whether the returns queue was empty when it was looked at last.
+    :param unused: Whether it was declared, and may never have come into use.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Due(NamedTuple):
     gone: bool
     sure: float
     empty: bool = False
+    unused: bool = False
 
 
 class QueueJournal:
@@ -63,6 +66,8 @@ class QueueJournal:
     def __init__(self, staging: str | None, queue: str) -> None:
         #: Where they lie, and the bundles of staged custody beside them.
         self.files = state_files(staging, f"rabbitmq/{digest(queue)}")
+        # Notes of what was declared here, by lease queue, while nothing else tells of it.
+        self._unused: dict[str, str] = {}
 
     def _log(self, generation: str) -> GenerationLog:
         return GenerationLog(self.files, generation)
@@ -77,6 +82,30 @@ class QueueJournal:
         self.files.write(f"{folder}/{own}", {"queue": queue, "generation": generation})
         return self.files.names(folder) == [own]
 
+    def note_unused(self, queue: str, at: float) -> None:
+        """Note, before that is done, that a lease queue is declared or taken.
+
+        Else nobody would delete the one of a process that dies before it notes more.
+
+        :param at: From when on it may be deleted, unless it came into use; seconds since the epoch.
+        """
+        name = f"due/{at:.0f}-{digest(queue)}.json"
+        self.files.write(name, {"queue": queue, "sure": at, "unused": True})
+        self._unused[queue] = name
+
+    def note_used(self, queue: str) -> None:
+        """Note that something else tells of a lease queue."""
+        name = self._unused.pop(queue, None)
+        if name is not None:
+            self.files.remove(name)
+
+    def is_used(self, queue: str) -> bool:
+        """Whether a generation ever had bundles in a lease queue; if not, none will from now on."""
+        if self.claim(queue, ""):
+            return False
+        claims = self.files.names(f"claims/{digest(queue)}")
+        return any(self.files.exists(f"{each[:-5]}/opened.json") for each in claims)
+
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.
 
@@ -86,6 +115,7 @@ class QueueJournal:
         value = {"queue": queue, "sure": sure}
         self.files.write(f"due/{due:.0f}-{digest(generation)}.json", value)
         self.files.write(f"{digest(generation)}/opened.json", {"queue": queue})
+        self.note_used(queue)
 
     def opened(self, generation: str) -> str | None:
         """The generation's lease queue, if bundles may be in it."""
@@ -213,7 +243,8 @@ class QueueJournal:
                 if value is not None:
                     gone, sure = bool(value.get("gone")), float(value.get("sure", str(match[1])))
                     queue, empty = str(value.get("queue")), bool(value.get("empty"))
-                    found.append(Due(name, match[2], queue, gone, sure, empty))
+                    unused = bool(value.get("unused"))
+                    found.append(Due(name, match[2], queue, gone, sure, empty, unused))
             except (StagingError, TypeError, ValueError, AttributeError) as error:
                 log.warning("%s is passed over, and should be removed: %s", f"due/{name}", error)
         return found
@@ -225,7 +256,13 @@ class QueueJournal:
         :param empty: Whether the returns queue is empty.
         """
         value = {"queue": due.queue, "gone": gone, "sure": due.sure, "empty": empty}
+        if due.unused:
+            value["unused"] = True
         self.files.write(f"due/{at:.0f}-{due.folder}.json", value)
+        self.files.remove(f"due/{due.name}")
+
+    def drop(self, due: Due) -> None:
+        """Do not look at a lease queue again by this note."""
         self.files.remove(f"due/{due.name}")
 
     def forget(self, due: Due) -> None:

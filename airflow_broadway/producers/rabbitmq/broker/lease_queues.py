@@ -36,6 +36,8 @@ _MAX_TRIES = 3
 _MAX_SPARES_READ = 10
 #: Seconds that the queue of names may take to answer.
 _GET_TIMEOUT = 5.0
+#: Seconds, beside the lease, after which a lease queue is deleted that never came into use.
+_UNUSED_GRACE = 3600.0
 
 
 class LeaseQueues:
@@ -74,6 +76,7 @@ class LeaseQueues:
         known = len(self._silent)  # by an earlier connection: one may end it
         for number in range(known, known + _MAX_TRIES):
             name = self._names.lease(f"{generation}.{number}" if number else generation)
+            self._note_unused(name)
             if not self._journal.claim(name, generation):
                 continue
             self._declare(connection, name)
@@ -84,6 +87,7 @@ class LeaseQueues:
             if self.is_empty(connection, name):
                 return name
             self._silent.add(name)
+            self._journal.note_used(name)  # it would be asked in vain
         raise ProducerUnavailable(
             f"RabbitMQ declares lease queues that do not answer, the last of them {name!r}: look at"
             " its log"
@@ -149,12 +153,14 @@ class LeaseQueues:
             return
         self._standing.ensure_spares(connection, self._lease)
         name = self._names.lease(uuid.uuid4().hex)
+        self._note_unused(name)
         self._declare(connection, name)
         publisher = Publisher(connection)
         token = json.dumps({"queue": name, "at": time.time()}).encode()
         properties = encode({"delivery_mode": 2, "message_id": name})
         publisher.publish("", self._spares, properties, token, key=name)
         publisher.flush()
+        self._journal.note_used(name)
 
     def _claim_spare(self, connection: ConnectionThread, generation: str) -> str | None:
         """A lease queue that an earlier run left, ours alone from now on; ``None`` without one."""
@@ -167,17 +173,16 @@ class LeaseQueues:
             except ProducerUnavailable:
                 self._spares_answer = False
                 return None
-            if got is not None:
-                getter.keep(got[0])
-                getter.ack()
-            getter.close()
             if got is None:  # another run has it
+                getter.close()
                 return None
-            named, at = _spare(got[1])
-            try:
-                name = self._names.own_lease(named)
-            except ProducerError as error:
-                log.warning("A lease queue named in %r is not used: %s.", self._spares, error)
+            name, at = self._spare(got[1])
+            if name:
+                self._note_unused(name)
+            getter.keep(got[0])
+            getter.ack()
+            getter.close()
+            if not name:
                 continue
             queue_calls.await_age(time.time() - at)
             if self._is_spare(connection, name) and self._journal.claim(name, generation):
@@ -196,6 +201,18 @@ class LeaseQueues:
             log.warning("A lease queue named in %r is not used: %s.", self._spares, error)
             return False
         return True
+
+    def _spare(self, data: bytes) -> tuple[str, float]:
+        """A lease queue's name, empty if it is none of ours, and when it was declared."""
+        named, at = _spare(data)
+        try:
+            return self._names.own_lease(named), at
+        except ProducerError as error:
+            log.warning("A lease queue named in %r is not used: %s.", self._spares, error)
+            return "", at
+
+    def _note_unused(self, name: str) -> None:
+        self._journal.note_unused(name, time.time() + self._lease + _UNUSED_GRACE)
 
     @property
     def _spares(self) -> str:

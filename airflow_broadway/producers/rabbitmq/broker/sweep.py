@@ -67,6 +67,9 @@ def sweep(
                 log.warning("A file about a lease queue is removed: %s.", error)
                 journal.forget(due)
                 continue
+            if due.unused and journal.is_used(queue):
+                journal.drop(due)  # its generation has noted when it is due
+                continue
             if now < due.sure and counted(queue) != 0:
                 journal.put_off(due, due.sure, gone=False)
                 continue
@@ -76,6 +79,9 @@ def sweep(
             except BroadwayError as error:
                 log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
                 gone, lost = False, connection.lost is not None
+            if gone and due.unused:
+                journal.forget(due)
+                continue
             journal.put_off(
                 due, now + (_JOURNAL_RETENTION if gone else _NEXT_LOOK_INTERVAL), gone=gone
             )

@@ -14,6 +14,7 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 HOUR, DAY = 3600.0, 86_400.0
 LEASE = QueueNames("q").lease("g1")
+UNUSED = QueueNames("q").lease("g2")
 #: From when on the lease queue may be looked at, and from when on it may be deleted unasked.
 DUE, SURE = due_at(1_000.0, 60.0)
 
@@ -206,3 +207,47 @@ def test_a_lease_queue_is_claimed_by_one_generation_alone(journal: QueueJournal)
 
 def test_a_lease_queue_is_looked_at_a_minute_after_its_last_bundle_can_have_lapsed() -> None:
     assert due_at(1_000.0, 600.0) == (1_000.0 + 600.0 + 60.0, 1_000.0 + 600.0 + 60.0 + 3_600.0)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_lease_queue_whose_process_died_before_it_came_into_use_is_deleted(
+    journal: QueueJournal, claimed: bool
+) -> None:
+    # Given a queue that was declared for the next run, and perhaps taken, by one that died then
+    journal.note_unused(UNUSED, 2_000.0)
+    if claimed:
+        journal.claim(UNUSED, "g2")
+    broker: Any = Broker()
+    broker.depths[UNUSED] = 0
+
+    sweep(broker, broker, journal, 1_999.0, unknown)
+    assert UNUSED in broker.depths
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    assert UNUSED not in broker.depths
+    assert not [due for due in journal.due(1e12) if due.queue == UNUSED]
+    assert not journal.files.names(f"claims/{digest(UNUSED)}")
+
+
+def test_one_that_came_into_use_is_left_to_its_generation(
+    journal: QueueJournal,
+) -> None:
+    journal.note_unused(UNUSED, 2_000.0)
+    journal.claim(UNUSED, "g2")
+    journal._unused.clear()  # the process died before it could remove the note
+    journal.note_opened("g2", UNUSED, 9_000.0, 9_000.0)
+    broker: Any = Broker()
+    broker.depths[UNUSED] = 0
+
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    assert UNUSED in broker.depths
+    assert [due.unused for due in journal.due(1e12) if due.queue == UNUSED] == [False]
+
+
+def test_one_that_a_sweep_deletes_is_taken_by_nobody(journal: QueueJournal) -> None:
+    journal.note_unused(UNUSED, 2_000.0)
+
+    assert not journal.is_used(UNUSED)
+
+    assert not journal.claim(UNUSED, "g2")
