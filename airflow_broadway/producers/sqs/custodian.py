@@ -119,6 +119,7 @@ class SqsCustodian:
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         receipts = self._receipts_of(lease, fresh=True)
         if receipts.report is not None:
+            receipts.keep_report(day_of(self._clock.now()))
             return receipts.report
         report = self._settle(lease, receipts, settlement)
         report += beyond(report_of(receipts.now.values()), settlement)

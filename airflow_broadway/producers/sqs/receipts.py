@@ -180,7 +180,7 @@ class Receipts:
         :returns: The report that stands: of two who settle at once, the first one's.
         """
         stands = self._log.end(report).report
-        self._log.keep_report(day)
+        self.keep_report(day)
         with self._lock:
             self.report = stands
             self.handles.clear()
@@ -188,6 +188,14 @@ class Receipts:
             self._spans.clear()
             self.done.clear()
         return stands
+
+    def keep_report(self, day: str) -> None:
+        """Remove all but the report; who settles again does so too, for the first may have been
+        killed before.
+
+        :param day: Today, as ``YYYY-MM-DD``.
+        """
+        self._log.keep_report(day)
 
     def ended(self) -> bool:
         """Whether it has been settled, by anybody."""

@@ -11,6 +11,7 @@ import pytest
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.kit.generation_log import GenerationLog
 from tests.fake_sqs import URL, FakeSqs, client_error
 from tests.unit.producers.sqs.kit import FIFO, Halves, halves, settlement, take
 
@@ -149,6 +150,29 @@ def test_sqs_out_of_reach_leaves_the_settlement_to_be_run_again(tmp_path: Path) 
         ids = [each["MessageAttributes"]["broadway_message_id"]["StringValue"] for each in sent]
         assert ids == [messages[0].message_id] * 2
         assert run.other().settle(lease, settlement(messages, verdicts)) == report
+
+
+def test_who_settles_again_clears_up_what_the_first_was_killed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        messages = run.take_new(["a", "b"])
+        lease, asked = run.source.lease, settlement(messages, {})
+        run.source.close()
+        with monkeypatch.context() as patched:
+
+            def killed(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(GenerationLog, "keep_report", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run.other().settle(lease, asked)
+
+        assert run.other().settle(lease, asked) == SettleReport(acked=2)
+
+        left = {path.name for path in tmp_path.rglob("*.json")}
+        [ended] = {path.name for path in tmp_path.glob("**/ended/*/*.json")}
+        assert left == {"settled.json", ended}
 
 
 # --------------------------------------------------------------------------------- receipts
