@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from airflow_broadway.testing.crashes import Campaign, Family, Result, Sums
-from tests.crashes.pipelines import PIPELINES
-from tests.crashes.subjects import SUBJECTS
+from airflow_broadway.testing.crashes import Campaign, Family, Result, Subject, Sums
+from tests.crashes.pipelines import PIPELINES, Struck
+from tests.crashes.subjects import SUBJECTS, MakeSubject
 
 __all__ = ["MESSAGES", "Plan", "campaigns", "in_memory"]
 
@@ -46,8 +46,16 @@ def campaigns(
     with SUBJECTS[broker]() as make:
         for plan in plans:
             folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
-            campaign = Campaign(partial(make, PIPELINES[plan.pipeline]), MESSAGES, folder)
+            made = partial(_made, make, PIPELINES[plan.pipeline])
+            campaign = Campaign(made, MESSAGES, folder)
             cases = campaign.cases(list(Family), share=plan.share, pairs=plan.pairs, seed=seed)
             yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
+    """A subject whose runs are set up as its pipeline says."""
+    subject = make(pipeline, folder)
+    subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
+    return subject

@@ -1,11 +1,13 @@
 """The pipelines whose every point is struck: small, and each with something of its own.
 
 The body of a message is its number.  What becomes of it is told by the number alone.
+None has its processors in other processes: those import the pipeline anew by its options, of which
+a producer that is made for the case is none, and start Python for each execution.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -15,7 +17,16 @@ __all__ = ["PIPELINES"]
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
 
-class Batches(Broadway):
+class Struck(Broadway):
+    """A pipeline, and how its runs are set up."""
+
+    #: Seconds for which the ack sensor holds what failed tasks received.
+    hold_failed: ClassVar[float] = 0.0
+    #: Whether a run is one task, as BroadwayRunOperator's.
+    unstaged: ClassVar[bool] = False
+
+
+class Batches(Struck):
     """One batcher; some messages fail in each stage, and die at their second attempt."""
 
     producer = _PRODUCER
@@ -48,7 +59,7 @@ class TwoBatchers(Batches):
         return message.put_batcher("odd").put_batch_key(str(message.data % 3))
 
 
-class NoBatchers(Broadway):
+class NoBatchers(Struck):
     """Processors only: what they return is the outcome."""
 
     producer = _PRODUCER
@@ -58,8 +69,46 @@ class NoBatchers(Broadway):
         return message.failed("seven") if int(message.data) % 7 == 3 else message
 
 
-PIPELINES: dict[str, type[Broadway]] = {
+class Retries(Batches):
+    """Some messages fail once and come again later, some fail for good."""
+
+    producer = SqliteProducer(
+        queue="crashes", path="/given", retry=RetryPolicy(max_attempts=3, backoff=30.0)
+    )
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        message = message.put_data(int(message.data))
+        return message.failed("once") if message.data % 4 == 1 and message.attempt == 1 else message
+
+
+class AtOnce(Batches):
+    """Some messages are settled within ``handle_message``, successes and failures."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        message = super().handle_message(processor, message, context)
+        if message.data % 4 == 1 or message.data % 7 == 3:
+            return message.ack_immediately()
+        return message
+
+
+class HoldsFailed(Batches):
+    """The sensor holds what failed tasks received, until they are cleared or the time is over."""
+
+    hold_failed = 600.0
+
+
+class OneTask(Batches):
+    """A run is one task, and stages nothing."""
+
+    unstaged = True
+
+
+PIPELINES: dict[str, type[Struck]] = {
     "batches": Batches,
     "two batchers": TwoBatchers,
     "no batchers": NoBatchers,
+    "retries": Retries,
+    "at once": AtOnce,
+    "holds failed": HoldsFailed,
+    "one task": OneTask,
 }

@@ -32,8 +32,27 @@ def _rabbitmq(custody: str) -> Iterator[MakeSubject]:
         yield make
 
 
+@contextmanager
+def _sqs(*, fifo: bool) -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_sqs import over_sqs
+
+    with over_sqs(fifo=fifo) as make:
+        yield make
+
+
+@contextmanager
+def _on_s3() -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_s3 import over_s3
+
+    with over_s3() as make:
+        yield make
+
+
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "rabbitmq": partial(_rabbitmq, "broker"),
     "rabbitmq staged": partial(_rabbitmq, "staged"),
+    "sqlite on s3": _on_s3,
+    "sqs": partial(_sqs, fifo=False),
+    "sqs fifo": partial(_sqs, fifo=True),
 }

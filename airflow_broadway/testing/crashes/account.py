@@ -5,7 +5,6 @@ The broker's own queues, and what the callbacks got, written down from outside.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -99,6 +98,7 @@ def account(
     _count_ends(found, subject, ids, calls, fates)
     _count_repeats(found, calls)
     _compare_batches(found, calls)
+    _check_order(found, calls, {key: subject.group_of(place) for place, key in enumerate(ids)})
     if waiting := subject.waiting():
         found.left.append(f"{waiting} messages in the queue")
     found.left += subject.left()
@@ -116,6 +116,9 @@ def _count_ends(
 ) -> None:
     last = "handle_batch" if subject.pipeline.batchers else "handle_message"
     done = {key for call in calls if call.stage == last for key in call.succeeded or ()}
+    done |= {
+        key for call in calls if call.stage == "ack_immediately" for key, _, _ in call.messages
+    }
     handled = {key for call in calls for key, _, _ in call.messages}
     drops = _drops(subject)
     letters = subject.letters()
@@ -194,14 +197,31 @@ def _compare_batches(found: Account, calls: Sequence[Witnessed]) -> None:
                 )
 
 
+def _check_order(
+    found: Account, calls: Sequence[Witnessed], groups: Mapping[str, str | None]
+) -> None:
+    """The messages of a group are first handled in the order in which they were sent."""
+    place = {key: number for number, key in enumerate(groups)}
+    newest: dict[str, str] = {}
+    seen: set[str] = set()
+    for call in calls:
+        for key, _, _ in call.messages if call.stage == "handle_message" else ():
+            group = groups.get(key)
+            if group is None or key in seen:
+                continue
+            seen.add(key)
+            before = newest.setdefault(group, key)
+            if place[before] > place[key]:
+                found.mistakes.append(
+                    f"{key} is first handled after {before}, which follows it in group {group}"
+                )
+            newest[group] = key
+
+
 def _files(subject: Subject) -> list[str]:
     """Files that nobody will remove: all that is not of the last run, nor for good."""
-    root = subject.work / "staging"
-    found = (
-        os.path.relpath(os.path.join(folder, name), root)
-        for folder, _, names in os.walk(root)
-        for name in names
-    )
     return [
-        path for path in found if not _STAYS.search(path) and not re.search(subject.stays, path)
+        path
+        for path in subject.staged()
+        if not _STAYS.search(path) and not re.search(subject.stays, path)
     ]

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 __all__ = ["Callbacks", "Witnessed", "witnessed"]
 
@@ -22,7 +23,7 @@ __all__ = ["Callbacks", "Witnessed", "witnessed"]
 class Witnessed(NamedTuple):
     """One call of ``handle_message`` or ``handle_batch`` with some messages.
 
-    :param stage: The callback.
+    :param stage: The callback; ``ack_immediately``: they are successes that it settles at once.
     :param batch_id: The batch's; empty for ``handle_message``.
     :param messages: (id, attempt, redelivered) of each.
     :param succeeded: The ids of those that succeeded; ``None``: the call did not return.
@@ -50,6 +51,7 @@ class Callbacks:
         self._id_of = id_of
 
     def install(self, interceptor: Interceptor) -> None:
+        self._execution = interceptor.execution
         self._handle = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         handle_message = self._pipeline.handle_message
         handle_batch = self._pipeline.handle_batch
@@ -60,7 +62,6 @@ class Callbacks:
                 "handle_message",
                 "",
                 lambda: witness._witness(
-                    interceptor.execution,
                     "handle_message",
                     "",
                     [message],
@@ -77,7 +78,6 @@ class Callbacks:
                 "handle_batch",
                 batcher,
                 lambda: witness._witness(
-                    interceptor.execution,
                     "handle_batch",
                     batch_info.batch_id,
                     messages,
@@ -90,26 +90,38 @@ class Callbacks:
         self._pipeline.handle_message = message_handled  # type: ignore[method-assign]
         if self._pipeline.defines("handle_batch"):
             self._pipeline.handle_batch = batch_handled  # type: ignore[method-assign]
+        replace(RunAcknowledger, "ack_now", self._settled_at_once)
+
+    def _settled_at_once(self, do: Any) -> Any:
+        def ack_now(acknowledger: Any, ref: Any, successful: Any, failed: Any) -> None:
+            # At most once: from here on the broker need not give them again.
+            self._tell("ack_immediately", "", successful, None)
+            do(acknowledger, ref, successful, failed)
+
+        return ack_now
 
     def _witness(
-        self, execution: str, stage: str, batch_id: str, messages: Sequence[Message], do: Any
+        self, stage: str, batch_id: str, messages: Sequence[Message], do: Callable[[], Any]
     ) -> Any:
-        told = {
-            "execution": execution,
-            "stage": stage,
-            "batch_id": batch_id,
-            "messages": [(self._id_of(m), m.attempt, m.redelivered) for m in messages],
-        }
-        self._write({**told, "succeeded": None})
+        self._tell(stage, batch_id, messages, None)
         came = do()
         returned = came if isinstance(came, list) else [came]
         fine = [
             self._id_of(m) for m in returned if isinstance(m, Message) and m.status.kind == "ok"
         ]
-        self._write({**told, "succeeded": fine})
+        self._tell(stage, batch_id, messages, fine)
         return came
 
-    def _write(self, told: dict[str, Any]) -> None:
+    def _tell(
+        self, stage: str, batch_id: str, messages: Sequence[Message], succeeded: list[str] | None
+    ) -> None:
+        told = {
+            "execution": self._execution,
+            "stage": stage,
+            "batch_id": batch_id,
+            "messages": [(self._id_of(m), m.attempt, m.redelivered) for m in messages],
+            "succeeded": succeeded,
+        }
         # One write, to the end: whole or absent, whoever dies.
         os.write(self._handle, json.dumps(told).encode() + b"\n")
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.testing.crashes.account import Account, account
@@ -23,6 +22,8 @@ _RUNS = 12
 _TRIES = 4
 #: Seconds after which no file of a run is kept.
 _RETENTION = 8 * 24 * 3600.0
+#: The file of a run that is not accounted for.
+_OPEN = re.compile(r"/_open/[^.][^/]*\.json$")
 
 
 #: A case as it is written.
@@ -147,8 +148,7 @@ class _Case:
         """The first run, and what recovers from its death; returns who sleeps."""
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
-            execution = scheduler.attempt(run, task)
-            self._traffic()
+            execution = self._attempt(run, task)
             if execution.ended is Ended.DONE:
                 continue
             if execution.ended is Ended.HUNG:
@@ -165,6 +165,9 @@ class _Case:
         elif recovery is Recovery.GIVE_UP and tasks[place] != "ack":
             self._go_on(run, tasks[place + 1 :], failed=[tasks[place]])
         elif recovery is Recovery.CLEAR:
+            if self._subject.hold_failed and tasks[place] != "ack":
+                # Somebody clears it while the sensor holds what it received.
+                self._scheduler.attempt(run, "ack", failed=[tasks[place]])
             self._go_on(run, tasks)
         else:
             if recovery is Recovery.LAPSE:
@@ -177,13 +180,22 @@ class _Case:
         """Execute tasks, each until it is done; a task without a try left fails the run."""
         for task in tasks:
             for _ in range(_TRIES):
-                execution = self._scheduler.attempt(run, task, failed=failed)
-                self._traffic()
+                execution = self._attempt(run, task, failed=failed)
                 if execution.ended is Ended.DONE:
                     break
             else:
                 self._mistakes.append(f"{execution.name} {execution.ended.value}, after all tries")
                 return
+
+    def _attempt(self, run: Run, task: str, *, failed: Sequence[str] = ()) -> Execution:
+        """Execute a task; the sensor as often as it wants to look again."""
+        scheduler = self._scheduler
+        execution = scheduler.attempt(run, task, failed=failed)
+        self._traffic()
+        while task == "ack" and execution.ended is Ended.DONE and run.returned[task] is None:
+            self._pass_time(self._subject.hold_failed / 3)
+            execution = scheduler.attempt(run, task, failed=failed)
+        return execution
 
     def _drain(self) -> None:
         """Run until the queue is empty."""
@@ -202,7 +214,7 @@ class _Case:
 
     def _forget(self) -> None:
         """More runs, after so long that nothing of the others may be left."""
-        if any(Path(self._subject.work, "staging").glob("*/*/_open/*.json")):
+        if any(_OPEN.search(path) for path in self._subject.staged()):
             self._one_more("after")  # accounts for those that died
         for looks in reversed(range(self._subject.looks)):
             self._pass_time(_RETENTION)

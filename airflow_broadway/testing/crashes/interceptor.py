@@ -79,6 +79,7 @@ class Interceptor:
         nested: bool = False,
         locked: Callable[[], bool] = lambda: False,
         error: Callable[[], Exception] = lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
+        lost: Callable[[], Exception] | None = None,
         full: Callable[[], Exception] | None = None,
     ) -> R:
         """Do one call that touches the world, unless it is struck.
@@ -88,6 +89,7 @@ class Interceptor:
         :param nested: Whether the calls within it count as well: those of a callback.
         :param locked: Whether this process holds a lock that only its death ends.
         :param error: What it raises where it fails.
+        :param lost: What it raises where its answer is lost; ``error`` unless given.
         :param full: What it raises where the disk is full; not given, it needs no room.
         """
         if self.busy:
@@ -104,7 +106,7 @@ class Interceptor:
                 came = do()
             else:
                 self.struck = True
-                came = self._struck(strike.what, do, half, error, full)
+                came = self._struck(strike.what, do, half, error, lost or error, full)
             if locked():
                 point = self.seen[place]
                 self.seen[place] = point._replace(traits=traits._replace(locked_after=True))
@@ -137,6 +139,7 @@ class Interceptor:
         do: Callable[[], R],
         half: Callable[[], object] | None,
         error: Callable[[], Exception],
+        lost: Callable[[], Exception],
         full: Callable[[], Exception] | None,
     ) -> R:
         if what is What.KILLED_BEFORE:
@@ -165,7 +168,7 @@ class Interceptor:
             self._sleep()
         elif what is What.ANSWER_LOST:
             self.on_strike()
-            raise error()
+            raise lost()
         return came
 
     def _die(self) -> None:

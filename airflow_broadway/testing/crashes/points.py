@@ -19,7 +19,7 @@ __all__ = ["Call", "Names", "Point", "Strike", "Traits", "What"]
 _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"
 )
-_INSTANT = re.compile(r"\d{8}T\d{6,}Z?|(?<!\w)\d{10}(?!\w)")
+_INSTANT = re.compile(r"\d{8}T\d{6,}Z?|\d{4}-\d\d-\d\d|(?<!\w)\d{10}(?!\w)")
 #: A strike as it is written.
 _STRIKE = re.compile(
     r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<what>[a-z ]+)"

@@ -29,6 +29,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
+from airflow_broadway.runs.unstaged import UnstagedTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
@@ -107,6 +108,8 @@ class Scheduler:
         ``ack`` its last.
         """
         pipeline = self._subject.pipeline
+        if self._subject.unstaged:
+            return ["run"]
         processes = [
             "process" if index == 0 else f"process!{index}"
             for index in range(pipeline.producer.concurrency)
@@ -239,14 +242,17 @@ class Scheduler:
             map_index=int(index or 0) if pipeline.producer.concurrency > 1 else -1,
             try_number=run.tries[task],
         )
+        budget = Budget(max_seconds=60.0)
         if task_id == "process":
-            budget = Budget(max_seconds=60.0)
             made = ProcessTask(staged, pipeline, this, ports, index=int(index or 0), budget=budget)
             return made.run().reference
+        if task_id == "run":
+            return UnstagedTask(staged, pipeline, this, ports, budget=budget).run().reference
         if task_id in ("look", "ack"):
             watcher = RunWatcher(staged, pipeline, ports=ports)
+            hold = self._subject.hold_failed
             try:
-                return watcher.look(over=task_id == "ack", failed=failed)
+                return watcher.look(over=task_id == "ack", failed=failed, hold_failed=hold)
             finally:
                 watcher.close()
         batch = BatchTask(staged, pipeline, this, ports, batcher=task_id.removeprefix("batch."))

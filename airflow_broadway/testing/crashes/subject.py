@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,9 +54,12 @@ class Subject(ABC):
     moved_by_clock: ClassVar[bool] = True
     #: Matches the paths of files below the staging root that outlive all runs.
     stays: ClassVar[str] = r"^\b$"
-
     #: Runs until all that is old is cleared away, each a week after the one before.
     looks: ClassVar[int] = 1
+    #: Whether a run is one task that stages nothing, as BroadwayRunOperator's.
+    unstaged = False
+    #: Seconds for which the ack sensor holds what failed tasks received.
+    hold_failed = 0.0
 
     def __init__(self, pipeline: type[Pipeline], folder: Path) -> None:
         self.pipeline = pipeline
@@ -103,6 +107,19 @@ class Subject(ABC):
 
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
         """Let the broker's own clock go on, as the one of the tasks has."""
+
+    def group_of(self, place: int) -> str | None:
+        """The message group, whose order is kept, of the message at a place."""
+        return None
+
+    def staged(self) -> list[str]:
+        """The paths of all files below the staging root."""
+        root = self.work / "staging"
+        return [
+            os.path.relpath(os.path.join(folder, name), root)
+            for folder, _, names in os.walk(root)
+            for name in names
+        ]
 
     def left(self) -> list[str]:
         """What of a finished run is still at the broker, in words."""
