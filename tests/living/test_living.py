@@ -98,6 +98,7 @@ def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None
     [
         ("none", "transactions"),
         ("partition", "growing"),
+        pytest.param("key", "plain", marks=pytest.mark.slow),
         pytest.param("none", "plain", marks=pytest.mark.slow),
         pytest.param("partition", "transactions", marks=pytest.mark.slow),
     ],

@@ -150,6 +150,8 @@ class Cluster:
             "fetch.wait.max.ms": round(fetch.max_wait_time * 1000),
             "max.partition.fetch.bytes": fetch.max_bytes,
             "queued.max.messages.kbytes": _QUEUED_KILOBYTES,
+            # Else a damaged batch is handed out as it is, or never comes and nobody says so.
+            "check.crcs": True,
             **self._settings,
             "group.id": self._producer.group_id,
             "allow.auto.create.topics": False,

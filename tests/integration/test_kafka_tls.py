@@ -1,0 +1,162 @@
+"""Kafka by TLS and passwords, and what a damaged batch says: noida behind a proxy of the tests."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
+from airflow_broadway.testing.harness import settlement_of
+from tests.kafka_proxy import FETCH, KafkaProxy
+from tests.kafka_server import NoidaKafka
+from tests.tls import Authority
+
+pytestmark = pytest.mark.broker
+
+SECRET = "pass word of the tests"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("authority"), "tests")
+
+
+@pytest.fixture
+def proxy(kafka_noida: NoidaKafka, authority: Authority) -> Iterator[KafkaProxy]:
+    """One that speaks TLS, and knows one user."""
+    tls = authority.server("kafka", "127.0.0.1")
+    with KafkaProxy(kafka_noida.bootstrap, tls=tls, users={"alice": SECRET}) as made:
+        yield made
+
+
+class Through:
+    """A topic of ten messages, and a producer that reaches it by a proxy.
+
+    :param extra: Of the connection.
+    """
+
+    def __init__(self, noida: NoidaKafka, proxy: KafkaProxy, folder: Path, **about: Any) -> None:
+        self.topic = noida.topic()
+        noida.topic(f"{self.topic}-dlt")
+        noida.fill(self.topic, [b"%0500d" % number for number in range(10)])
+        self._extra = {"bootstrap.servers": proxy.bootstrap, **about.pop("extra", {})}
+        self._about = about
+        self._folder = folder
+        self.producer = KafkaProducer(
+            group_id=f"group of {self.topic}",
+            topics=[self.topic],
+            offset_reset_policy="earliest",
+            client_config=ClientConfig(request_timeout=2.0),
+        )
+
+    def get(self, conn_id: str) -> Connection:
+        return Connection(conn_id=conn_id, conn_type="kafka", extra=self._extra, **self._about)
+
+    def drain(self) -> SettleReport:
+        """A whole run."""
+        env = ProducerEnv(
+            generation=uuid.uuid4().hex, staging=f"file://{self._folder}", connections=self
+        )
+        source = self.producer.source(env)
+        try:
+            messages: list[Message] = []
+            while portion := source.secure(source.receive(100, timeout=0.5)):
+                messages += portion
+            source.stop()
+            lease = source.lease
+        finally:
+            source.close()
+        custodian = self.producer.custodian(env)
+        try:
+            return custodian.settle(lease, settlement_of(messages))
+        finally:
+            custodian.close()
+
+    def refused(self) -> str:
+        """The sentence of a run that gets nothing."""
+        with pytest.raises(ProducerError) as raised:
+            self.drain()
+        assert SECRET not in str(raised.value)
+        return str(raised.value)
+
+
+def test_a_run_by_tls_and_a_password(
+    kafka_noida: NoidaKafka, proxy: KafkaProxy, authority: Authority, tmp_path: Path
+) -> None:
+    through = Through(
+        kafka_noida,
+        proxy,
+        tmp_path,
+        login="alice",
+        password=SECRET,
+        extra={
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": "PLAIN",
+            "ssl.ca.location": str(authority.certificate),
+        },
+    )
+
+    assert through.drain() == SettleReport(acked=10)
+    assert through.drain() == SettleReport()
+
+
+def test_a_wrong_password_is_one_sentence_without_it(
+    kafka_noida: NoidaKafka, proxy: KafkaProxy, authority: Authority, tmp_path: Path
+) -> None:
+    through = Through(
+        kafka_noida,
+        proxy,
+        tmp_path,
+        login="alice",
+        password=f"{SECRET} and more",
+        extra={
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": "PLAIN",
+            "ssl.ca.location": str(authority.certificate),
+        },
+    )
+
+    assert "does not accept the credentials" in through.refused()
+
+
+def test_a_certificate_that_nobody_vouches_for_is_told_as_tls(
+    kafka_noida: NoidaKafka, proxy: KafkaProxy, tmp_path: Path
+) -> None:
+    through = Through(kafka_noida, proxy, tmp_path, extra={"security.protocol": "SSL"})
+
+    told = through.refused()
+
+    assert "TLS fails" in told
+    assert "ssl.ca.location" in told
+
+
+def test_a_client_without_tls_is_told_to_look_at_it(
+    kafka_noida: NoidaKafka, proxy: KafkaProxy, tmp_path: Path
+) -> None:
+    assert "TLS or SASL" in Through(kafka_noida, proxy, tmp_path).refused()
+
+
+def test_a_damaged_batch_ends_the_run_and_loses_nothing(
+    kafka_noida: NoidaKafka, tmp_path: Path
+) -> None:
+    def damaged(kind: int, answer: bytes) -> bytes:
+        place = len(answer) // 2
+        if kind != FETCH or len(answer) < 2_000:
+            return answer
+        return answer[:place] + bytes([answer[place] ^ 0xFF]) + answer[place + 1 :]
+
+    with KafkaProxy(kafka_noida.bootstrap, change=damaged) as proxy:
+        through = Through(kafka_noida, proxy, tmp_path)
+        assert "a batch of messages is damaged" in through.refused()
+
+        proxy.change = None
+
+        assert through.drain() == SettleReport(acked=10)
