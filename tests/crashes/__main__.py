@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.crashes.campaigns import Plan, campaigns
+from tests.crashes.campaigns import SHARES, Plan, campaigns
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
@@ -16,13 +16,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
     parser.add_argument("--broker", choices=sorted(SUBJECTS), default="sqlite")
     parser.add_argument("--pipeline", choices=sorted(PIPELINES), action="append")
-    parser.add_argument("--share", type=float, default=1.0, help="of the cases, 0 to 1")
+    parser.add_argument(
+        "--share", type=float, help="of the cases, 0 to 1; by default as much as fits in minutes"
+    )
     parser.add_argument("--pairs", type=int, default=0, help="of strikes; of each pipeline")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
-    plans = [Plan(name, given.share, given.pairs) for name in given.pipeline or PIPELINES]
+    share = SHARES.get(given.broker, 1.0) if given.share is None else given.share
+    plans = [Plan(name, share, given.pairs) for name in given.pipeline or PIPELINES]
     told = []
     for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
         print(
