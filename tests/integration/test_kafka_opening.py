@@ -16,6 +16,7 @@ from airflow_broadway import RetryPolicy
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.register import Register
 from airflow_broadway.producers.kafka.table import Table
 from tests.kafka_fixtures import on_peers
@@ -301,6 +302,28 @@ def test_a_topic_that_was_made_anew_is_refused(kafka_noida: NoidaKafka, tmp_path
         group.drain()
 
     assert offsets(group.drain(begin_offset="reset")) == [0, 1, 2, 3]
+    assert group.drain() == []
+
+
+def test_a_topic_with_another_id_was_made_anew(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a cluster that names its topics by an id (no peer here does)
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    ids = {group.topic: "first"}
+    monkeypatch.setattr(Cluster, "topic_ids", lambda self: ids)
+    assert len(group.drain()) == 3
+    assert group.table().topic_id == "first"
+    group.fill(1)
+
+    ids[group.topic] = "second"
+    with pytest.raises(ProducerError, match=r"was made anew since the group .* read it"):
+        group.drain()
+
+    assert len(group.drain(begin_offset="reset")) == 4
+    assert group.drain() == []
+    ids.clear()  # not told any more: nothing to compare
     assert group.drain() == []
 
 

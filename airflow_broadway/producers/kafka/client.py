@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -33,6 +33,8 @@ _client_log = logging.getLogger(f"{__name__}.librdkafka")
 
 #: Kilobytes that a consumer fetches ahead.
 _QUEUED_KILOBYTES: Final = 16_384
+#: Seconds that an answer may take on which nothing but a check depends.
+_ASK_TIMEOUT: Final = 5.0
 
 
 class Committed(NamedTuple):
@@ -206,6 +208,29 @@ class Cluster:
         name = answer.cluster_id or self._settings["bootstrap.servers"]
         return str(name), sorted(about.partitions)
 
+    def topic_ids(self) -> dict[str, str]:
+        """The id of each topic of the producer, where the cluster gives one: another, once the
+        topic is made anew.  Empty where it cannot be had; nothing but a check depends on it.
+        """
+        try:
+            about = self.consumer.list_topics(timeout=self._timeout)
+            if about.controller_id not in about.brokers:  # nobody would answer
+                return {}
+            config = self._without(_OF_CONSUMERS)
+            from confluent_kafka.admin import AdminClient
+
+            admin = self._made(AdminClient, config)  # must outlive what it promises
+            asked = self._kafka.TopicCollection(list(self._producer.topics))
+            found = admin.describe_topics(asked, request_timeout=_ASK_TIMEOUT)
+            ids = {topic: str(each.result().topic_id or "") for topic, each in found.items()}
+        except (self._kafka.KafkaException, ImportError, AttributeError, ValueError) as error:
+            log.debug("Topics have no id that is known: %s", error)
+            return {}
+        return {topic: each for topic, each in ids.items() if each.strip("A=-0")}
+
+    def _without(self, names: Collection[str]) -> dict[str, Any]:
+        return {name: value for name, value in self._settings.items() if name not in names}
+
     def partitions(self, topic: str) -> list[int]:
         """The partitions of a topic; none if it is not there."""
         return self._topic(topic)[1]
@@ -337,11 +362,7 @@ class Cluster:
         """A producer that confirms each message by all replicas, once."""
         if self._sender is None:
             config = {
-                **{
-                    name: value
-                    for name, value in self._settings.items()
-                    if name not in _OF_CONSUMERS
-                },
+                **self._without(_OF_CONSUMERS),
                 "enable.idempotence": True,
                 "acks": "all",
                 "linger.ms": 5,

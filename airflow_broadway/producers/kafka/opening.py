@@ -132,6 +132,8 @@ class Opening:
         self._all = own_places(partitions, 0, 1)
         self._places = places
         self._owner = register.owner()
+        #: Topic → its id, where the cluster gives one.
+        self._ids: Mapping[str, str] = {}
         #: Messages that retention removed before anybody read them.
         self.expired = 0
 
@@ -141,6 +143,7 @@ class Opening:
         :raises ProducerError: If nothing may be received: the sentence says why, and the way out.
         """
         self._check_dead_letters()
+        self._ids = self._cluster.topic_ids()
         found = self._cluster.committed(self._all)
         now = self._clock.now().timestamp()
         for place, dead in self._dead(now).items():
@@ -193,6 +196,7 @@ class Opening:
             )
         if self._producer.begin_offset == "reset":
             self._begin_anew(place, table, now, low, end)
+            table = None
         elif table is None:
             self._begin(place, committed, mark, found, low, end)
         elif committed is None:
@@ -214,6 +218,29 @@ class Opening:
         elif committed.offset not in (table.base, table.mirrored):
             self._honour_reset(place, table, committed.offset, now)
         self._check_ends(place, low, end)
+        self._check_id(place, fresh=table is None)
+
+    def _check_id(self, place: Place, *, fresh: bool) -> None:
+        """See that the topic is the one that was read before, where that can be told.
+
+        :param fresh: Whether the partition is begun in this run.
+        """
+        given = self._ids.get(place[0], "")
+        known = self._table(place).topic_id
+        if not given or given == known:
+            return
+        if known and not fresh:
+            raise ProducerError(
+                f"the topic {place[0]!r} was made anew since the group"
+                f" {self._producer.group_id!r} read it: what was finished there says nothing of"
+                " what is there now; begin_offset='reset' once starts over"
+            )
+
+        def named(table: Table | None) -> tuple[Table, None]:
+            assert table is not None
+            return replace(table, topic_id=given), None
+
+        self._register.change(place, named)
 
     def _dead(self, now: float) -> dict[Place, dict[str, bool]]:
         """The generations whose time is over, by what they hold; and whether they died of it.
