@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import partition as partition_module
 from airflow_broadway.producers.kafka.source import KafkaSource
-from airflow_broadway.producers.kafka.table import Crash
+from airflow_broadway.producers.kafka.table import Crash, blame
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import MockKafka
 
@@ -165,6 +165,28 @@ def test_a_crash_is_the_claim_that_was_last_in_any_partition(
         assert group.table(0).crashes == ()
         assert group.table(1).crashes == (Crash(0, 5, 1),)
         assert group.table(0).marks == group.table(1).marks == ((0, 5),)
+
+
+def test_what_is_suspect_is_in_nobodys_hands_beside_anything_else(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    # Given one partition of which two processes have died
+    group = KafkaGroup(kafka_mock, tmp_path, partitions=2, lease=100.0)
+    group.fill(600, partition=1)
+    group.drain()
+    group.fill(600, partition=1)
+
+    def blamed(table: Any) -> Any:
+        return blame(blame(table, (600, 1_200)), (600, 1_200)), None
+
+    group.register().change((group.topic, 1), blamed)
+    group.fill(5, partition=0)
+
+    runs = [group.drain() for _ in range(5)]
+
+    # Then runs take turns: all but that, and a portion of that alone
+    assert [{m.metadata["partition"] for m in each} for each in runs] == [{0}, *[{1}] * 3, set()]
+    assert [len(each) for each in runs] == [5, 250, 250, 100, 0]
 
 
 def test_what_cannot_be_set_aside_stays_and_is_told(

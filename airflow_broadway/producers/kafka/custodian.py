@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -85,17 +84,13 @@ class KafkaCustodian:
         if settled is not None:
             return settled.report
         files.end()
-        begun = {"by": uuid.uuid4().hex}
-        again = files.log.begin(begun) != begun
         work = _Work(self._producer, lease, settlement, self._now())
-        report = self._settled(work, register, files, again=again)
+        report = self._settled(work, register, files)
         report = files.log.end(report).report
         files.forget_soon()
         return report
 
-    def _settled(
-        self, work: _Work, register: Register, files: GenerationFiles, *, again: bool
-    ) -> SettleReport:
+    def _settled(self, work: _Work, register: Register, files: GenerationFiles) -> SettleReport:
         generation, order = work.generation, self._producer.order
         refused: dict[tuple[Place, int], str] = {}
         letters: dict[Place, dict[int, Why]] = {}
@@ -109,9 +104,7 @@ class KafkaCustodian:
             made = decided(table, generation, work.decisions(place), work.rest(place), order=order)
             dead = [offset for offset, each in made.items() if each.action is Action.DEAD_LETTER]
             if dead:
-                letters[place] = {
-                    offset: self._why(work, place, offset, table, again) for offset in dead
-                }
+                letters[place] = {offset: self._why(work, place, offset, table) for offset in dead}
         if letters:
             refused = self._send(letters, generation, files)
         if refused and order != "none":  # these stay, and with them what is behind them
@@ -194,15 +187,18 @@ class KafkaCustodian:
 
         return register.change(place, settled)
 
-    def _why(self, work: _Work, place: Place, offset: int, table: Table, again: bool) -> Why:
+    def _why(self, work: _Work, place: Place, offset: int, table: Table) -> Why:
         entry = work.entries[place][offset]
-        came_again = offset in table.held or contains(table.marks, offset)
-        return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again or came_again)
+        again = offset in table.held or contains(table.marks, offset)
+        return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again)
 
     def _send(
         self, letters: dict[Place, dict[int, Why]], generation: str, files: GenerationFiles
     ) -> dict[tuple[Place, int], str]:
-        """Send dead letters; those that may have been sent before say so."""
+        """Send dead letters; those that may have been sent before say so.
+
+        Which are sent is written down first, for whoever settles after a kill.
+        """
         log_of = files.log
         sent = {
             tuple(each)
