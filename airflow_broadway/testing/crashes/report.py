@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from textwrap import wrap
 
 from airflow_broadway.core.text import cut, many, printable, table
 from airflow_broadway.testing.crashes.account import Wrong
@@ -72,7 +73,10 @@ def _table(sums: Sums) -> list[str]:
 
 
 def _failures(kind: Wrong, failures: list[Failure], again: Callable[[Case], str]) -> Iterator[str]:
-    yield f"{kind.value.capitalize()}, in {many(len(failures), 'case')}. {_MEANS[kind]}"
+    yield from wrap(
+        f"{kind.value.capitalize()}, in {many(len(failures), 'case')}. {_MEANS[kind]}", 100
+    )
+    yield ""
     for failure in failures[:_CASES]:
         yield f"  {failure.case}"
         told = failure.wrong[kind]
@@ -80,6 +84,6 @@ def _failures(kind: Wrong, failures: list[Failure], again: Callable[[Case], str]
         if len(told) > _LINES:
             yield f"    and {len(told) - _LINES:,} more"
         yield "    Run just this one again:"
-        yield f"    {again(failure.case)}"
+        yield f"      {again(failure.case)}"
     if len(failures) > _CASES:
         yield f"  and {many(len(failures) - _CASES, 'case')} more"

@@ -1,0 +1,148 @@
+"""What ``airflow-broadway crash-test`` refuses, and how it reports; no case is run here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.cli import crash_test as command
+from airflow_broadway.cli.app import build_parser
+from airflow_broadway.testing.crashes import Case, Failure, Strike, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.account import Wrong
+from airflow_broadway.testing.crashes.report import report
+from airflow_broadway.testing.crashes.users import CrashTest
+from tests.cli_runs import ran
+
+Capsys = pytest.CaptureFixture[str]
+
+MODULE = """
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+class Fine(Broadway):
+    producer = SqliteProducer(queue="q", path="/given")
+
+    def handle_message(self, processor, message, context):
+        return message
+
+class WithoutProducer(Fine):
+    producer = None
+
+class OnSpark(Fine):
+    batchers = {"big": Batcher(engine="spark")}
+
+def rows(folder):
+    return []
+
+number = 5
+"""
+CASE = Case.parse("one/process/1 return #1: killed before [next run, traffic]")
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "struck_shop.py").write_text(MODULE)
+    (tmp_path / "struck_broken.py").write_text("1 / 0")
+    (tmp_path / "empty.txt").write_text("\n\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "struck_shop", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("struck_shop", "a pipeline is named as module:Class"),
+        ("struck_nowhere:Fine", "module 'struck_nowhere' cannot be imported"),
+        ("struck_broken:Fine", "fails when it is imported: ZeroDivisionError"),
+        ("struck_shop:Nope", "has no 'Nope'"),
+        ("struck_shop:number", "is no subclass of airflow_broadway.Broadway"),
+        ("struck_shop:WithoutProducer", "WithoutProducer has no producer"),
+        ("struck_shop:OnSpark", 'a crash test runs engine="python" alone'),
+        ("struck_shop:Fine --sink rows", "a function is named as module:function"),
+        ("struck_shop:Fine --sink struck_shop:nope", "cannot be imported: AttributeError"),
+        ("struck_shop:Fine --sink struck_shop:number", "is no function"),
+        ("struck_shop:Fine --prepare struck_shop:rows --jobs 2", "leave out --jobs"),
+        ("struck_shop:Fine --messages nowhere.txt", "No such file"),
+        ("struck_shop:Fine --messages empty.txt", "no line that is not empty"),
+        ("struck_shop:Fine --families crashes,floods", "got: 'floods'"),
+        ("struck_shop:Fine --share 2", "a number from 0 to 1"),
+        ("struck_shop:Fine --count 0", "at least 1"),
+    ],
+)
+def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
+    capsys: Capsys, arguments: str, said: str
+) -> None:
+    told = ran(capsys, "crash-test", *arguments.split())
+
+    assert told.code == 2
+    assert said in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_elsewhere_than_on_linux_it_is_refused(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    told = ran(capsys, "crash-test", "struck_shop:Fine")
+    assert (told.code, "needs Linux" in told.err) == (2, True)
+
+
+def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(test: CrashTest, **_: object) -> Sums:
+        error = UnsoundPipeline("nothing was struck, and still: lost: a")
+        error.tail = ["ValueError: no good"]
+        raise error
+
+    monkeypatch.setattr(CrashTest, "run", run)
+    told = ran(capsys, "crash-test", "struck_shop:Fine")
+
+    assert told.code == 2
+    assert "  ValueError: no good\n" in told.err
+    assert told.err.endswith("nothing was struck, and still: lost: a\n")
+
+
+def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
+    given = build_parser().parse_args(
+        ["crash-test", "a:B", "--sink", "a:rows", "--count", "3", "--share", "0.5", "--jobs", "2"]
+    )
+    [program, *words] = shlex.split(command._command(given, CASE))
+
+    again = build_parser().parse_args(words)
+    assert program == "airflow-broadway"
+    assert (again.pipeline, again.sink, again.count) == ("a:B", "a:rows", 3)
+    assert [Case.parse(each) for each in again.only] == [CASE]
+
+
+def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_failure() -> None:
+    sums = Sums(points={CASE.strikes[0].point}, cases=9)
+    sums.parts = {
+        ("process", "return"): Counter(cases=5, points=1, failed=5, repeated=25),
+        ("ack", "COMMIT"): Counter(cases=4, points=1),
+    }
+    rows = [f"row {number} is there twice, and should be once" for number in range(5)]
+    sums.failures = [Failure(CASE, rows, "folder", {Wrong.REPEATED: rows})] * 5
+
+    lines = report(sums, lambda case: f"again {case}")
+
+    assert [line.split() for line in lines[1:4]] == [
+        ["process", "return", "1", "5", "5", "0", "0", "25", "0", "0", "0"],
+        ["ack", "COMMIT", "1", "4", "0", "0", "0", "0", "0", "0", "0"],
+        ["all", "2", "9", "5", "0", "0", "25", "0", "0", "0"],
+    ]
+    assert lines.count(f"      again {CASE}") == 3
+    assert "    and 2 more" in lines
+    assert "  and 2 cases more" in lines
+    assert lines[-1] == "9 cases at 1 point: 5 failed."
+
+
+def test_a_strike_is_told_as_it_is_read() -> None:
+    assert (
+        str(Strike.parse("one/ack/1 COMMIT #2: answer lost")) == "one/ack/1 COMMIT #2: answer lost"
+    )
