@@ -135,6 +135,7 @@ class UnstagedTask:
             # With @continuous there are thousands of runs in a day, most of them empty.
             try:
                 run.forget(report.generation)
+                run.forget_open(report.generation)
             except StagingError as error:
                 log.warning("Could not remove the files of an empty run: %s", error)
             return
