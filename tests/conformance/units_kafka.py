@@ -19,7 +19,8 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.records import Records
-from airflow_broadway.producers.kafka.table import Decision, Table, claim, settle_now
+from airflow_broadway.producers.kafka.settling import Decision, settle_now
+from airflow_broadway.producers.kafka.table import Table, claim
 from tests.conformance.observed import Case
 
 __all__ = ["KAFKA"]

@@ -11,25 +11,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
+from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka import dead_letters
 from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
 from airflow_broadway.producers.kafka.dead_letters import Why
 from airflow_broadway.producers.kafka.opening import mark_of
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import Ranges, contains
+from airflow_broadway.producers.kafka.ranges import contains
 from airflow_broadway.producers.kafka.register import GenerationFiles, Register, group_files
-from airflow_broadway.producers.kafka.table import (
+from airflow_broadway.producers.kafka.settling import (
     AT_ONCE,
     Decision,
-    Rest,
-    Table,
     decided,
     settle,
     settle_now,
 )
+from airflow_broadway.producers.kafka.table import Table
+from airflow_broadway.producers.kafka.work import Work, decision_of, read_of
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 
@@ -63,7 +62,7 @@ class KafkaCustodian:
         deadline = now + lease.seconds
         files.hold(deadline, lease.owner)
         # Only now, lest somebody took it before this was written.
-        for place in _read_of(lease):
+        for place in read_of(lease):
             table = register.read(place)
             if table is None or lease.generation not in table.claims:
                 return None
@@ -84,13 +83,13 @@ class KafkaCustodian:
         if settled is not None:
             return settled.report
         files.end()
-        work = _Work(self._producer, lease, settlement, self._now())
+        work = Work(self._producer, lease, settlement, self._now())
         report = self._settled(work, register, files)
         report = files.log.end(report).report
         files.forget_soon()
         return report
 
-    def _settled(self, work: _Work, register: Register, files: GenerationFiles) -> SettleReport:
+    def _settled(self, work: Work, register: Register, files: GenerationFiles) -> SettleReport:
         generation, order = work.generation, self._producer.order
         refused: dict[tuple[Place, int], str] = {}
         letters: dict[Place, dict[int, Why]] = {}
@@ -145,7 +144,7 @@ class KafkaCustodian:
         )
         return made_report + beyond(SettleReport.from_json(dict(at_once)), work.settlement)
 
-    def _suspect(self, register: Register, work: _Work, files: GenerationFiles) -> Place | None:
+    def _suspect(self, register: Register, work: Work, files: GenerationFiles) -> Place | None:
         """Where a process died at work: in what it claimed last; ``None``: it did not."""
         if work.handled or work.stopped or files.closed():
             return None
@@ -157,7 +156,7 @@ class KafkaCustodian:
         return max(claimed, key=claimed.__getitem__) if claimed else None
 
     def _settle_place(
-        self, register: Register, work: _Work, place: Place, failed: list[int], *, crashed: bool
+        self, register: Register, work: Work, place: Place, failed: list[int], *, crashed: bool
     ) -> Mapping[str, int] | None:
         """End the claim on one partition; what it came to, ``None`` if others have it."""
         decisions = work.decisions(place)
@@ -187,7 +186,7 @@ class KafkaCustodian:
 
         return register.change(place, settled)
 
-    def _why(self, work: _Work, place: Place, offset: int, table: Table) -> Why:
+    def _why(self, work: Work, place: Place, offset: int, table: Table) -> Why:
         entry = work.entries[place][offset]
         again = offset in table.held or contains(table.marks, offset)
         return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again)
@@ -269,7 +268,7 @@ class KafkaCustodian:
             if register.known(place) is None:
                 continue
             decisions = {
-                offset: _decision(entry, self._now())
+                offset: decision_of(entry, self._now())
                 for offset, entry in found.items()
                 if (place, offset) not in refused
             }
@@ -346,120 +345,6 @@ class KafkaCustodian:
         if self._opened is None:
             self._opened = Cluster(self._producer, self._env)
         return self._opened
-
-
-class _Work:
-    """What is to be done with one generation, sorted by partition."""
-
-    def __init__(
-        self, producer: KafkaOptions, lease: Lease, settlement: Settlement, now: float
-    ) -> None:
-        self._producer = producer
-        self._now = now
-        self.generation = lease.generation
-        self.settlement = settlement
-        self.stopped = bool(lease.state.get("stopped"))
-        self.backfill = bool(lease.state.get("backfill"))
-        #: Whether a backfill ended before its interval did.
-        self.unread = bool(lease.state.get("unread"))
-        #: Whether a manifest says what became of its messages.
-        self.handled = settlement.expected is not None or settlement.everything is not None
-        #: What was handed out, by the source's own account: messages and ranges.
-        self.read = _read_of(lease)
-        own = lease.state.get("own", {})
-        #: Where it may hold something.
-        self.places: list[Place] = (
-            list(self.read)
-            if self.stopped
-            else [(topic, number) for topic, numbers in own.items() for number in numbers]
-        )
-        self.entries: dict[Place, dict[int, Entry]] = {}
-        self._names: dict[Place, dict[int, str]] | None = None
-        known = settlement.settled_now
-        named = (settlement.expected or 0) + (0 if known is None else known.total)
-        #: Whether manifest and lease name the same messages.
-        self._agree = self.stopped and named == sum(count for count, _ in self.read.values())
-        action = settlement.rest.action
-        self._rest = action if action in (Action.ACK, Action.RELEASE) else Action.RELEASE
-
-    def messages(self, place: Place) -> int:
-        """How many messages were handed out of a partition."""
-        return self.read[place][0] if place in self.read else 0
-
-    def read_entries(self) -> None:
-        """Read which messages are settled one by one."""
-        self._sort(self.settlement.entries(), self.entries)
-        if self.settlement.rest.action is not self._rest and self.settlement.everything is not None:
-            every: dict[Place, dict[int, Entry]] = {}
-            self._sort(self.settlement.everything(), every)
-            for place, found in every.items():
-                named = self.entries.setdefault(place, {})
-                for offset, entry in found.items():
-                    named.setdefault(offset, entry._replace(verdict=self.settlement.rest))
-
-    def _sort(self, entries: Iterable[Entry], into: dict[Place, dict[int, Entry]]) -> None:
-        for entry in entries:
-            topic, partition, offset = place_of(entry.message_id)
-            into.setdefault((topic, partition), {})[offset] = entry
-
-    def needs_names(self, place: Place, table: Table) -> bool:
-        """Whether a partition cannot be settled by counts alone."""
-        if self._names is not None or self.settlement.everything is None:
-            return False
-        if self._rest is not Action.ACK or not self._agree:
-            return True
-        if self._producer.order == "none":
-            return False
-        at_once = table.now.get(self.generation, {})
-        return any(Action(name) in COMES_AGAIN for name in at_once) or any(
-            each.verdict.action in COMES_AGAIN for each in self.entries.get(place, {}).values()
-        )
-
-    def read_names(self) -> None:
-        """Read which messages the manifest names."""
-        if self.settlement.everything is None:
-            return
-        names: dict[Place, dict[int, str]] = {}
-        for entry in self.settlement.everything():
-            topic, partition, offset = place_of(entry.message_id)
-            names.setdefault((topic, partition), {})[offset] = entry.receipt
-        self._names = names
-
-    def decisions(self, place: Place) -> dict[int, Decision]:
-        """The single decisions on messages of a partition."""
-        return {
-            offset: _decision(entry, self._now)
-            for offset, entry in self.entries.get(place, {}).items()
-        }
-
-    def rest(self, place: Place) -> Rest:
-        """What becomes of the others."""
-        count, ranges = self.read.get(place, (None, None))
-        if self._names is not None:
-            named = self._names.get(place, {})
-            return Rest(self._rest, ranges, count, named, whole=self._agree)
-        if self._rest is Action.ACK and not self._agree:
-            raise ProducerError(
-                f"generation {self.generation} read"
-                f" {many(sum(n for n, _ in self.read.values()), 'message')} and its manifest names"
-                f" {self.settlement.expected}: none was settled, and all come back when the lease"
-                " lapses"
-            )
-        return Rest(self._rest, ranges, count)
-
-
-def _decision(entry: Entry, now: float) -> Decision:
-    verdict = entry.verdict
-    return Decision(verdict.action, now + verdict.delay, entry.attempt, entry.receipt)
-
-
-def _read_of(lease: Lease) -> dict[Place, tuple[int, Ranges]]:
-    """What a source has handed out, by its lease."""
-    return {
-        (topic, int(partition)): (count, tuple((low, high) for low, high in ranges))
-        for topic, partitions in lease.state.get("read", {}).items()
-        for partition, (count, ranges) in partitions.items()
-    }
 
 
 def _until(lease: Lease, files: GenerationFiles) -> float:

@@ -13,20 +13,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.producers.kafka.ranges import FOREVER, Ranges, contains, count, of_offsets
-from airflow_broadway.producers.kafka.table import (
+from airflow_broadway.producers.kafka.settling import (
     AT_ONCE,
-    Crash,
     Decision,
-    Held,
     Rest,
+    decided,
+    settle,
+    settle_now,
+)
+from airflow_broadway.producers.kafka.table import (
+    Crash,
+    Held,
     Table,
     blame,
     claim,
-    decided,
     drop,
     free,
-    settle,
-    settle_now,
     skip,
     suspects,
     unclaim,
