@@ -20,12 +20,13 @@ def main() -> int:
         "--share", type=float, help="of the cases, 0 to 1; by default as much as fits in minutes"
     )
     parser.add_argument("--pairs", type=int, default=0, help="of strikes; of each pipeline")
+    parser.add_argument("--restarts", type=int, default=0, help="of the broker; of each pipeline")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
     share = SHARES.get(given.broker, 1.0) if given.share is None else given.share
-    plans = [Plan(name, share, given.pairs) for name in given.pipeline or PIPELINES]
+    plans = [Plan(name, share, given.pairs, given.restarts) for name in given.pipeline or PIPELINES]
     told = []
     for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
         print(

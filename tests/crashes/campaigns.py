@@ -27,11 +27,13 @@ class Plan(NamedTuple):
 
     :param share: Of the cases of each family but pairs, 0 to 1.
     :param pairs: How many pairs.
+    :param restarts: How many points at which the broker restarts; they are summed up by themselves.
     """
 
     pipeline: str
     share: float
     pairs: int
+    restarts: int = 0
 
 
 def in_memory() -> str | None:
@@ -55,6 +57,9 @@ def campaigns(
             campaign = Campaign(made, MESSAGES, folder)
             cases = campaign.cases(list(Family), share=plan.share, pairs=plan.pairs, seed=seed)
             yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
+            if plan.restarts:
+                cases = campaign.restarts(plan.restarts, seed)
+                yield plan, campaign.strike(cases, on_result=on_result)
             if not any(folder.iterdir()):
                 folder.rmdir()
 

@@ -127,6 +127,10 @@ class Rabbit(Subject):
                 found.append(Letter(got[1].message_id, bool(headers.get("x-broadway-redelivered"))))
         return found
 
+    def restart(self) -> None:
+        self._server.stop()
+        self._server.run()
+
     def pass_time(self, seconds: float) -> None:
         for name in self._queues():
             role = _role(name)

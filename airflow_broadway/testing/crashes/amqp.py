@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
@@ -67,7 +68,10 @@ class Amqp:
                     error=_Cut,
                 )
             except _Cut:
-                connection._transport._sock.shutdown(socket.SHUT_RDWR)
+                sock = _socket(connection)
+                if sock is not None:
+                    with suppress(OSError):  # the other end was first
+                        sock.shutdown(socket.SHUT_RDWR)
 
         return send
 
@@ -83,10 +87,14 @@ class Amqp:
 
 def _flush(connection: Any) -> None:
     """Give the system all that is to be sent: after the call it is on its way, whoever dies."""
-    transport = connection._transport
-    handle = transport._sock.fileno()
-    if transport._tx_buffers and handle >= 0:
-        transport._on_socket_writable()
+    if _socket(connection) is not None and connection._transport._tx_buffers:
+        connection._transport._on_socket_writable()
+
+
+def _socket(connection: Any) -> socket.socket | None:
+    """The connection's socket, unless it was lost just now."""
+    sock: socket.socket | None = getattr(connection._transport, "_sock", None)
+    return sock if sock is not None and sock.fileno() >= 0 else None
 
 
 def _marshalled(connection: Any, send: Callable[[], object]) -> bytes:

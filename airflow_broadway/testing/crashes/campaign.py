@@ -252,6 +252,15 @@ class Campaign:
             f" its {len(known)} points is {near[0]}"
         )
 
+    def restarts(self, count: int, seed: int = 1) -> list[Case]:
+        """Cases in which the broker restarts: so many points, chosen by the seed.
+
+        They are to be struck alone, for all cases share a broker.
+        """
+        points = [point for point in self.unharmed().points[0] if point.traits.changes]
+        chosen = random.Random(seed).sample(points, min(count, len(points)))
+        return [Case((Strike(point, What.BROKER_RESTARTS),)) for point in chosen]
+
     def _singles(self, family: Family) -> Iterator[Case]:
         alone, busy = self.unharmed().points
         # With traffic one recovery a point will do, each in turn.

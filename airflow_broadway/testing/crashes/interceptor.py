@@ -158,6 +158,9 @@ class Interceptor:
                 raise full()
         elif what is What.ASLEEP_BEFORE:
             self._sleep()
+        elif what is What.BROKER_RESTARTS:
+            self.on_strike()
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif what in (What.CLOCK_AHEAD, What.CLOCK_BEHIND):
             self.on_strike()
             self.ahead += _HOUR if what is What.CLOCK_AHEAD else -_HOUR

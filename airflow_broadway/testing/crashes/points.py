@@ -96,6 +96,8 @@ class What(StrEnum):
     #: From here on its clock is an hour off.
     CLOCK_AHEAD = "clock ahead"
     CLOCK_BEHIND = "clock behind"
+    #: The broker ends before the call, and is there again when it is made.
+    BROKER_RESTARTS = "broker restarts"
 
     @property
     def kills(self) -> bool:

@@ -34,7 +34,7 @@ from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.interceptor import Interceptor
-from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits
+from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits, What
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 
 __all__ = ["Ended", "Execution", "Run", "Scheduler"]
@@ -156,7 +156,10 @@ class Scheduler:
         pause = 0.0005
         while True:
             pid, status = os.waitpid(execution.pid, os.WUNTRACED | os.WNOHANG)
-            if pid:
+            if pid and os.WIFSTOPPED(status) and self._restarts_at(execution):
+                self._subject.restart()
+                os.kill(execution.pid, signal.SIGCONT)
+            elif pid:
                 break
             if time.monotonic() > limit:
                 os.kill(execution.pid, signal.SIGKILL)
@@ -179,6 +182,10 @@ class Scheduler:
                 Point(execution.name, Call(*call), nth, Traits(*traits))
                 for call, nth, traits in told["seen"]
             ]
+
+    def _restarts_at(self, execution: Execution) -> bool:
+        strike = self._strikes.get(execution.name)
+        return strike is not None and strike.what is What.BROKER_RESTARTS
 
     # -- in the process of an execution ----------------------------------------------------------
 

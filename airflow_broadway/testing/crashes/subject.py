@@ -105,6 +105,13 @@ class Subject(ABC):
     def letters(self) -> list[Letter]:
         """The dead letters."""
 
+    def restart(self) -> None:
+        """End the broker in order, and start it again.
+
+        :raises NotImplementedError: If there is none that can.
+        """
+        raise NotImplementedError
+
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
         """Let the broker's own clock go on, as the one of the tasks has."""
 
