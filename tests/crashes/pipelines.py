@@ -98,8 +98,9 @@ class HoldsFailed(Batches):
 
 
 class OneTask(Batches):
-    """A run is one task, and stages nothing."""
+    """A run is one task, and stages nothing; what fails is a dead letter at once."""
 
+    producer = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=1))
     unstaged = True
 
 
