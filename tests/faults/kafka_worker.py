@@ -37,7 +37,7 @@ class KafkaWorker(Worker):
     :param order: The producer's option.
     """
 
-    portion = 50
+    portion = 20
 
     def __init__(self, folder: Path, bootstrap: str, topic: str, order: str, most: int) -> None:
         self.folder = folder
@@ -55,6 +55,8 @@ class KafkaWorker(Worker):
             lease=3600.0,
             fetch_config=FetchConfig(max_wait_time=0.05),
             on_failure="retry",
+            # No message is to blame for these deaths.
+            max_crashes=1_000_000,
         )
 
     def take(self, place: Path, messages: Sequence[Message]) -> None:
