@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="airflow-broadway",
         description="Look at staged runs, run their batches again, serve the embedded queue, check"
-        " a RabbitMQ, put a pipeline to the test.",
+        " a RabbitMQ, look after a Kafka group, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_remove(commands)
     _add_queue(commands)
     _add_rabbitmq(commands)
+    _add_kafka(commands)
     _add_crash_test(commands)
     return parser
 
@@ -383,3 +384,50 @@ def _crash_test(given: argparse.Namespace) -> int:
 
     with logging_at(logging.WARNING):
         return crash_test(given)
+
+
+def _add_kafka(commands: Any) -> None:
+    text = "Look at a group of Apache Kafka, and put it right."
+    kafka = commands.add_parser("kafka", help=text, description=text, allow_abbrev=False)
+    actions = kafka.add_subparsers(metavar="ACTION", required=True)
+    for name, text in (
+        ("show", "Each partition of the group: what is finished, who holds what, what waits."),
+        ("check", "What the next run would refuse or warn of; nothing is changed."),
+        ("adopt", "Have this staging folder keep a group that another one keeps."),
+        ("reset", "Have the group begin anew, once, by its offset_reset_policy."),
+    ):
+        made = _command(actions, name, text, _kafka)
+        made.set_defaults(action=name)
+        made.add_argument(
+            "--pipeline",
+            required=True,
+            metavar="REF",
+            help="pkg.module:Class, or a reference as JSON",
+        )
+        made.add_argument(
+            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+        )
+        made.add_argument(
+            "--staging",
+            metavar="URI",
+            help="the staging root; Airflow's [broadway] staging by default",
+        )
+        if name in ("adopt", "reset"):
+            made.add_argument(
+                "--group", required=True, metavar="NAME", help="the group's name, to confirm it"
+            )
+        if name == "reset":
+            made.add_argument(
+                "--to",
+                metavar="WHERE",
+                help="earliest, latest, or an instant with its time zone; the pipeline's"
+                " offset_reset_policy by default",
+            )
+
+
+def _kafka(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.kafka import kafka
+
+    # What the client logs of its connections stands in the one error, and findings say the rest.
+    with logging_at(logging.CRITICAL):
+        return kafka(given)

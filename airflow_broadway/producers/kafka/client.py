@@ -276,6 +276,24 @@ class Cluster:
             if each.error is not None:
                 raise self.error(each.error, doing)
 
+    def members(self) -> list[str] | None:
+        """Who consumes as a member of the group, by client and host; ``None``: it does not say."""
+        from confluent_kafka.admin import AdminClient
+
+        config = {
+            name: value for name, value in self._settings.items() if name not in _OF_CONSUMERS
+        }
+        admin = self._made(AdminClient, {**config, "error_cb": self._seen.append})
+        group = self._producer.group_id
+        try:
+            [asked] = admin.describe_consumer_groups(
+                [group], request_timeout=self._timeout
+            ).values()
+            found = asked.result(self._timeout + 1)
+        except (self._kafka.KafkaException, TimeoutError):
+            return None
+        return sorted(f"{member.client_id} at {member.host}" for member in found.members)
+
     def ends(self, place: Place) -> tuple[int, int]:
         """The first offset of a partition, and the one behind the last that may be read."""
         try:

@@ -1,0 +1,250 @@
+"""``airflow-broadway kafka``: what it shows of a group, what it finds wrong, what it changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.testing.harness import settlement_of
+from tests.cli_runs import Ran, ran
+from tests.kafka_fixtures import on_peers
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import GROUPS, RETENTION, KafkaServer, MockKafka
+from tests.unit.passing import Passing
+
+pytestmark = pytest.mark.broker
+
+Capsys = pytest.CaptureFixture[str]
+
+
+class Grouped(Passing):
+    producer = KafkaProducer(group_id="{{ params.group }}", topics=["orders"])
+
+
+class Embedded(Passing):
+    producer = SqliteProducer(queue="orders", path="/nowhere/queue.db")
+
+
+class Told:
+    """A group, and the command about it.
+
+    :param root: The staging root.
+    """
+
+    def __init__(self, kafka: KafkaServer, root: Path, capsys: Capsys, **options: Any) -> None:
+        root.mkdir(exist_ok=True)
+        self.root, self.capsys = root, capsys
+        self.group = KafkaGroup(kafka, root / "Grouped", **options)
+
+    def ran(self, action: str, *arguments: str, staging: Path | None = None) -> Ran:
+        group = self.group
+        producer = {
+            "group_id": group.group,
+            "topics": [group.topic],
+            "hosts": group.kafka.bootstrap,
+            "conn_id": None,
+            "offset_reset_policy": "earliest",
+        }
+        reference = {"class": f"{__name__}:Grouped", "options": {"producer": producer}}
+        where = f"file://{staging or self.root}"
+        about = ("--pipeline", json.dumps(reference), "--staging", where)
+        return ran(self.capsys, "kafka", action, *about, *arguments)
+
+
+@pytest.fixture
+def told(kafka: KafkaServer, tmp_path: Path, capsys: Capsys) -> Told:
+    return Told(kafka, tmp_path / "staging", capsys)
+
+
+def test_a_group_is_shown_with_who_holds_what(told: Told) -> None:
+    # Given ten messages, of which the third is to be tried again and the fifth is finished beyond
+    group = told.group
+    group.fill(10)
+    lease, messages = group.hold("first", order="none")
+    verdicts = {
+        each.message_id: Verdict(Action.RETRY, 3600.0, "again", "process") for each in messages[2:3]
+    } | {each.message_id: Verdict(Action.RELEASE, 0.0, "", "") for each in messages[5:]}
+    group.carry_out(lease, settlement_of(messages, verdicts), order="none")
+
+    # And a run that holds four more
+    with group.source("second", order="none") as source:
+        assert len(group.take(source, 4)) == 4
+        found = told.ran("show", "--json").json
+        text = told.ran("show").out
+
+    # Then all of it is shown, and by whom
+    [partition] = found["partitions"]
+    assert partition == {
+        "topic": group.topic,
+        "partition": 0,
+        "start": 0,
+        "base": 2,
+        "committed": 2,
+        "end": 10,
+        "lag": 8,
+        "claimed": 4,
+        "held": 1,
+        "done": 2,
+    }
+    [claim] = found["claims"]
+    assert (claim["generation"], claim["run"]) == ("second", "flights manual")
+    assert (claim["offsets"], claim["live"]) == (4, True)
+    assert "lag 8" in text.splitlines()[0]
+    assert (
+        f"{group.topic}          0      0     2   10    8        4         1            2" in text
+    )
+    assert "second   flights manual" in text
+
+
+def test_a_group_that_nobody_has_read_is_shown_too(told: Told) -> None:
+    told.group.fill(3)
+
+    [partition] = told.ran("show", "--json").json["partitions"]
+
+    assert (partition["base"], partition["committed"], partition["lag"]) == (None, None, None)
+    assert told.ran("check").code == 0
+
+
+def test_a_check_changes_nothing(told: Told) -> None:
+    group = told.group
+    group.fill(5)
+    group.drain()
+    group.kafka.commit(group.group, group.topic, 0, 2)  # an operator's reset
+    before = sorted(str(path) for path in told.root.rglob("*"))
+
+    done = told.ran("check")
+
+    assert (done.code, "was reset from 5 to 2 by somebody else" in done.out) == (1, True)
+    assert sorted(str(path) for path in told.root.rglob("*")) == before
+    assert group.committed() == {0: 2}
+    assert group.table().base == 5
+
+
+def test_a_check_says_what_a_run_would_be_refused_for(told: Told, tmp_path: Path) -> None:
+    group = told.group
+    group.fill(5)
+    group.drain()
+    (tmp_path / "other").mkdir()
+
+    fine, foreign = told.ran("check"), told.ran("check", staging=tmp_path / "other")
+    group.kafka.delete_topic(group.letters) if not isinstance(group.kafka, MockKafka) else None
+    letterless = told.ran("check")
+
+    assert (fine.code, fine.err) == (0, "")
+    assert "The next run may begin." in fine.out
+    assert foreign.code == 1
+    assert "error: the group" in foreign.out
+    assert "`airflow-broadway kafka adopt`" in foreign.out
+    if not isinstance(group.kafka, MockKafka):
+        assert f"error: the dead-letter topic '{group.letters}' does not exist" in letterless.out
+
+
+@on_peers(GROUPS)
+def test_a_check_finds_members(told: Told) -> None:
+    group = told.group
+    group.fill(1)
+    with group.kafka.member(group.group, group.topic):
+        done = told.ran("check")
+
+    assert done.code == 1
+    assert "has 1 member (" in done.out
+
+
+@on_peers(RETENTION)
+def test_a_check_says_what_a_run_would_warn_of(told: Told) -> None:
+    group = told.group
+    group.fill(5)
+    group.drain()
+    group.fill(5, start=5)
+    group.kafka.delete_before(group.topic, 0, 8)
+
+    done = told.ran("check")
+
+    assert done.code == 1
+    assert f"warning: 3 messages of {group.topic}-0 (5–7) were removed by retention" in done.out
+
+
+def test_a_group_of_another_staging_folder_is_adopted(told: Told, tmp_path: Path) -> None:
+    # Given a group of which a run has handed out ten and released the last five
+    group = told.group
+    group.fill(10)
+    lease, messages = group.hold()
+    again = {each.message_id: Verdict(Action.RELEASE, 0.0, "", "") for each in messages[5:]}
+    group.carry_out(lease, settlement_of(messages, again))
+    (tmp_path / "other").mkdir()
+
+    # When another staging root adopts it
+    done = told.ran("adopt", "--group", group.group, staging=tmp_path / "other")
+
+    # Then it goes on there, and what was handed out comes marked; here it is refused
+    assert f"keeps 1 partition of the group '{group.group}' now: {group.topic}-0." in done.out
+    assert told.ran("check").code == 1
+    assert told.ran("check", staging=tmp_path / "other").code == 0
+    group.staging = f"file://{tmp_path / 'other' / 'Grouped'}"
+    received = group.drain()
+    assert [each.metadata["offset"] for each in received] == [5, 6, 7, 8, 9]
+    assert all(each.redelivered and each.attempt == 1 for each in received)
+    assert (
+        "No partition" in told.ran("adopt", "--group", group.group, staging=tmp_path / "other").out
+    )
+
+
+def test_a_group_is_reset_once(told: Told) -> None:
+    group = told.group
+    group.fill(5)
+    group.drain()
+
+    done = told.ran("reset", "--group", group.group)
+
+    assert "begins anew, by earliest" in done.out
+    assert group.committed() == {0: 0}
+    assert len(group.drain()) == 5
+    assert group.drain() == []
+    told.ran("reset", "--group", group.group, "--to", "earliest")
+    told.ran("reset", "--group", group.group, "--to", "latest")
+    assert group.drain() == []
+
+
+def test_a_reset_wants_the_groups_name_and_no_run_at_work(told: Told) -> None:
+    group = told.group
+    group.fill(5)
+    misnamed = told.ran("reset", "--group", "another")
+    nowhere = told.ran("reset", "--group", group.group, "--to", "yesterday")
+    with group.source("at work") as source:
+        assert group.take(source)
+        held = told.ran("reset", "--group", group.group)
+
+    assert "--group names 'another': nothing was changed" in misnamed.error
+    assert "yesterday" in nowhere.error
+    assert f"a run holds messages of {group.topic}-0" in held.error
+    assert group.table().claims.keys() == {"at work"}
+
+
+def test_errors_are_one_sentence(kafka_mock: MockKafka, tmp_path: Path, capsys: Capsys) -> None:
+    module = __name__
+    asked = ("--staging", f"file://{tmp_path}", "--pipeline")
+
+    embedded = ran(capsys, "kafka", "show", *asked, f"{module}:Embedded").error
+    templated = ran(capsys, "kafka", "show", *asked, f"{module}:Grouped").error
+    nobody = {
+        "class": f"{module}:Grouped",
+        "options": {
+            "producer": {
+                "group_id": "g",
+                "hosts": "127.0.0.1:1",
+                "conn_id": None,
+                "client_config": {"request_timeout": 1.0},
+            }
+        },
+    }
+    unreachable = ran(capsys, "kafka", "check", *asked, json.dumps(nobody)).error
+
+    assert "is SqliteProducer, not KafkaProducer" in embedded
+    assert "has the template '{{ params.group }}': give --pipeline as JSON" in templated
+    assert "cannot be reached" in unreachable
