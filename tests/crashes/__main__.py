@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.crashes.campaigns import SHARES, Plan, campaigns
+from tests.crashes.campaigns import SHARES, Plan, campaigns, pipelines_of
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
@@ -26,7 +26,8 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
     share = SHARES.get(given.broker, 1.0) if given.share is None else given.share
-    plans = [Plan(name, share, given.pairs, given.restarts) for name in given.pipeline or PIPELINES]
+    names = given.pipeline or pipelines_of(given.broker)
+    plans = [Plan(name, share, given.pairs, given.restarts) for name in names]
     told = []
     for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
         print(

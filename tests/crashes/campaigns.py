@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from airflow_broadway.testing.crashes import Campaign, Family, Result, Subject, Sums
+from airflow_broadway.testing.crashes import (
+    Campaign,
+    Family,
+    Result,
+    Subject,
+    Sums,
+    uses_spark,
+    warm_spark,
+)
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
-__all__ = ["MESSAGES", "SHARES", "Plan", "campaigns", "in_memory"]
+__all__ = ["MESSAGES", "SHARES", "Plan", "campaigns", "in_memory", "pipelines_of"]
 
 MESSAGES = [b"%d" % number for number in range(12)]
+
+#: A case on Spark takes seconds.  So only its own tasks are struck, for the others are as with
+#: batches in Python; and of what is asked for only this share.
+_SPARK_TASKS, _SPARK_SHARE = ("spark", "driver"), 0.2
 
 
 #: How much of a broker's cases is struck unless told, where each takes 1.5 s of a processor, and in
@@ -42,6 +55,11 @@ class Plan(NamedTuple):
     restarts: int = 0
 
 
+def pipelines_of(broker: str) -> list[str]:
+    """The pipelines that are struck over a broker: those on Spark, which never see it, over one."""
+    return [name for name, each in PIPELINES.items() if broker == "sqlite" or not uses_spark(each)]
+
+
 def in_memory() -> str | None:
     """A folder whose files need no disk, where the system has one."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -58,14 +76,22 @@ def campaigns(
     """Strike each plan's pipeline over a broker; what failed keeps its files."""
     with SUBJECTS[broker]() as make:
         for plan in plans:
+            pipeline = PIPELINES[plan.pipeline]
             folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
-            made = partial(_made, make, PIPELINES[plan.pipeline])
-            campaign = Campaign(made, MESSAGES, folder)
-            cases = campaign.cases(list(Family), share=plan.share, pairs=plan.pairs, seed=seed)
-            yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
-            if plan.restarts:
-                cases = campaign.restarts(plan.restarts, seed)
-                yield plan, campaign.strike(cases, on_result=on_result)
+            campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
+            spark = uses_spark(pipeline)
+            with warm_spark() if spark else nullcontext():
+                cases = campaign.cases(
+                    list(Family),
+                    share=plan.share * (_SPARK_SHARE if spark else 1.0),
+                    pairs=round(plan.pairs * (_SPARK_SHARE if spark else 1.0)),
+                    seed=seed,
+                    tasks=_SPARK_TASKS if spark else (),
+                )
+                yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
+                if plan.restarts:
+                    cases = campaign.restarts(plan.restarts, seed)
+                    yield plan, campaign.strike(cases, on_result=on_result)
             if not any(folder.iterdir()):
                 folder.rmdir()
 

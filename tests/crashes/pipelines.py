@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.spark import failed
 
 __all__ = ["PIPELINES"]
 
@@ -57,6 +58,15 @@ class TwoBatchers(Batches):
         if message.data % 2 == 0:
             return message.put_batcher("even")
         return message.put_batcher("odd").put_batch_key(str(message.data % 3))
+
+
+class OnSpark(Batches):
+    """One batcher, on Spark."""
+
+    batchers = {"default": Batcher(engine="spark", batch_size=6, batch_timeout=None)}
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        return failed(messages.where("int(data) % 5 = 2"), reason="five")
 
 
 class NoBatchers(Struck):
@@ -112,4 +122,5 @@ PIPELINES: dict[str, type[Struck]] = {
     "at once": AtOnce,
     "holds failed": HoldsFailed,
     "one task": OneTask,
+    "on spark": OnSpark,
 }

@@ -12,6 +12,8 @@ goes on as Airflow would, drains the queue, and counts what became of every mess
     sums = campaign.strike(campaign.cases([Family.CRASHES]), jobs=2)
     assert sums.good, sums.failures[0]
 
+A pipeline with a Spark batcher is struck within :func:`warm_spark`.
+
 The command ``airflow-broadway crash-test`` does so for a user's pipeline and sink.
 """
 
@@ -26,6 +28,7 @@ from airflow_broadway.testing.crashes.campaign import (
 )
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result
 from airflow_broadway.testing.crashes.points import Call, Point, Strike, What
+from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded, Letter, Subject
 
 __all__ = [
@@ -44,4 +47,6 @@ __all__ = [
     "Sums",
     "UnsoundPipeline",
     "What",
+    "uses_spark",
+    "warm_spark",
 ]

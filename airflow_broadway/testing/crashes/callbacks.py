@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 __all__ = ["Callbacks", "Witnessed", "witnessed"]
@@ -100,16 +101,12 @@ class Callbacks:
 
         return ack_now
 
-    def _witness(
-        self, stage: str, batch_id: str, messages: Sequence[Message], do: Callable[[], Any]
-    ) -> Any:
+    def _witness(self, stage: str, batch_id: str, given: Any, do: Callable[[], Any]) -> Any:
+        messages: Sequence[Message] = messages_of(given) if is_frame(given) else given
         self._tell(stage, batch_id, messages, None)
         came = do()
-        returned = came if isinstance(came, list) else [came]
-        fine = [
-            self._id_of(m) for m in returned if isinstance(m, Message) and m.status.kind == "ok"
-        ]
-        self._tell(stage, batch_id, messages, fine)
+        fine = fine_of(messages, came) if is_frame(given) else _fine(came)
+        self._tell(stage, batch_id, messages, [self._id_of(m) for m in fine])
         return came
 
     def _tell(
@@ -124,6 +121,12 @@ class Callbacks:
         }
         # One write, to the end: whole or absent, whoever dies.
         os.write(self._handle, json.dumps(told).encode() + b"\n")
+
+
+def _fine(came: Any) -> list[Message]:
+    """The messages that succeeded, of what a callback of Python returned."""
+    returned = came if isinstance(came, list) else [came]
+    return [m for m in returned if isinstance(m, Message) and m.status.kind == "ok"]
 
 
 def witnessed(file: Path) -> Iterator[Witnessed]:

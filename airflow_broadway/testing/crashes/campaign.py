@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
@@ -213,6 +213,7 @@ class Campaign:
         pairs: int = 0,
         seed: int = 1,
         own: bool = False,
+        tasks: Collection[str] = (),
     ) -> list[Case]:
         """The cases of families.
 
@@ -220,14 +221,15 @@ class Campaign:
         :param pairs: How many pairs of strikes.
         :param own: Whether all at the callbacks, and at the calls that they make, are taken,
             whatever the share.
+        :param tasks: Only these are struck first; all unless given.
         """
         chance = random.Random(seed)
         found: list[Case] = []
         for family in families:
             if family is Family.PAIRS:
-                found += self._pairs(pairs, chance)
+                found += self._pairs(pairs, chance, tasks)
                 continue
-            whole = list(self._singles(family))
+            whole = list(self._singles(family, tasks))
             if own:
                 found += [each for each in whole if each.strikes[0].point.traits.own]
                 whole = [each for each in whole if not each.strikes[0].point.traits.own]
@@ -261,8 +263,11 @@ class Campaign:
         chosen = random.Random(seed).sample(points, min(count, len(points)))
         return [Case((Strike(point, What.BROKER_RESTARTS),)) for point in chosen]
 
-    def _singles(self, family: Family) -> Iterator[Case]:
-        alone, busy = self.unharmed().points
+    def _singles(self, family: Family, tasks: Collection[str]) -> Iterator[Case]:
+        alone, busy = (
+            [point for point in points if not tasks or point.execution.split("/")[1] in tasks]
+            for points in self.unharmed().points
+        )
         # With traffic one recovery a point will do, each in turn.
         recoveries = cycle(_RECOVERIES[family])
         for points, traffic in ((alone, False), (busy, True)):
@@ -273,9 +278,9 @@ class Campaign:
                         for recovery in chosen:
                             yield Case((Strike(point, what),), recovery, traffic)
 
-    def _pairs(self, count: int, chance: random.Random) -> Iterator[Case]:
+    def _pairs(self, count: int, chance: random.Random, tasks: Collection[str]) -> Iterator[Case]:
         """A first strike, and a second in an execution that recovers from it."""
-        singles = list(self._singles(Family.CRASHES))
+        singles = list(self._singles(Family.CRASHES, tasks))
         for _ in range(count):
             first = chance.choice(singles)
             result, _ = self.run(first)

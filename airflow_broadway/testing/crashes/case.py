@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from airflow_broadway.testing.crashes.account import Account, account
+from airflow_broadway.testing.crashes.callbacks import Witnessed, witnessed
 from airflow_broadway.testing.crashes.points import Strike
 from airflow_broadway.testing.crashes.scheduler import Ended, Execution, Run, Scheduler
 from airflow_broadway.testing.crashes.subject import Subject
@@ -121,9 +123,9 @@ class _Case:
         one = scheduler.run("one")
         asleep = self._first(one)
         for each in asleep:
-            scheduler.wake(each)
-            if each.ended is Ended.HUNG:
-                self._mistakes.append(f"{each.name} hung when it woke")
+            self._wake(each)
+        if not scheduler.wait_for_drivers():
+            self._mistakes.append("a driver hung")
         one.over = True
         self._publish(len(self._bodies))
         self._drain()
@@ -156,6 +158,33 @@ class _Case:
             self._recover(run, place)
             return [execution] if execution.ended is Ended.ASLEEP else []
         return []
+
+    def _wake(self, execution: Execution) -> None:
+        """Let one that is asleep go on; others have taken its work, and it must see that."""
+        calls, outcomes = self._begun(), self._outcomes()
+        self._scheduler.wake(execution)
+        if execution.ended is Ended.HUNG:
+            self._mistakes.append(f"{execution.name} hung when it woke")
+        if self._subject.unstaged:  # it has its batches in memory, and nowhere to look
+            return
+        point = self._case.strikes[0].point
+        handled = [
+            call for call in self._begun()[len(calls) :] if call.execution == point.execution
+        ]
+        # Whoever has looked may sleep before it acts: that is one batch for each of its threads.
+        batchers = self._subject.pipeline.batchers.values()
+        if len(handled) > sum(batcher.concurrency for batcher in batchers):
+            self._mistakes.append(f"{execution.name} woke, and began {len(handled)} batches")
+        if point.call.kind == "handle_batch" and self._outcomes() - outcomes:
+            self._mistakes.append(f"{execution.name} woke, and recorded what it had not looked at")
+
+    def _begun(self) -> list[Witnessed]:
+        """The calls of ``handle_batch`` so far."""
+        calls = witnessed(self._subject.witness)
+        return [each for each in calls if each.stage == "handle_batch" and each.succeeded is None]
+
+    def _outcomes(self) -> set[Path]:
+        return set(self._subject.work.glob("staging/*/*/one/outcomes/**/*.json"))
 
     def _recover(self, run: Run, place: int) -> None:
         tasks = self._scheduler.tasks

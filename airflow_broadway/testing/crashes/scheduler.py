@@ -35,6 +35,13 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits, What
+from airflow_broadway.testing.crashes.spark import (
+    Driver,
+    SparkTask,
+    be_driver,
+    uses_spark,
+    wait_for_drivers,
+)
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 
 __all__ = ["Ended", "Execution", "Run", "Scheduler"]
@@ -68,6 +75,8 @@ class Execution:
     seen: list[Point] = field(default_factory=list)
     #: Whether the strike that was meant for it happened.
     struck: bool = False
+    #: Of a task that submits to Spark: the driver it started.
+    driver: Execution | None = None
 
 
 @dataclass
@@ -99,6 +108,7 @@ class Scheduler:
         self._results = subject.folder / "results"
         self._results.mkdir()
         self._log = subject.folder / "log.txt"
+        self._drivers = subject.folder / "drivers"
 
     @property
     def tasks(self) -> list[str]:
@@ -114,7 +124,9 @@ class Scheduler:
             "process" if index == 0 else f"process!{index}"
             for index in range(pipeline.producer.concurrency)
         ]
-        return [*processes, "look", *(f"batch.{name}" for name in pipeline.batchers), "ack"]
+        batches = [f"batch.{name}" for name in pipeline.batchers]
+        spark = ["spark"] if uses_spark(pipeline) else []
+        return [*processes, "look", *batches, *spark, "ack"]
 
     def run(self, run_id: str) -> Run:
         """The run of that id; new if there is none."""
@@ -127,17 +139,22 @@ class Scheduler:
         """
         run.tries[task] += 1
         name = f"{run.run_id}/{task}/{run.tries[task]}"
-        place = self._results / f"{name.replace('/', '-')}.json"
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            self._be(name, place, run, task, failed)
+            self._be(name, run, task, failed)
         execution = Execution(name, pid)
         self.executions.append(execution)
-        self._await(execution, place)
+        if task == "spark":
+            execution.driver = Execution(_driver_of(name), pid)
+        self._await(execution)
+        if execution.driver is not None:
+            # Who was struck comes first, and then what may come of it.
+            place = len(self.executions) - execution.struck
+            self.executions.insert(place, execution.driver)
         if execution.ended is Ended.DONE:
-            run.returned[task] = json.loads(place.read_text())["returned"]
+            run.returned[task] = json.loads(self._place(name).read_text())["returned"]
         return execution
 
     def wake(self, execution: Execution) -> None:
@@ -148,10 +165,13 @@ class Scheduler:
         place.with_suffix(".tmp").write_text(str(self.ahead))
         place.with_suffix(".tmp").rename(place)
         os.kill(execution.pid, signal.SIGCONT)
-        place = self._results / f"{execution.name.replace('/', '-')}.json"
-        self._await(execution, place)
+        self._await(execution)
 
-    def _await(self, execution: Execution, place: Path) -> None:
+    def wait_for_drivers(self) -> bool:
+        """Wait for drivers of Spark that have outlived their tasks; whether they came to an end."""
+        return wait_for_drivers(self._drivers, PATIENCE)
+
+    def _await(self, execution: Execution) -> None:
         limit = time.monotonic() + PATIENCE
         pause = 0.0005
         while True:
@@ -174,6 +194,13 @@ class Scheduler:
             execution.ended = Ended.DIED
         else:
             execution.ended = Ended.FAILED if os.WEXITSTATUS(status) else Ended.DONE
+        self._read(execution)
+        if execution.driver is not None:
+            self._read(execution.driver)
+
+    def _read(self, execution: Execution) -> None:
+        """Read what an execution has told so far."""
+        place = self._place(execution.name)
         if place.exists():
             told = json.loads(place.read_text())
             execution.struck = told["struck"]
@@ -187,18 +214,28 @@ class Scheduler:
         strike = self._strikes.get(execution.name)
         return strike is not None and strike.what is What.BROKER_RESTARTS
 
+    def _place(self, name: str) -> Path:
+        """Where an execution tells what it saw and returned."""
+        return self._results / f"{name.replace('/', '-')}.json"
+
     # -- in the process of an execution ----------------------------------------------------------
 
-    def _be(self, name: str, place: Path, run: Run, task: str, failed: Sequence[str]) -> None:
+    def _be(self, name: str, run: Run, task: str, failed: Sequence[str]) -> None:
         """Execute a task, and end this process."""
         status = 1
         try:
+            driver, arguments = None, None
+            if task == "spark":
+                driver = Driver(self._drivers)
+                if driver.pid == 0:
+                    arguments = driver.arguments()
+                    name, task = _driver_of(name), "driver"
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.write(2, f"-- {name}\n".encode())
             interceptor = Interceptor(name, self._strikes, ahead=self.ahead)
-            tell = _Teller(place, interceptor)
+            tell = _Teller(self._place(name), interceptor)
             interceptor.on_strike = tell.tell
             clock = _MovedClock(interceptor)
             interceptor.on_wake = lambda: clock.wake(self._ahead())
@@ -207,16 +244,25 @@ class Scheduler:
             os.environ[FOLDER] = str(self._subject.work)
             for boundary in self._subject.boundaries():
                 boundary.install(interceptor)
-            returned = self._do(run, task, failed)
+            if arguments is not None:
+                returned: Any = self._drive(arguments)
+            else:
+                returned = self._do(run, task, failed, driver, interceptor)
             interceptor.call("return", "", lambda: tell.tell(returned))
             tell.tell(returned)
-            status = 0
+            status = 0 if arguments is None else returned
         except BaseException:  # nothing may return into the scheduler
             traceback.print_exc()
             tell.tell()
         finally:
             sys.stderr.flush()
             os._exit(status)
+
+    def _drive(self, arguments: list[str]) -> int:
+        """Be the driver of a Spark application, whose pipeline has its options in its class."""
+        for name, value in self._subject.overrides().items():
+            setattr(self._subject.pipeline, name, value)
+        return be_driver(arguments)
 
     def _ahead(self) -> float:
         """What the scheduler's clock says; waits until the scheduler has told, for another thread
@@ -231,7 +277,14 @@ class Scheduler:
         finally:
             os.close(handle)
 
-    def _do(self, run: Run, task: str, failed: Sequence[str]) -> Any:
+    def _do(
+        self,
+        run: Run,
+        task: str,
+        failed: Sequence[str],
+        driver: Driver | None,
+        interceptor: Interceptor,
+    ) -> Any:
         pipeline = self._subject.pipeline(**self._subject.overrides())
         staged = StagedRun(
             Store.open(self._subject.staging),
@@ -262,12 +315,16 @@ class Scheduler:
                 return watcher.look(over=task_id == "ack", failed=failed, hold_failed=hold)
             finally:
                 watcher.close()
+        if driver is not None:
+            batches = [run.returned.get(each) for each in self.tasks if each.startswith("batch.")]
+            return SparkTask(staged, pipeline, this, ports, driver, interceptor).run(batches)
         batch = BatchTask(staged, pipeline, this, ports, batcher=task_id.removeprefix("batch."))
         processed = [run.returned[each] for each in run.returned if each.startswith("process")]
         plan = batch.plan(processed, label=f"{run.tries[task]}-{task_id}")
         if plan is None or not plan.messages:
             return None
-        return batch.handle(plan)
+        handled = batch.handle(plan)
+        return batch.reference(plan) if handled is None else handled
 
 
 class _Teller:
@@ -334,6 +391,11 @@ def _number_ids(execution: str, salt: str) -> None:
 
     uuid.uuid4 = uuid4
     secrets.token_hex = token_hex
+
+
+def _driver_of(name: str) -> str:
+    """The name of the driver that an execution of ``spark`` starts."""
+    return name.replace("/spark/", "/driver/")
 
 
 def _warm(modules: Iterable[str]) -> None:
