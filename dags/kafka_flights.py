@@ -1,0 +1,39 @@
+"""The demo's DAG with Apache Kafka in the embedded queue's place.
+
+The Airflow connection `kafka_default` names the brokers; `python -m scripts.load_kafka` makes the
+topics `flights` and `flights-dlt`, and fills the first.  See `docs/kafka.md`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from airflow.sdk import DAG, Param
+from kafka_flights_pipeline import KafkaFlights
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parent / "build" / "demo" / "kafka"
+
+with DAG(
+    "kafka_flights",
+    schedule=None,
+    catchup=False,
+    max_active_runs=1,
+    params={
+        **KafkaFlights.params(),
+        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+    },
+    tags=["airflow-broadway", "demo", "kafka"],
+    doc_md=__doc__,
+) as dag:
+    KafkaFlights(context={"output": "{{ params.output }}"}).task_group(
+        spark={
+            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            "py_files": str(HERE / "flights_pipeline.py"),
+            "conf": {
+                "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+                "spark.sql.shuffle.partitions": "2",
+                "spark.ui.enabled": "false",
+            },
+        },
+    )
