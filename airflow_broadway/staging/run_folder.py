@@ -244,6 +244,7 @@ class StagedRun:
 
     def forget(self, generation: str) -> None:
         """Remove the files of a settled generation that held nothing."""
+        self.forget_open(generation)
         self.files.remove(paths.generation(generation))
         self.store.folder(f"{self.path}/{generation}").remove_all()
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.crashes.campaigns import SHARES, Plan, campaigns, pipelines_of
+from tests.crashes.campaigns import campaigns, plans_of
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
@@ -16,18 +16,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crashes", description=__doc__)
     parser.add_argument("--broker", choices=sorted(SUBJECTS), default="sqlite")
     parser.add_argument("--pipeline", choices=sorted(PIPELINES), action="append")
-    parser.add_argument(
-        "--share", type=float, help="of the cases, 0 to 1; by default as much as fits in minutes"
-    )
-    parser.add_argument("--pairs", type=int, default=0, help="of strikes; of each pipeline")
+    parser.add_argument("--share", type=float, help="of the cases, 0 to 1; else what takes minutes")
+    parser.add_argument("--pairs", type=int, default=0, help="of strikes, with --share")
     parser.add_argument("--restarts", type=int, default=0, help="of the broker; of each pipeline")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
-    share = SHARES.get(given.broker, 1.0) if given.share is None else given.share
-    names = given.pipeline or pipelines_of(given.broker)
-    plans = [Plan(name, share, given.pairs, given.restarts) for name in names]
+    plans = plans_of(given.broker)
+    if given.share is not None:
+        plans = [plan._replace(share=given.share, pairs=given.pairs) for plan in plans]
+    wanted = given.pipeline or PIPELINES
+    plans = [plan._replace(restarts=given.restarts) for plan in plans if plan.pipeline in wanted]
     told = []
     for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
         print(

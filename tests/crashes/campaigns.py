@@ -21,7 +21,7 @@ from airflow_broadway.testing.crashes import (
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
-__all__ = ["MESSAGES", "SHARES", "Plan", "campaigns", "in_memory", "pipelines_of"]
+__all__ = ["MESSAGES", "Plan", "campaigns", "in_memory", "pipelines_of", "plans_of"]
 
 MESSAGES = [b"%d" % number for number in range(12)]
 
@@ -58,6 +58,22 @@ class Plan(NamedTuple):
 def pipelines_of(broker: str) -> list[str]:
     """The pipelines that are struck over a broker: those on Spark, which never see it, over one."""
     return [name for name, each in PIPELINES.items() if broker == "sqlite" or not uses_spark(each)]
+
+
+#: Over the embedded queue: shares and pairs.  A point has some twenty cases, so at 0.3 hardly one
+#: is spared.
+_EMBEDDED = {"batches": (0.3, 200), "no batchers": (0.3, 50)}
+
+
+def plans_of(broker: str) -> list[Plan]:
+    """What is struck over one broker unless told: what takes minutes."""
+    if broker != "sqlite":
+        return [Plan(name, SHARES[broker], 2) for name in pipelines_of(broker)]
+    few = {True: (0.3, 0), False: (0.02, 10)}
+    return [
+        Plan(name, *_EMBEDDED.get(name, few[uses_spark(PIPELINES[name])]))
+        for name in pipelines_of(broker)
+    ]
 
 
 def in_memory() -> str | None:

@@ -1,19 +1,24 @@
-"""``make faults``: kill tasks, brokers and networks, and count every message; build/faults.json."""
+"""``make faults``: kill tasks, brokers and networks, then strike each point at which a run touches
+the world; count every message; build/faults.json.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.airflow_env import ROOT, home_of
+from tests.crashes.subjects import SUBJECTS
 from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
 from tests.faults.runs import Case, run_case
@@ -42,6 +47,7 @@ def main() -> int:
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
     found: list[Found] = []
+    points: list[dict[str, Any]] = []
     for broker in given.broker or BROKERS:
         folder = BUILD / "faults" / broker
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,8 +58,27 @@ def main() -> int:
             started = time.monotonic()
             found.append(_tried(name, messages, run))
             _tell(found[-1], time.monotonic() - started)
-            _write(found)
-    return int(not all(each.good for each in found))
+            _write(found, points)
+        for subject in SUBJECTS:
+            if subject.split()[0] == broker and given.case in f"points: {subject}":
+                points += _points(subject, given.seed)
+                _write(found, points)
+    good = all(each.good for each in found) and not any(each["failures"] for each in points)
+    return int(not good)
+
+
+def _points(subject: str, seed: int) -> list[dict[str, Any]]:
+    """Strike every point: a program of its own, which forks, and so has no threads."""
+    print(f"points: {subject}", flush=True)
+    report = BUILD / "faults" / f"points-{subject.replace(' ', '-')}.json"
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    line = [sys.executable, "-m", "tests.crashes", "--broker", subject, "--report", str(report)]
+    subprocess.run([*line, "--seed", str(seed)], cwd=ROOT, check=False)
+    if not report.exists():
+        return [{"broker": subject, "failures": [["the campaign itself came to no end"]]}]
+    told: list[dict[str, Any]] = json.loads(report.read_text())
+    return told
 
 
 def _cases_of(
@@ -105,10 +130,11 @@ def _tell(found: Found, seconds: float) -> None:
         print(f"  {mistake}", flush=True)
 
 
-def _write(found: list[Found]) -> None:
+def _write(found: list[Found], points: list[dict[str, Any]]) -> None:
     path = BUILD / "faults.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cases": [each.to_json() for each in found]}, indent=1) + "\n")
+    told = {"cases": [each.to_json() for each in found], "points": points}
+    path.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Code that is broken on purpose, and the case that finds it.
+
+``python -m tests.crashes.mutants NAME`` prints what the case's account says, whole and broken.  A
+campaign that did not find a guard that is gone could find nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from airflow_broadway.testing.crashes import Campaign, Case, Embedded, Recovery, Strike, What
+from tests.crashes.campaigns import MESSAGES, in_memory
+from tests.crashes.pipelines import Batches
+
+__all__ = ["MUTANTS"]
+
+
+def a_message_that_comes_again_does_not_say_so() -> None:
+    from airflow_broadway.producers.sqlite.queue import SqliteQueue
+
+    kept: Any = SqliteQueue.receive
+
+    def receive(queue: Any, *given: Any, **options: Any) -> Any:
+        messages = kept(queue, *given, **options)
+        for message in messages:
+            object.__setattr__(message, "redelivered", False)
+        return messages
+
+    mutant: Any = SqliteQueue
+    mutant.receive = receive
+
+
+def what_has_no_outcome_is_acknowledged() -> None:
+    from airflow_broadway.core.custody.verdicts import ACK
+    from airflow_broadway.staging import settlement
+
+    mutant: Any = settlement
+    mutant.RELEASE = ACK
+
+
+def a_message_is_acknowledged_when_it_is_received() -> None:
+    from airflow_broadway.core.custody.protocol import Settlement
+    from airflow_broadway.core.custody.verdicts import ACK
+    from airflow_broadway.runs.process import Process
+
+    kept: Any = Process._publish
+
+    def publish(process: Any, *given: Any) -> Any:
+        manifest = kept(process, *given)
+        custodian = process._pipeline.producer.custodian(process._env)
+        lease = process._run.lease(manifest.generation)
+        custodian.settle(lease, Settlement(rest=ACK, expected=manifest.received))
+        return manifest
+
+    mutant: Any = Process
+    mutant._publish = publish
+
+
+class Mutant(NamedTuple):
+    """A guard that is gone, and the case that must find it.
+
+    :param found: How a line of the account begins.
+    """
+
+    breaks: Callable[[], None]
+    execution: str
+    kind: str
+    what: What
+    recovery: Recovery
+    found: str
+
+
+MUTANTS: dict[str, Mutant] = {
+    each.breaks.__name__: each
+    for each in (
+        Mutant(
+            a_message_that_comes_again_does_not_say_so,
+            "one/batch.default/1",
+            "handle_batch",
+            What.KILLED_AFTER,
+            Recovery.NEXT_RUN,
+            "repeated without a mark",
+        ),
+        Mutant(
+            what_has_no_outcome_is_acknowledged,
+            "one/process/1",
+            "return",
+            What.KILLED_BEFORE,
+            Recovery.NEXT_RUN,
+            "lost",
+        ),
+        Mutant(
+            a_message_is_acknowledged_when_it_is_received,
+            "one/batch.default/1",
+            "handle_batch",
+            What.KILLED_BEFORE,
+            Recovery.NEXT_RUN,
+            "lost",
+        ),
+    )
+}
+
+
+def main(name: str) -> None:
+    """Break the code, strike it once, and print what the account says."""
+    mutant = MUTANTS[name]
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
+        campaign = Campaign(partial(Embedded, Batches), MESSAGES, Path(folder))
+        alone, _ = campaign.unharmed().points
+        point = next(
+            each
+            for each in alone
+            if each.execution == mutant.execution and each.call.kind == mutant.kind
+        )
+        case = Case((Strike(point, mutant.what),), mutant.recovery)
+        whole = campaign.run(case)[0].account.lines
+        mutant.breaks()
+        broken = campaign.run(case)[0].account.lines
+        print(json.dumps([whole, broken]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,66 @@
+"""A fixed part of the campaign of ``make faults``: some 500 runs over the embedded queue.
+
+The campaign is a program of its own: it forks, and a test session has threads.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.testing.crashes.spark import uses_spark
+from scripts.airflow_env import ROOT
+from tests.crashes.mutants import MUTANTS
+from tests.crashes.pipelines import PIPELINES
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+#: Of the cases of each pipeline, where it is not the least.
+SHARES = {"batches": 0.006, "no batchers": 0.005}
+LEAST = 0.0012
+
+
+def run(module: str, *options: str) -> str:
+    """Run a program of the campaign; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "pipeline", [name for name, each in PIPELINES.items() if not uses_spark(each)]
+)
+def test_whatever_point_is_struck_every_message_is_accounted_for(
+    tmp_path: Path, pipeline: str
+) -> None:
+    report = tmp_path / "report.json"
+    share = str(SHARES.get(pipeline, LEAST))
+    told = run(
+        "tests.crashes",
+        *("--pipeline", pipeline, "--share", share, "--pairs", "2"),
+        *("--jobs", "1", "--report", str(report)),
+    )
+
+    [sums] = json.loads(report.read_text())
+    assert sums["failures"] == [], told
+    assert sums["cases"] >= 5
+    assert sums["points"] >= 5
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_case_finds_the_guard_that_is_gone(mutant: str) -> None:
+    whole, broken = json.loads(run("tests.crashes.mutants", mutant))
+
+    assert whole == []
+    assert any(line.startswith(MUTANTS[mutant].found) for line in broken), broken
