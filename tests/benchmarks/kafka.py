@@ -36,7 +36,7 @@ MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 PARTITIONS = 4
 PIPELINE = "tests.benchmarks.pipelines:OnKafka"
-MADE_UP = "tests.benchmarks.pipelines:OnNothing"
+MADE_UP = "tests.benchmarks.made_up:OnNothing"
 #: What is compared with what.
 OF = {"source": "ceiling", "process": "made_up", "process.shared": "made_up"}
 DAGS = Path(__file__).parent / "dags"

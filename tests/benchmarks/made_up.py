@@ -1,4 +1,7 @@
-"""A source that costs nothing but its messages: what is left of a stage is the stage."""
+"""A source that costs nothing but its messages: what is left of a stage is the stage.
+
+It is no driver's: Spark gets no ``airflow_broadway.testing``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import POSITIVE
 from airflow_broadway.testing import DummyProducer
+from tests.benchmarks.pipelines import Halved
 
-__all__ = ["BODY", "MadeUpProducer"]
+__all__ = ["BODY", "MadeUpProducer", "OnNothing"]
 
 BODY = b"x" * 200
 
@@ -80,3 +84,9 @@ class _Source:
 
     def close(self) -> None:
         pass
+
+
+class OnNothing(Halved):
+    """Messages as Kafka's, from nowhere."""
+
+    producer = MadeUpProducer()

@@ -12,7 +12,6 @@ from airflow_broadway.producers import (
     SqliteProducer,
     SqsProducer,
 )
-from tests.benchmarks.made_up import MadeUpProducer
 
 #: Settings of Spark: a small, quick JVM.
 SPARK = {
@@ -62,9 +61,3 @@ class OnSqs(Halved):
 
 class OnKafka(Halved):
     producer = KafkaProducer(group_id="bench", topics=["bench"], offset_reset_policy="earliest")
-
-
-class OnNothing(Halved):
-    """Messages as Kafka's, from nowhere."""
-
-    producer = MadeUpProducer()
