@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import BroadwayError
@@ -13,7 +14,7 @@ from airflow_broadway.runs.inspect import RequestRefused
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.retention import remove_run, sweep_retention
+from airflow_broadway.staging.retention import KEEP, remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
     SETTLED,
     SETTLING,
@@ -121,10 +122,15 @@ def _settle(
     )
 
 
-def remove_old_runs(run: StagedRun) -> None:
-    """Remove the files of runs of this Dag that have been kept for long enough."""
+def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
+    """Remove the files of runs of this Dag that have been kept for long enough, and what the dead
+    were writing of the producer's own.
+    """
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
+        if pipeline.producer.kind:
+            own = run.store.folder(f"{pipeline.name}/{pipeline.producer.kind}")
+            own.remove_temporary("", run.clock.now() - timedelta(seconds=KEEP), below=True)
     except BroadwayError as error:
         # Whoever may write there need not be allowed to delete; that is in no run's way.
         log.warning("Could not remove the files of old runs: %s", error)

@@ -89,7 +89,7 @@ class ProcessTask:
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
         sweep(self._run, self._pipeline, self._task, self._ports)
-        remove_old_runs(self._run)
+        remove_old_runs(self._run, self._pipeline)
         reference = self._process.run()
         metrics = Metrics(
             self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id

@@ -110,7 +110,7 @@ class UnstagedTask:
             raise
         trouble = report.trouble(self._fail_when)
         self._record(report, started, failed=bool(trouble))
-        remove_old_runs(run)
+        remove_old_runs(run, self._pipeline)
         return UnstagedResult({**report.totals(), "errors": list(report.settled.errors)}, trouble)
 
     def _open(self, lease: Lease) -> None:

@@ -123,7 +123,7 @@ class Bucket:
             self._fs.rm_file(path)
         self._forget(path)
 
-    def remove_temporary(self, path: str, before: float) -> None:
+    def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
         """Nothing: an object appears whole, under its own name."""
 
     def remove_tree(self, path: str) -> None:

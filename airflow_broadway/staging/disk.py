@@ -114,13 +114,16 @@ class Disk:
         with suppress(FileNotFoundError):
             os.remove(path)
 
-    def remove_temporary(self, path: str, before: float) -> None:
-        with suppress(FileNotFoundError), os.scandir(path) as found:
-            for entry in found:
-                if entry.name.startswith(TEMPORARY):
-                    with suppress(FileNotFoundError):
-                        if entry.stat().st_mtime < before:
-                            os.remove(entry.path)
+    def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
+        for folder, folders, names in os.walk(path):
+            for name in names:
+                if name.startswith(TEMPORARY):
+                    with suppress(FileNotFoundError):  # whoever wrote it lives, and is done
+                        place = os.path.join(folder, name)
+                        if os.stat(place).st_mtime < before:
+                            os.remove(place)
+            if not below:
+                folders.clear()
 
     def remove_tree(self, path: str) -> None:
         with suppress(FileNotFoundError):

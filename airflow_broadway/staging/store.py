@@ -102,9 +102,9 @@ class Backend(Protocol):
     def remove(self, path: str) -> None: ...
     def remove_tree(self, path: str) -> None: ...
 
-    def remove_temporary(self, path: str, before: float) -> None:
-        """Remove temporary files of a folder, last written before an instant (seconds since 1970):
-        whoever wrote them died.
+    def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
+        """Remove temporary files of a folder, and of those below it, last written before an instant
+        (seconds since 1970): whoever wrote them died.
         """
         ...
 
@@ -333,10 +333,14 @@ class Folder:
         with translated(f"remove {path}", self.store.uri):
             self._backend.remove(self.full(path))
 
-    def remove_temporary(self, folder: str, before: datetime) -> None:
-        """Remove what the dead were writing in a folder, but not in those below it."""
+    def remove_temporary(self, folder: str, before: datetime, *, below: bool = False) -> None:
+        """Remove what the dead were writing in a folder before an instant.
+
+        :param below: In the folders below it, too.
+        """
         with translated(f"remove temporary files of {folder}", self.store.uri):
-            self._backend.remove_temporary(self.full(folder), before.timestamp())
+            path = self.full(folder)
+            self._backend.remove_temporary(path, before.timestamp(), below=below)
 
     def remove_all(self) -> None:
         """Remove the folder and all in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -312,7 +313,27 @@ def test_old_files_that_cannot_be_removed_are_in_no_runs_way(
         raise StagingError("may not delete")
 
     monkeypatch.setattr("airflow_broadway.runs.sweep.sweep_retention", refused)
-    remove_old_runs(Run(tmp_path).staged)
+    run = Run(tmp_path)
+    remove_old_runs(run.staged, run.pipeline)
+
+
+def test_what_the_dead_were_writing_of_the_producers_own_is_removed_in_time(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    folder = tmp_path / "staging" / run.pipeline.name / "sqlite" / "some-queue"
+    folder.mkdir(parents=True)
+    old, young, whole = (folder / name for name in (".tmp-1", ".tmp-2", "notes.json"))
+    for each in (old, young, whole):
+        each.write_text("half")
+    for each in (old, whole):
+        os.utime(each, (0, 0))
+
+    remove_old_runs(run.staged, run.pipeline)
+
+    assert not old.exists()
+    assert young.exists()
+    assert whole.exists()
 
 
 def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
