@@ -8,7 +8,8 @@ import pytest
 
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.inspect import adopt, reset, states
+from airflow_broadway.producers.kafka.group import adopt
+from airflow_broadway.producers.kafka.inspect import states
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import KafkaServer
 
@@ -50,7 +51,7 @@ def test_a_group_of_nobody_is_shown_and_not_touched(kafka: KafkaServer, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_of_another_staging_folder_is_adopted(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_a_group_is_adopted_and_given_back(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path / "one", order="none")
     group.fill(6)
     lease, messages = group.hold()
@@ -59,7 +60,7 @@ def test_a_group_of_another_staging_folder_is_adopted(kafka: KafkaServer, tmp_pa
     [state] = states(group.producer(), group.env(""))
     assert state.kept_by == "others"
 
-    assert adopt(group.producer(), group.env("")) == {(group.topic, 0): 2}
+    assert adopt(group.producer(), group.env("")) == [(group.topic, 0)]
 
     again = group.drain()
     assert [m.metadata["offset"] for m in again] == [2, 3, 4, 5]
@@ -71,21 +72,3 @@ def test_a_group_of_another_staging_folder_is_adopted(kafka: KafkaServer, tmp_pa
         group.drain()
     adopt(group.producer(), group.env(""))
     assert [m.metadata["offset"] for m in group.drain()] == [6]
-
-
-def test_a_group_is_reset_by_hand(kafka: KafkaServer, tmp_path: Path) -> None:
-    group = KafkaGroup(kafka, tmp_path)
-    group.fill(6)
-    group.drain()
-
-    assert reset(group.producer(), group.env(""), {(group.topic, 0): 4}) == {(group.topic, 0): 4}
-    assert [m.metadata["offset"] for m in group.drain()] == [4, 5]
-    assert reset(group.producer(), group.env(""), {(group.topic, 0): 99}) == {(group.topic, 0): 6}
-    with pytest.raises(ProducerError, match="no partition elsewhere-3"):
-        reset(group.producer(), group.env(""), {("elsewhere", 3): 0})
-    group.fill(1)
-    group.hold("holder")
-    with pytest.raises(ProducerError, match="generation holder holds messages of"):
-        reset(group.producer(), group.env(""), {(group.topic, 0): 0})
-    with pytest.raises(ProducerError, match="generation holder holds messages of"):
-        adopt(group.producer(), group.env(""))

@@ -1,6 +1,7 @@
-"""What a group and its topics say of themselves, for people: how much waits, who holds what.
+"""What a group and its topics say of themselves: how much waits, who holds what.
 
-Beside it the two things that people do to a group by hand: :func:`adopt` and :func:`reset`.
+What is wrong with a group, and what people do to it by hand, is
+:mod:`airflow_broadway.producers.kafka.group`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,10 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
 from airflow_broadway.producers.kafka.opening import (
-    Mark,
-    live_claims,
-    mark_of,
     own_places,
     read_mark,
-    reset_table,
 )
 from airflow_broadway.producers.kafka.ranges import count, intersection
 from airflow_broadway.producers.kafka.register import Register, group_files
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
-__all__ = ["HeldBy", "PartitionState", "adopt", "depth", "reset", "states"]
+__all__ = ["HeldBy", "PartitionState", "depth", "states"]
 
 
 class HeldBy(NamedTuple):
@@ -170,78 +166,3 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth | None:
         dead=dead,
         oldest_age=None,
     )
-
-
-def adopt(producer: KafkaOptions, env: ProducerEnv) -> dict[Place, int]:
-    """Let this staging folder keep the group from now on, from its offsets in Kafka on.
-
-    What another staging folder knows of messages beyond these offsets is lost: they come again, and
-    as redelivered as far as they had been handed out.
-
-    :returns: Where each partition goes on.
-    :raises ProducerError: If a run holds messages by a table of this staging folder.
-    """
-    with _opened(producer, env) as group:
-        register, owner = group.register, group.register.owner()
-        marks: dict[Place, Committed] = {}
-        for place, found in group.committed.items():
-            mark = read_mark(found.metadata) or Mark("", 0, found.offset)
-            table = register.read(place)
-            if table is None:
-                begun = Table(base=found.offset, marks=_between(found.offset, mark.highest))
-                marks[place] = mark_of(begun, owner, 0)
-                continue
-            _refuse_live(register, place, table, env)
-            _change(register, place, found.offset, mark.highest)
-            known = register.known(place)
-            assert known is not None
-            marks[place] = mark_of(known, owner, register.version(place))
-        group.cluster.commit(marks)
-        return {place: each.offset for place, each in marks.items()}
-
-
-def reset(
-    producer: KafkaOptions, env: ProducerEnv, offsets: Mapping[Place, int]
-) -> dict[Place, int]:
-    """Let the group go on at other offsets: the next run honours them.
-
-    :param offsets: Those of partitions that are to be changed.
-    :returns: What was committed, each within its log.
-    :raises ProducerError: If a run holds messages of such a partition.
-    """
-    with _opened(producer, env) as group:
-        made: dict[Place, Committed] = {}
-        for place, offset in offsets.items():
-            if place not in group.places:
-                raise ProducerError(
-                    f"there is no partition {place[0]}-{place[1]} among the producer's topics"
-                )
-            table = group.register.read(place)
-            if table is not None:
-                _refuse_live(group.register, place, table, env)
-            low, end = group.cluster.ends(place)
-            made[place] = Committed(min(max(low, offset), end), "")
-        group.cluster.commit(made)
-        return {place: each.offset for place, each in made.items()}
-
-
-def _refuse_live(register: Register, place: Place, table: Table, env: ProducerEnv) -> None:
-    live = live_claims(register, table, env.clock.now().timestamp())
-    holders = [each for each in live if table.claims[each].ranges]
-    if holders:
-        raise ProducerError(
-            f"generation {holders[0]} holds messages of {place[0]}-{place[1]}: let that run end, or"
-            " its lease lapse"
-        )
-
-
-def _between(low: int, high: int) -> tuple[tuple[int, int], ...]:
-    return ((low, high),) if low < high else ()
-
-
-def _change(register: Register, place: Place, offset: int, highest: int) -> None:
-    def changed(table: Table | None) -> tuple[Table, None]:
-        made = reset_table(table, offset)
-        return made if table is None else made.marked(_between(offset, highest)), None
-
-    register.change(place, changed)
