@@ -20,7 +20,7 @@ from tests.crashes.pipelines import PIPELINES
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 #: Of the cases of each pipeline, where it is not the least.
-SHARES = {"batches": 0.006, "no batchers": 0.005}
+SHARES = {"batches": 0.004, "no batchers": 0.005}
 LEAST = 0.0012
 
 

@@ -23,7 +23,8 @@ SEED = 20_130
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("messages", [3_000, pytest.param(336_776, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("messages", [3_000, 336_776])
 def test_flights_through_kafka(tmp_path: Path, messages: int) -> None:
     wanted_kafka(NoidaKafka.kind)  # or the test is skipped
     kafka = NoidaKafka.start(tmp_path)  # of this test alone: its topics' names are the demo's

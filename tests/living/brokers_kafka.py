@@ -201,7 +201,7 @@ def _is_done(table: Mapping[str, Any], offset: int) -> bool:
 
 def _place(table: Mapping[str, Any], offset: int) -> tuple[str, bool]:
     """Where a message is, and whether it comes marked."""
-    for ranges, _, _ in table.get("claims", {}).values():
+    for ranges, *_ in table.get("claims", {}).values():
         if _within(ranges, offset):
             return "leased", True
     held = table.get("held", {}).get(str(offset))
