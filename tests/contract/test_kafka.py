@@ -32,8 +32,8 @@ class TestByKey(CustodyContract):
     shares: ClassVar[bool] = False
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka, tmp_path, "key")
+    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_noida, tmp_path, "key")
 
 
 class TestInOrder(CustodyContract):
