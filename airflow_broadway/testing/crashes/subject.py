@@ -108,9 +108,9 @@ class Subject(ABC):
     def restart(self) -> None:
         """End the broker in order, and start it again.
 
-        :raises NotImplementedError: If there is none that can.
+        :raises TypeError: If there is none that can.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no broker that could be restarted")
 
     def pass_time(self, seconds: float) -> None:  # noqa: B027 - most brokers have no clock to move
         """Let the broker's own clock go on, as the one of the tasks has."""
