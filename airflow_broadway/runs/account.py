@@ -83,14 +83,15 @@ def keep_report(
         "at": at.isoformat(),
     }
     run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
+    # One that is still open, such as a task that was just cleared, is left to a later account.
+    settled = [record for record in records if record.state == SETTLED]
     if report["balanced"]:
         mark_balanced(run)
         if not totals["received"]:
-            _forget(run, records)
+            _forget(run, settled)
     # Last: whoever dies before it leaves the run to a sweep, which comes here again.
-    for record in records:
-        if record.state == SETTLED:
-            run.forget_open(record.generation)
+    for record in settled:
+        run.forget_open(record.generation)
     return report
 
 

@@ -11,6 +11,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
 from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.runs.account import keep_report
 from airflow_broadway.staging.run_folder import iter_open, iter_unsettled
 from airflow_broadway.staging.settlement import settle_generation
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -197,3 +198,22 @@ def test_a_record_that_cannot_be_read_is_in_no_other_runs_way(
 
     assert [record.generation for _, record in found] == [whole.generation]
     assert broken.generation in caplog.text
+
+
+def test_a_report_takes_only_what_is_settled_from_the_list(tmp_path: Path) -> None:
+    # Given a run of two executions, of which one is still open
+    run = open_run(tmp_path)
+    settled, still_open = open_generation(run), open_generation(run, map_index=1)
+    record_settled(run, settled, SettleReport())
+
+    report = keep_report(
+        run, run.generations(), batchers={}, reasons=[], failed_tasks=[], at=run.clock.now()
+    )
+
+    # Then a sweep still finds the open one
+    assert [each["generation"] for each in report["generations"]] == [
+        settled.generation,
+        still_open.generation,
+    ]
+    found = [each.generation for _, each in iter_open(run.store, "Pipeline", "dag")]
+    assert found == [still_open.generation]
