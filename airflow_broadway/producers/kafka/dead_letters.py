@@ -1,8 +1,9 @@
 """Dead letters: the message as it is in the log, and why, in headers.
 
 No body is kept in staging: who settles reads it from the log again.  A letter has the message's
-key, instant and headers, and behind these, as text in UTF-8, those of Kafka Connect
-(``__connect.errors.…``) and ours (``broadway.…``).
+key and headers, and behind these, as text in UTF-8, those of Kafka Connect (``__connect.errors.…``)
+and ours (``broadway.…``).  Its own instant is that of its sending: a topic's retention goes by it,
+so a letter with the instant of an old message would be removed before anybody has read it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["LogReader", "Why", "headers_of", "send"]
 
 #: What our headers begin with; those of an earlier letter, sent again by somebody, give way.
 _OURS: Final = ("__connect.errors.", "broadway.")
+#: Headers that only a letter has which knows what they say.
+_WHERE_KNOWN: Final = ("broadway.body", "broadway.timestamp")
 #: A gap between two wanted offsets from which on seeking is cheaper than reading on.
 _SEEK_GAP: Final = 2_000
 #: Seconds without a message, or a word about the end, after which the cluster is out of reach.
@@ -136,14 +139,21 @@ def headers_of(
         "broadway.attempt": str(why.attempt),
         "broadway.generation": generation,
         "broadway.again": "1" if why.again else "0",
+        "broadway.timestamp": _instant(record),
         "broadway.body": body,
     }
     ours = [
         (name, value.encode("utf-8", "replace"))
         for name, value in about.items()
-        if value or name != "broadway.body"
+        if value or name not in _WHERE_KNOWN
     ]
     return [*kept, *ours]
+
+
+def _instant(record: Any) -> str:
+    """When a message was produced, or appended, in milliseconds since 1970; empty if unknown."""
+    kind, instant = (0, 0) if record is None else record.timestamp()
+    return str(instant) if kind else ""
 
 
 def _exception(reason: str) -> tuple[str, str]:
@@ -215,9 +225,6 @@ class _Sending:
         )
         about: dict[str, Any] = {"headers": headers}
         if record is not None:
-            kind, instant = record.timestamp()
-            if kind:
-                about["timestamp"] = instant
             if record.key() is not None:
                 about["key"] = record.key()
             if not body:
