@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.kafka_fixtures import kafka, kafka_mock, kafka_noida
 from tests.order import longest_first
+from tests.pubsub_fixtures import pubsub, pubsub_emulator, pubsub_stub
 
-__all__ = ["kafka", "kafka_mock", "kafka_noida"]
+__all__ = ["kafka", "kafka_mock", "kafka_noida", "pubsub", "pubsub_emulator", "pubsub_stub"]
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
 settings.register_profile(

@@ -1,0 +1,303 @@
+"""What the two Pub/Subs of the tests do alike, and what the stub's rules add."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from airflow_broadway.testing import ManualClock
+from tests.pubsub_server import Emulator, PubSubServer, StubServer
+from tests.pubsub_stub.errors import Refused
+
+pytestmark = pytest.mark.broker
+
+
+def queue(server: PubSubServer, **settings: Any) -> tuple[str, str]:
+    topic = server.topic()
+    return topic, server.subscription(topic, **settings)
+
+
+def acknowledge(server: PubSubServer, subscription: str, ack_ids: list[str]) -> None:
+    server.subscriber.acknowledge(
+        request={"subscription": subscription, "ack_ids": ack_ids}, retry=None
+    )
+
+
+def hold(server: PubSubServer, subscription: str, ack_ids: list[str], seconds: int) -> None:
+    server.subscriber.modify_ack_deadline(
+        request={
+            "subscription": subscription,
+            "ack_ids": ack_ids,
+            "ack_deadline_seconds": seconds,
+        },
+        retry=None,
+    )
+
+
+def data(found: list[Any]) -> list[bytes]:
+    return [each.message.data for each in found]
+
+
+def told_of(error: Any) -> dict[str, str]:
+    """What an exactly-once subscription says of each id."""
+    [info] = error.details
+    assert info.reason == "EXACTLY_ONCE_ACKID_FAILURE"
+    return dict(info.metadata)
+
+
+def test_messages_come_with_what_they_were_published_with(pubsub: PubSubServer) -> None:
+    topic, subscription = queue(pubsub)
+    [own] = pubsub.publish(topic, [b"one"], attributes={"kind": "a"}, ordering_key="k")
+
+    [received] = pubsub.pull(subscription)
+
+    assert received.message.data == b"one"
+    assert received.message.message_id == own
+    assert dict(received.message.attributes) == {"kind": "a"}
+    assert received.message.ordering_key == "k"
+    assert received.message.publish_time
+    assert received.delivery_attempt == 0
+    acknowledge(pubsub, subscription, [received.ack_id])
+    acknowledge(pubsub, subscription, [received.ack_id])  # once more is no error
+    assert pubsub.pull(subscription) == []
+
+
+def test_a_nack_gives_back_at_once_and_an_old_id_ends_nothing(pubsub: PubSubServer) -> None:
+    topic, subscription = queue(pubsub)
+    pubsub.publish(topic, [b"one"])
+    [first] = pubsub.pull(subscription)
+    hold(pubsub, subscription, [first.ack_id], 0)
+    [second] = pubsub.pull(subscription)
+    assert second.ack_id != first.ack_id
+
+    acknowledge(pubsub, subscription, [first.ack_id])
+    hold(pubsub, subscription, [second.ack_id], 0)
+
+    assert data(pubsub.pull(subscription)) == [b"one"]
+
+
+def test_what_is_held_too_long_comes_again(pubsub_emulator: Emulator) -> None:
+    topic, subscription = queue(pubsub_emulator)
+    pubsub_emulator.publish(topic, [b"one"])
+    [first] = pubsub_emulator.pull(subscription)
+    hold(pubsub_emulator, subscription, [first.ack_id], 1)
+    begun = time.monotonic()
+
+    [again] = pubsub_emulator.subscriber.pull(
+        request={"subscription": subscription, "max_messages": 1}, timeout=20
+    ).received_messages
+
+    assert again.message.data == b"one"
+    assert time.monotonic() - begun > 0.9
+
+
+def test_the_stub_holds_by_the_clock_that_it_is_given() -> None:
+    clock = ManualClock()
+    with StubServer(clock) as server:
+        topic, subscription = queue(server, ack_deadline_seconds=30)
+        server.publish(topic, [b"one"])
+        [first] = server.pull(subscription)
+        clock.advance(29.0)
+        assert server.pull(subscription) == []
+        hold(server, subscription, [first.ack_id], 600)
+        clock.advance(599.0)
+        assert server.pull(subscription) == []
+        clock.advance(1.0)
+        assert data(server.pull(subscription)) == [b"one"]
+
+
+def test_an_exactly_once_subscription_confirms_each_id(pubsub: PubSubServer) -> None:
+    from google.api_core.exceptions import InvalidArgument
+
+    topic, subscription = queue(pubsub, enable_exactly_once_delivery=True)
+    pubsub.publish(topic, [b"one", b"two"])
+    first, second = (each.ack_id for each in pubsub.pull(subscription))
+    hold(pubsub, subscription, [first], 0)
+    [again] = pubsub.pull(subscription)
+
+    with pytest.raises(InvalidArgument) as caught:
+        acknowledge(pubsub, subscription, [first, second])
+
+    assert told_of(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
+    with pytest.raises(InvalidArgument) as caught:
+        hold(pubsub, subscription, [first], 60)
+    assert told_of(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
+    hold(pubsub, subscription, [again.ack_id], 0)
+    # The other one's acknowledgement stands.
+    assert len(pubsub.pull(subscription)) == 1
+
+
+def test_a_key_is_delivered_in_order_and_waits_for_what_is_in_flight(pubsub: PubSubServer) -> None:
+    topic, subscription = queue(pubsub, enable_message_ordering=True)
+    for number in range(6):
+        pubsub.publish(topic, [b"%d" % number], ordering_key=f"k{number % 2}")
+    taken = pubsub.pull(subscription)
+    for key in ("k0", "k1"):
+        lane = [each.message.data for each in taken if each.message.ordering_key == key]
+        assert lane == sorted(lane)
+    assert len(taken) == 6
+    pubsub.publish(topic, [b"8"], ordering_key="k0")
+    assert pubsub.pull(subscription) == []
+
+    acknowledge(pubsub, subscription, [each.ack_id for each in taken])
+
+    assert data(pubsub.pull(subscription)) == [b"8"]
+
+
+def test_an_unordered_acknowledgement_of_an_ordered_key_is_refused_for_now(
+    pubsub: PubSubServer,
+) -> None:
+    from google.api_core.exceptions import InvalidArgument
+
+    topic, subscription = queue(
+        pubsub, enable_message_ordering=True, enable_exactly_once_delivery=True
+    )
+    pubsub.publish(topic, [b"one", b"two"], ordering_key="k")
+    first, second = (each.ack_id for each in pubsub.pull(subscription))
+
+    with pytest.raises(InvalidArgument) as caught:
+        acknowledge(pubsub, subscription, [second])
+
+    assert told_of(caught.value) == {second: "TRANSIENT_FAILURE_UNORDERED_ACK_ID"}
+    acknowledge(pubsub, subscription, [first, second])
+    assert pubsub.pull(subscription) == []
+
+
+def test_a_dead_letter_policy_counts_deliveries_and_buries(pubsub: PubSubServer) -> None:
+    dead = pubsub.topic()
+    grave = pubsub.subscription(dead)
+    policy = {"dead_letter_topic": dead, "max_delivery_attempts": 5}
+    topic, subscription = queue(pubsub, dead_letter_policy=policy)
+    pubsub.publish(topic, [b"one"], attributes={"kind": "a"})
+
+    for attempt in range(1, 6):
+        [received] = pubsub.pull(subscription)
+        assert received.delivery_attempt == attempt
+        hold(pubsub, subscription, [received.ack_id], 0)
+    assert pubsub.pull(subscription) == []
+
+    [letter] = pubsub.drain(grave)
+    assert letter.data == b"one"
+    assert letter.attributes["kind"] == "a"
+    assert letter.attributes["CloudPubSubDeadLetterSourceDeliveryCount"] == "5"
+    assert letter.attributes["CloudPubSubDeadLetterSourceSubscription"] == subscription[-36:]
+
+
+def test_seeking_makes_every_id_void(pubsub: PubSubServer) -> None:
+    topic, subscription = queue(pubsub)
+    pubsub.publish(topic, [b"one"])
+    snapshot = f"projects/broadway-tests/snapshots/{subscription[-36:]}"
+    pubsub.subscriber.create_snapshot(request={"name": snapshot, "subscription": subscription})
+    pubsub.drain(subscription)
+    assert pubsub.pull(subscription) == []
+
+    pubsub.subscriber.seek(request={"subscription": subscription, "snapshot": snapshot})
+
+    [again] = pubsub.pull(subscription)
+    pubsub.subscriber.seek(request={"subscription": subscription, "snapshot": snapshot})
+    acknowledge(pubsub, subscription, [again.ack_id])
+    assert data(pubsub.pull(subscription)) == [b"one"]
+
+
+@pytest.mark.parametrize("call", ["pull", "acknowledge", "modify_ack_deadline"])
+def test_what_is_not_there_is_said(pubsub: PubSubServer, call: str) -> None:
+    from google.api_core.exceptions import NotFound
+
+    more: dict[str, Any] = {"pull": {"max_messages": 1}}.get(call, {"ack_ids": ["a:1"]})
+    request = {"subscription": "projects/broadway-tests/subscriptions/none", **more}
+    with pytest.raises(NotFound):
+        getattr(pubsub.subscriber, call)(request=request, retry=None)
+
+
+def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub: StubServer) -> None:
+    from google.api_core import exceptions as of
+
+    topic, subscription = queue(pubsub_stub)
+    pushed = pubsub_stub.subscription(topic, push_config={"push_endpoint": "https://example.com"})
+    written = pubsub_stub.subscription(topic, bigquery_config={"table": "p.d.t"})
+    detached = pubsub_stub.subscription(topic)
+    pubsub_stub.publisher.detach_subscription(request={"subscription": detached})
+    for name in (pushed, written, detached):
+        with pytest.raises(of.FailedPrecondition):
+            pubsub_stub.pull(name)
+    with pytest.raises(of.InvalidArgument, match="At most 2500"):
+        acknowledge(pubsub_stub, subscription, [f"{subscription}:{n}" for n in range(2_501)])
+    with pytest.raises(of.InvalidArgument, match="524288"):
+        acknowledge(pubsub_stub, subscription, [f"{subscription}:{'9' * 300_000}"] * 2)
+    with pytest.raises(of.InvalidArgument, match="deadline"):
+        hold(pubsub_stub, subscription, [f"{subscription}:1"], 601)
+    for message in (
+        {"data": b""},
+        {"data": b"x" * 10_000_001},
+        {"data": b"x", "attributes": {"k" * 257: "v"}},
+        {"data": b"x", "attributes": {"k": "v" * 1_025}},
+        {"data": b"x", "attributes": {f"k{n}": "v" for n in range(101)}},
+        {"data": b"x", "ordering_key": "k" * 1_025},
+    ):
+        with pytest.raises(of.InvalidArgument):
+            pubsub_stub.publish_all(topic, [message])
+
+
+def test_the_stub_answers_as_a_test_says(pubsub_stub: StubServer) -> None:
+    from google.api_core import exceptions as of
+
+    topic, subscription = queue(pubsub_stub)
+    pubsub_stub.publish(topic, [b"one"])
+    answers = {
+        "Pull": Refused("PERMISSION_DENIED", "User not authorized to perform this action."),
+        "Acknowledge": Refused("UNAVAILABLE", "lost", done=True),
+    }
+    pubsub_stub.broker.answer = lambda call, _: answers.get(call)
+    with pytest.raises(of.PermissionDenied):
+        pubsub_stub.pull(subscription)
+    del answers["Pull"]
+    [received] = pubsub_stub.pull(subscription)
+
+    with pytest.raises(of.ServiceUnavailable):
+        acknowledge(pubsub_stub, subscription, [received.ack_id])
+
+    assert pubsub_stub.broker.subscriptions[subscription].left == {}
+
+
+@pytest.mark.parametrize("late_acks", [False, True])
+def test_a_late_acknowledgement_may_or_may_not_end_a_message(late_acks: bool) -> None:
+    clock = ManualClock()
+    with StubServer(clock, late_acks=late_acks) as server:
+        topic, subscription = queue(server)
+        server.publish(topic, [b"one"])
+        [first] = server.pull(subscription)
+        clock.advance(11.0)
+        [second] = server.pull(subscription)
+
+        acknowledge(server, subscription, [first.ack_id])
+
+        hold(server, subscription, [second.ack_id], 0)
+        assert bool(server.pull(subscription)) is not late_acks
+
+
+def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub: StubServer) -> None:
+    topic, subscription = queue(pubsub_stub, enable_message_ordering=True)
+    pubsub_stub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
+    one, two, three = (each.ack_id for each in pubsub_stub.pull(subscription))
+    acknowledge(pubsub_stub, subscription, [one, three])
+
+    hold(pubsub_stub, subscription, [two], 0)
+
+    assert data(pubsub_stub.pull(subscription)) == [b"2", b"3"]
+
+
+def test_a_retry_policy_puts_off_what_was_nacked() -> None:
+    clock = ManualClock()
+    with StubServer(clock) as server:
+        waits = {"minimum_backoff": {"seconds": 10}, "maximum_backoff": {"seconds": 15}}
+        topic, subscription = queue(server, retry_policy=waits)
+        server.publish(topic, [b"one"])
+        for wait in (10.0, 15.0):
+            [received] = server.pull(subscription)
+            hold(server, subscription, [received.ack_id], 0)
+            clock.advance(wait - 0.1)
+            assert server.pull(subscription) == []
+            clock.advance(0.1)
+        assert len(server.pull(subscription)) == 1

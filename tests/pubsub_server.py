@@ -1,0 +1,221 @@
+"""Pub/Sub for tests, on loopback: Google's emulator, or rules of the tests' own behind gRPC.
+
+Both are a :class:`PubSubServer`: ``server.host``, and what tests ask it without our package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from airflow_broadway.core.clock import Clock
+from scripts.local_airflow import free_port
+
+if TYPE_CHECKING:
+    import grpc
+
+__all__ = ["PROJECT", "Emulator", "PubSubServer", "StubServer", "find_emulator"]
+
+PROJECT = "broadway-tests"
+
+#: Where Google's installers put the emulator, below the SDK's folder.
+_IN_SDK = "platform/pubsub-emulator/bin/cloud-pubsub-emulator"
+_SDKS = ("/usr/lib/google-cloud-sdk", "/usr/lib64/google-cloud-sdk", "/google-cloud-sdk")
+
+
+def find_emulator() -> str | None:
+    """The program, from the path or an installed SDK; it needs Java."""
+    if shutil.which("java") is None:
+        return None
+    gcloud = shutil.which("gcloud")
+    home = str(Path.home() / "google-cloud-sdk")
+    sdks = [*([str(Path(gcloud).resolve().parents[1])] if gcloud else []), *_SDKS, home]
+    places = [os.path.join(sdk, _IN_SDK) for sdk in sdks]
+    found = [place for place in places if os.access(place, os.X_OK)]
+    return shutil.which("cloud-pubsub-emulator") or (found[0] if found else None)
+
+
+class PubSubServer(ABC):
+    """A server, and the clients of one process for it."""
+
+    kind: ClassVar[str]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    @abstractmethod
+    def host(self) -> str:
+        """Host and port, as ``PUBSUB_EMULATOR_HOST`` has it."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it, with all it holds."""
+
+    # -- what tests ask ------------------------------------------------------------------------
+
+    @cached_property
+    def _channel(self) -> grpc.Channel:
+        import grpc
+
+        # As Google's client opens it: without this an answer of more than 4 MiB is refused.
+        limit = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        return grpc.insecure_channel(self.host, options=limit)
+
+    @cached_property
+    def publisher(self) -> Any:
+        """The client beneath Google's batching one."""
+        from google.pubsub_v1 import PublisherClient
+        from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+
+        return PublisherClient(transport=PublisherGrpcTransport(channel=self._channel))
+
+    @cached_property
+    def subscriber(self) -> Any:
+        from google.pubsub_v1 import SubscriberClient
+        from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+
+        return SubscriberClient(transport=SubscriberGrpcTransport(channel=self._channel))
+
+    def topic(self, name: str | None = None) -> str:
+        """Make a topic; its full name."""
+        full = f"projects/{PROJECT}/topics/{name or f'topic-{uuid.uuid4().hex}'}"
+        self.publisher.create_topic(name=full)
+        return full
+
+    def subscription(self, topic: str, name: str | None = None, **settings: Any) -> str:
+        """Make a subscription; its full name."""
+        full = f"projects/{PROJECT}/subscriptions/{name or f'sub-{uuid.uuid4().hex}'}"
+        self.subscriber.create_subscription(request={"name": full, "topic": topic, **settings})
+        return full
+
+    def publish(self, topic: str, bodies: Sequence[bytes], **more: Any) -> list[str]:
+        """Publish messages in order; their ids.
+
+        :param more: Of each message: ``attributes``, ``ordering_key``.
+        """
+        return self.publish_all(topic, [{"data": body, **more} for body in bodies])
+
+    def publish_all(self, topic: str, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Publish whole messages, a thousand a request."""
+        found: list[str] = []
+        for start in range(0, len(messages), 1_000):
+            request = {"topic": topic, "messages": messages[start : start + 1_000]}
+            found += self.publisher.publish(request=request).message_ids
+        return found
+
+    def pull(self, subscription: str, most: int = 1_000) -> list[Any]:
+        """What can be had at once, up to so many: received messages, not acknowledged."""
+        found: list[Any] = []
+        while len(found) < most:
+            request = {
+                "subscription": subscription,
+                "max_messages": min(1_000, most - len(found)),
+                "return_immediately": True,
+            }
+            portion = self.subscriber.pull(request=request, timeout=30).received_messages
+            if not portion:
+                break
+            found += portion
+        return found
+
+    def drain(self, subscription: str) -> list[Any]:
+        """What can be had at once, acknowledged: messages."""
+        found: list[Any] = []
+        while received := self.pull(subscription):
+            ids = [each.ack_id for each in received]
+            self.subscriber.acknowledge(request={"subscription": subscription, "ack_ids": ids})
+            found += [each.message for each in received]
+        return found
+
+
+class Emulator(PubSubServer):
+    """Google's own, in a process of its own; its clock is the machine's.
+
+    :param folder: For its log.
+    """
+
+    kind = "emulator"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def run(self, *, wait: float = 60.0) -> Self:
+        """Start it, and wait until it answers."""
+        program = find_emulator()
+        if program is None:
+            raise RuntimeError("Google's Pub/Sub emulator, or Java, is not installed")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "emulator.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [program, "--host=127.0.0.1", f"--port={self.port}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A script that starts Java: both end by their group.
+                start_new_session=True,
+                env={**os.environ, "JAVA_TOOL_OPTIONS": "-Xmx512m -XX:TieredStopAtLevel=1"},
+            )
+        end = time.monotonic() + wait
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                tail = (self.folder / "emulator.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"the Pub/Sub emulator did not start: {tail}")
+            time.sleep(0.05)
+        return self
+
+    def _answers(self) -> bool:
+        import grpc
+
+        channel = grpc.insecure_channel(self.host)
+        try:
+            grpc.channel_ready_future(channel).result(timeout=1.0)
+        except grpc.FutureTimeoutError:
+            return False
+        finally:
+            channel.close()
+        return True
+
+    def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class StubServer(PubSubServer):
+    """The rules of ``tests.pubsub_stub``, in this process, on any clock."""
+
+    kind = "stub"
+
+    def __init__(self, clock: Clock | None = None, *, late_acks: bool = False) -> None:
+        from tests.pubsub_stub.server import Stub
+
+        self._stub = Stub(clock, late_acks=late_acks)
+        self.broker = self._stub.broker
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._stub.port}"
+
+    def stop(self) -> None:
+        self._stub.stop()

@@ -1,0 +1,64 @@
+"""What Pub/Sub refuses, as gRPC tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+__all__ = ["Refused", "of_ids"]
+
+
+class Refused(Exception):
+    """An answer that is an error.
+
+    :param code: gRPC's, e.g. ``"UNAVAILABLE"``.
+    :param metadata: Of an ``ErrorInfo``: what became of each acknowledgement id.
+    :param done: Whether the request is carried out nevertheless: its answer alone is lost.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        text: str = "",
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        done: bool = False,
+    ) -> None:
+        super().__init__(code, text)
+        self.code = code
+        self.text = text
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.done = done
+
+    def status(self) -> Any:
+        """What a servicer aborts with."""
+        from google.protobuf.any_pb2 import Any as Packed
+        from google.rpc.error_details_pb2 import ErrorInfo
+        from google.rpc.status_pb2 import Status
+        from grpc_status import rpc_status
+
+        code = grpc.StatusCode[self.code]
+        told = Status(code=code.value[0], message=self.text)
+        if self.reason:
+            info = ErrorInfo(
+                reason=self.reason, domain="pubsub.googleapis.com", metadata=self.metadata
+            )
+            packed = Packed()
+            packed.Pack(info)
+            told.details.append(packed)
+        return rpc_status.to_status(told)
+
+
+def of_ids(found: Mapping[str, str]) -> Refused:
+    """The answer to an exactly-once subscription's request of which some ids were refused."""
+    return Refused(
+        "INVALID_ARGUMENT",
+        "Some acknowledgement ids in the request were invalid. This could be because the"
+        " acknowledgement ids have expired or the acknowledgement ids were malformed.",
+        reason="EXACTLY_ONCE_ACKID_FAILURE",
+        metadata=found,
+    )
