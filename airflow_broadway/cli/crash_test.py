@@ -99,6 +99,7 @@ def _json(sums: Sums, given: argparse.Namespace) -> dict[str, Any]:
         "unmarked": sums.unmarked,
         "left": sums.left,
         "mistakes": sums.mistakes,
+        "unsteady": [str(each) for each in sums.unsteady],
         "parts": [
             {"stage": stage, "call": kind, **part} for (stage, kind), part in sums.parts.items()
         ],

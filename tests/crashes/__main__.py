@@ -36,6 +36,8 @@ def main() -> int:
             f" {sums.mistakes} other mistakes, in {sums.seconds:.0f} s",
             flush=True,
         )
+        for point in sums.unsteady:
+            print(f"  not made in every run: {point}")
         for failure in sums.failures[:20]:
             print(f"  {failure.case}\n    " + "\n    ".join([*failure.lines[:5], failure.folder]))
         told.append(
@@ -49,12 +51,13 @@ def main() -> int:
                 "unmarked": sums.unmarked,
                 "left": sums.left,
                 "mistakes": sums.mistakes,
+                "unsteady": [str(each) for each in sums.unsteady],
                 "failures": [[str(each.case), *each.lines] for each in sums.failures],
             }
         )
     if given.report:
         given.report.write_text(json.dumps(told))
-    return int(any(each["failures"] for each in told))
+    return int(any(each["failures"] or each["unsteady"] for each in told))
 
 
 if __name__ == "__main__":

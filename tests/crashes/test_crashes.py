@@ -54,6 +54,7 @@ def test_whatever_point_is_struck_every_message_is_accounted_for(
 
     [sums] = json.loads(report.read_text())
     assert sums["failures"] == [], told
+    assert sums["unsteady"] == [], told
     assert sums["cases"] >= 5
     assert sums["points"] >= 5
 

@@ -123,6 +123,8 @@ class Sums:
     #: The same by stage and kind of call: of the first strike.
     parts: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    #: Calls that are not made in every run, and so were not struck.
+    unsteady: list[Point] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -312,8 +314,7 @@ class Campaign:
 
         :param jobs: Processes at work at once.
         """
-        self.unharmed()
-        sums = Sums()
+        sums = Sums(unsteady=self.unharmed().unsteady)
         began = time.monotonic()
         # What is shared with the forks stays shared if no collection touches it.
         gc.collect()

@@ -117,12 +117,18 @@ class _Case:
         self._mistakes: list[str] = []
 
     def run(self, fates: Mapping[int, str] | None, rows: Counter[str] | None) -> Result:
+        try:
+            return self._run(fates, rows)
+        finally:
+            self._scheduler.close()
+
+    def _run(self, fates: Mapping[int, str] | None, rows: Counter[str] | None) -> Result:
         scheduler = self._scheduler
         self._subject.prepare()
         self._publish(len(self._bodies) // 2 if self._case.traffic else len(self._bodies))
         one = scheduler.run("one")
-        asleep = self._first(one)
-        for each in asleep:
+        self._first(one)
+        for each in scheduler.asleep:
             self._wake(each)
         if not scheduler.wait_for_drivers():
             self._mistakes.append("a driver hung")
@@ -146,8 +152,8 @@ class _Case:
         if self._case.traffic:
             self._publish(len(self._ids) + 1)
 
-    def _first(self, run: Run) -> list[Execution]:
-        """The first run, and what recovers from its death; returns who sleeps."""
+    def _first(self, run: Run) -> None:
+        """The first run, and what recovers from its death."""
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
             execution = self._attempt(run, task)
@@ -156,8 +162,7 @@ class _Case:
             if execution.ended is Ended.HUNG:
                 self._mistakes.append(f"{execution.name} hung")
             self._recover(run, place)
-            return [execution] if execution.ended is Ended.ASLEEP else []
-        return []
+            return
 
     def _wake(self, execution: Execution) -> None:
         """Let one that is asleep go on; others have taken its work, and it must see that."""
@@ -167,15 +172,15 @@ class _Case:
             self._mistakes.append(f"{execution.name} hung when it woke")
         if self._subject.unstaged:  # it has its batches in memory, and nowhere to look
             return
-        point = self._case.strikes[0].point
-        handled = [
-            call for call in self._begun()[len(calls) :] if call.execution == point.execution
-        ]
+        names = {each.name for each in (execution, execution.driver) if each is not None}
+        handled = [call for call in self._begun()[len(calls) :] if call.execution in names]
         # Whoever has looked may sleep before it acts: that is one batch for each of its threads.
         batchers = self._subject.pipeline.batchers.values()
         if len(handled) > sum(batcher.concurrency for batcher in batchers):
             self._mistakes.append(f"{execution.name} woke, and began {len(handled)} batches")
-        if point.call.kind == "handle_batch" and self._outcomes() - outcomes:
+        struck = [each.point for each in self._case.strikes if each.point.execution in names]
+        in_batch = any(point.call.kind == "handle_batch" for point in struck)
+        if in_batch and self._outcomes() - outcomes:
             self._mistakes.append(f"{execution.name} woke, and recorded what it had not looked at")
 
     def _begun(self) -> list[Witnessed]:

@@ -54,6 +54,8 @@ def report(sums: Sums, again: Callable[[Case], str]) -> list[str]:
         failures = [each for each in sums.failures if kind in each.wrong]
         if failures:
             lines += [*_failures(kind, failures, again), ""]
+    if sums.unsteady:
+        lines += [*_unsteady(sums), ""]
     said = f"{many(sums.cases, 'case')} at {many(len(sums.points), 'point')}"
     failed = f"{len(sums.failures):,} failed" if sums.failures else "none failed"
     return [*lines, f"{said}: {failed}."]
@@ -70,6 +72,17 @@ def _table(sums: Sums) -> list[str]:
     return table(
         ("stage", "call", *_COUNTS.values()), [*rows, ["all", "", *(whole[n] for n in _COUNTS)]]
     )
+
+
+def _unsteady(sums: Sums) -> Iterator[str]:
+    yield from wrap(
+        f"Not struck: {many(len(sums.unsteady), 'call')}, made in some runs only, where nothing is"
+        " struck. What depends on time, on chance or on other threads makes such calls.",
+        100,
+    )
+    yield from (f"  {each}" for each in sums.unsteady[:_LINES])
+    if len(sums.unsteady) > _LINES:
+        yield f"  and {len(sums.unsteady) - _LINES:,} more"
 
 
 def _failures(kind: Wrong, failures: list[Failure], again: Callable[[Case], str]) -> Iterator[str]:

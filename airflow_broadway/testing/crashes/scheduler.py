@@ -128,6 +128,19 @@ class Scheduler:
         spark = ["spark"] if uses_spark(pipeline) else []
         return [*processes, "look", *batches, *spark, "ack"]
 
+    @property
+    def asleep(self) -> list[Execution]:
+        """The executions that are asleep, in the order in which they began."""
+        return [each for each in self.executions if each.ended is Ended.ASLEEP]
+
+    def close(self) -> None:
+        """End what is still asleep: nothing of a case outlives it, whatever was raised."""
+        for each in self.asleep:
+            os.kill(each.pid, signal.SIGKILL)
+            os.waitpid(each.pid, 0)
+            each.ended = Ended.DIED
+        wait_for_drivers(self._drivers, 0.0)
+
     def run(self, run_id: str) -> Run:
         """The run of that id; new if there is none."""
         return self._runs.setdefault(run_id, Run(run_id))
@@ -161,9 +174,11 @@ class Scheduler:
         """Let one that is asleep go on to its end; it finds that time has passed."""
         self.ahead += _SLEPT
         self._subject.pass_time(_SLEPT)
-        place = self._results / "ahead"
-        place.with_suffix(".tmp").write_text(str(self.ahead))
-        place.with_suffix(".tmp").rename(place)
+        for each in (execution, execution.driver):
+            if each is not None:
+                place = self._place(each.name, "ahead")
+                place.with_suffix(".tmp").write_text(str(self.ahead))
+                place.with_suffix(".tmp").rename(place)
         os.kill(execution.pid, signal.SIGCONT)
         self._await(execution)
 
@@ -214,9 +229,9 @@ class Scheduler:
         strike = self._strikes.get(execution.name)
         return strike is not None and strike.what is What.BROKER_RESTARTS
 
-    def _place(self, name: str) -> Path:
-        """Where an execution tells what it saw and returned."""
-        return self._results / f"{name.replace('/', '-')}.json"
+    def _place(self, name: str, suffix: str = "json") -> Path:
+        """Where an execution tells what it saw and returned; ``"ahead"``: and is told the time."""
+        return self._results / f"{name.replace('/', '-')}.{suffix}"
 
     # -- in the process of an execution ----------------------------------------------------------
 
@@ -238,7 +253,7 @@ class Scheduler:
             tell = _Teller(self._place(name), interceptor)
             interceptor.on_strike = tell.tell
             clock = _MovedClock(interceptor)
-            interceptor.on_wake = lambda: clock.wake(self._ahead())
+            interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
             _number_ids(name, salt=self._subject.folder.name)
             os.chdir(self._subject.work)
             os.environ[FOLDER] = str(self._subject.work)
@@ -264,11 +279,11 @@ class Scheduler:
             setattr(self._subject.pipeline, name, value)
         return be_driver(arguments)
 
-    def _ahead(self) -> float:
+    def _ahead(self, name: str) -> float:
         """What the scheduler's clock says; waits until the scheduler has told, for another thread
         than this one may have been stopped first.
         """
-        place = str(self._results / "ahead")
+        place = str(self._place(name, "ahead"))
         while not os.path.exists(place):
             time.sleep(0.001)
         handle = os.open(place, os.O_RDONLY)

@@ -128,6 +128,7 @@ def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_fail
     }
     rows = [f"row {number} is there twice, and should be once" for number in range(5)]
     sums.failures = [Failure(CASE, rows, "folder", {Wrong.REPEATED: rows})] * 5
+    sums.unsteady = [CASE.strikes[0].point]
 
     lines = report(sums, lambda case: f"again {case}")
 
@@ -139,6 +140,8 @@ def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_fail
     assert lines.count(f"      again {CASE}") == 3
     assert "    and 2 more" in lines
     assert "  and 2 cases more" in lines
+    assert "Not struck: 1 call, made in some runs only" in "\n".join(lines)
+    assert "  one/process/1 return #1" in lines
     assert lines[-1] == "9 cases at 1 point: 5 failed."
 
 

@@ -1,0 +1,95 @@
+"""The harness itself: nothing of a case outlives it, and what it cannot strike it tells."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.airflow_env import ROOT
+
+pytestmark = pytest.mark.faults
+
+#: The subject raises while a process sleeps.
+RAISES = """
+import os, sys
+from pathlib import Path
+from airflow_broadway.testing.crashes import Campaign, Case, Embedded
+from tests.crashes.campaigns import MESSAGES
+from tests.crashes.pipelines import Batches
+
+class Raises(Embedded):
+    def pass_time(self, seconds):
+        raise OSError("the broker is gone")
+
+def make(folder):
+    return Raises(Batches, folder)
+
+case = Case.parse("one/process/1 return #1: asleep before [lapse]")
+try:
+    Campaign(make, MESSAGES, Path(sys.argv[1])).run(case)
+except OSError as error:
+    print(error)
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("no child is left")
+"""
+#: Who recovers from a death falls asleep.
+SLEEPS = """
+import sys
+from functools import partial
+from pathlib import Path
+from airflow_broadway.testing.crashes import Campaign, Case, Embedded
+from tests.crashes.campaigns import MESSAGES
+from tests.crashes.pipelines import Batches
+
+strikes = "one/process/1 return #1: killed before, then one/process/2 return #1: asleep before"
+campaign = Campaign(partial(Embedded, Batches), MESSAGES, Path(sys.argv[1]))
+result, _ = campaign.run(Case.parse(strikes))
+assert result.good, result.account.lines
+print([each.ended.value for each in result.executions if each.name.startswith("one/process")])
+"""
+#: A pipeline that makes another file in each run.
+ODD = """
+import os, sys
+from functools import partial
+from pathlib import Path
+from airflow_broadway.testing.crashes import Campaign, Embedded, Family
+from tests.crashes.campaigns import MESSAGES
+from tests.crashes.pipelines import NoBatchers
+
+class Odd(NoBatchers):
+    def handle_message(self, processor, message, context):
+        open(f"by-{os.getpid()}", "a").close()
+        return message
+
+sums = Campaign(partial(Embedded, Odd), MESSAGES, Path(sys.argv[1])).strike([])
+print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (RAISES, "the broker is gone\nno child is left\n"),
+        (SLEEPS, "['died', 'done', 'done']\n"),
+        (ODD, "['create'] 0\n"),
+    ],
+    ids=["a subject raises", "a second one sleeps", "an odd pipeline"],
+)
+def test_no_process_is_left_asleep_and_no_gap_is_hidden(
+    tmp_path: Path, program: str, told: str
+) -> None:
+    # A program of its own: it forks, and a test session has threads.
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == told, done.stderr[-3000:]
