@@ -189,6 +189,32 @@ def test_what_is_suspect_is_in_nobodys_hands_beside_anything_else(
     assert [len(each) for each in runs] == [5, 250, 250, 100, 0]
 
 
+@pytest.mark.parametrize("order", ["partition", "key"])
+def test_what_is_suspect_waits_for_what_is_before_it(
+    kafka_mock: MockKafka, tmp_path: Path, order: str
+) -> None:
+    # Given a suspect with messages before it, and a run that ended before it came to try it
+    group = KafkaGroup(kafka_mock, tmp_path, order=order)
+    group.fill(40)
+    group.drain()
+    group.fill(40)
+
+    def blamed(table: Any) -> Any:
+        return blame(blame(table, (60, 70)), (60, 70)), None
+
+    group.register().change((group.topic, 0), blamed)
+    group.settle(*group.hold(most=10))
+    assert group.table().skipped
+
+    handled: list[int] = []
+    while len(handled) < 30:
+        lease, messages = group.hold(most=10)
+        group.settle(lease, messages)
+        handled += [int(message.metadata["offset"]) for message in messages]
+
+    assert handled == list(range(50, 80))
+
+
 def test_what_cannot_be_set_aside_stays_and_is_told(
     kafka_mock: MockKafka, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -109,7 +109,9 @@ class KafkaSource:
         self._tried = False
         for place, reader in self._readers.items():
             table = self._register.known(place)
-            if reader.suspect is not None and table is not None and table.skipped:
+            # Where order counts it waits for what is before it, as everything does.
+            ready = reader.suspect is not None and (producer.order == "none" or reader.finished)
+            if ready and table is not None and table.skipped:
                 self._isolate(reader)
                 break
 
