@@ -16,7 +16,7 @@ from airflow_broadway import RetryPolicy
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.admin import Admin
 from airflow_broadway.producers.kafka.register import Register
 from airflow_broadway.producers.kafka.table import Table
 from tests.kafka_fixtures import on_peers
@@ -305,6 +305,21 @@ def test_a_topic_that_was_made_anew_is_refused(kafka_noida: NoidaKafka, tmp_path
     assert group.drain() == []
 
 
+@on_peers(ADMIN)
+def test_a_compacted_topic_is_no_place_for_dead_letters(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    policy = {"cleanup.policy": "compact,delete"}
+    compacted = kafka.topic(f"{group.topic}-compacted", settings=policy)
+
+    with pytest.raises(
+        ProducerError, match=r"-compacted' .* is compacted \(cleanup.policy=compact,delete\)"
+    ):
+        group.drain(dead_letter=compacted)
+
+    assert offsets(group.drain()) == [0, 1, 2]
+
+
 def test_a_topic_with_another_id_was_made_anew(
     kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +327,7 @@ def test_a_topic_with_another_id_was_made_anew(
     group = KafkaGroup(kafka, tmp_path)
     group.fill(3)
     ids = {group.topic: "first"}
-    monkeypatch.setattr(Cluster, "topic_ids", lambda self: ids)
+    monkeypatch.setattr(Admin, "topic_ids", lambda self, topics: ids)
     assert len(group.drain()) == 3
     assert group.table().topic_id == "first"
     group.fill(1)

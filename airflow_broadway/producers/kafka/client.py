@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kafka.admin import Admin
 from airflow_broadway.producers.kafka.errors import translated
 from airflow_broadway.producers.kafka.options import DEFAULT_CONNECTION, KafkaOptions
 
@@ -33,8 +34,6 @@ _client_log = logging.getLogger(f"{__name__}.librdkafka")
 
 #: Kilobytes that a consumer fetches ahead.
 _QUEUED_KILOBYTES: Final = 16_384
-#: Seconds that an answer may take on which nothing but a check depends.
-_ASK_TIMEOUT: Final = 5.0
 
 
 class Committed(NamedTuple):
@@ -144,6 +143,8 @@ class Cluster:
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
         self.eof: int = self._kafka.KafkaError._PARTITION_EOF
+        #: For what only checks want to know.
+        self.admin = Admin(self._kafka, self._admin)
 
     def _consumer(self) -> Any:
         fetch = self._producer.fetch_config
@@ -166,6 +167,13 @@ class Cluster:
         }
         config.pop("group.instance.id", None)
         return self._made(self._kafka.Consumer, config)
+
+    def _admin(self) -> Any:
+        from confluent_kafka.admin import AdminClient
+
+        return self._made(
+            AdminClient, {**self._without(_OF_CONSUMERS), "error_cb": self._seen.append}
+        )
 
     def _made(self, kind: Any, config: dict[str, Any]) -> Any:
         # What librdkafka would print goes to a logger, which may be told to be quiet.
@@ -207,26 +215,6 @@ class Cluster:
             raise self.error(about.error, f"the topic {topic!r} cannot be asked for")
         name = answer.cluster_id or self._settings["bootstrap.servers"]
         return str(name), sorted(about.partitions)
-
-    def topic_ids(self) -> dict[str, str]:
-        """The id of each topic of the producer, where the cluster gives one: another, once the
-        topic is made anew.  Empty where it cannot be had; nothing but a check depends on it.
-        """
-        try:
-            about = self.consumer.list_topics(timeout=self._timeout)
-            if about.controller_id not in about.brokers:  # nobody would answer
-                return {}
-            config = self._without(_OF_CONSUMERS)
-            from confluent_kafka.admin import AdminClient
-
-            admin = self._made(AdminClient, config)  # must outlive what it promises
-            asked = self._kafka.TopicCollection(list(self._producer.topics))
-            found = admin.describe_topics(asked, request_timeout=_ASK_TIMEOUT)
-            ids = {topic: str(each.result().topic_id or "") for topic, each in found.items()}
-        except (self._kafka.KafkaException, ImportError, AttributeError, ValueError) as error:
-            log.debug("Topics have no id that is known: %s", error)
-            return {}
-        return {topic: each for topic, each in ids.items() if each.strip("A=-0")}
 
     def _without(self, names: Collection[str]) -> dict[str, Any]:
         return {name: value for name, value in self._settings.items() if name not in names}
@@ -275,24 +263,6 @@ class Cluster:
         for each in done or ():
             if each.error is not None:
                 raise self.error(each.error, doing)
-
-    def members(self) -> list[str] | None:
-        """Who consumes as a member of the group, by client and host; ``None``: it does not say."""
-        from confluent_kafka.admin import AdminClient
-
-        config = {
-            name: value for name, value in self._settings.items() if name not in _OF_CONSUMERS
-        }
-        admin = self._made(AdminClient, {**config, "error_cb": self._seen.append})
-        group = self._producer.group_id
-        try:
-            [asked] = admin.describe_consumer_groups(
-                [group], request_timeout=self._timeout
-            ).values()
-            found = asked.result(self._timeout + 1)
-        except (self._kafka.KafkaException, TimeoutError):
-            return None
-        return sorted(f"{member.client_id} at {member.host}" for member in found.members)
 
     def ends(self, place: Place) -> tuple[int, int]:
         """The first offset of a partition, and the one behind the last that may be read."""

@@ -233,7 +233,7 @@ def _claims(place: Place, table: Table | None, register: Register, now: float) -
 
 
 def _members(producer: KafkaOptions, cluster: Cluster) -> list[Finding]:
-    members = cluster.members()
+    members = cluster.admin.members(producer.group_id)
     if members is None:
         return [Finding(NOTE, "whether the group has members could not be asked")]
     if not members:

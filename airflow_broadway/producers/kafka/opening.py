@@ -143,7 +143,7 @@ class Opening:
         :raises ProducerError: If nothing may be received: the sentence says why, and the way out.
         """
         self._check_dead_letters()
-        self._ids = self._cluster.topic_ids()
+        self._ids = self._cluster.admin.topic_ids(self._producer.topics)
         found = self._cluster.committed(self._all)
         now = self._clock.now().timestamp()
         for place, dead in self._dead(now).items():
@@ -171,12 +171,20 @@ class Opening:
             actions.add(Action.DEAD_LETTER)
         if Action.DEAD_LETTER not in actions:
             return
-        for topic in sorted({producer.dead_letter_of(each) for each in producer.topics}):
+        topics = sorted({producer.dead_letter_of(each) for each in producer.topics})
+        for topic in topics:
             if not self._cluster.has_topic(topic):
                 raise ProducerError(
                     f"the dead-letter topic {topic!r} does not exist {self._cluster.where}: create"
                     " it, name another by dead_letter=…, or give the producer"
                     " RetryPolicy(dead_letter=False)"
+                )
+        for topic, policy in self._cluster.admin.cleanup_policies(topics).items():
+            if "compact" in policy:
+                raise ProducerError(
+                    f"the dead-letter topic {topic!r} {self._cluster.where} is compacted"
+                    f" (cleanup.policy={policy}): of all letters with one key it would keep the"
+                    " last; set its cleanup.policy to delete, or name another by dead_letter=…"
                 )
 
     # -- one partition -------------------------------------------------------------------------
