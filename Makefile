@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 ARGS ?=
 # Tests run in so many processes, a file in one of them; 0 for all in one, as a debugger wants it.
-JOBS ?= 2
+# One more than two processors: what waits for a broker or a scheduler leaves them free.
+JOBS ?= 3
 RUN := scripts/run.sh
 # The longest files begin, in the order of tests/order.py; what is quick fills the rest.
 PYTEST = $(RUN) --rabbitmq --airflow airflow-test \

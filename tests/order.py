@@ -1,4 +1,4 @@
-"""In which order files of tests begin: with two processes, the last to begin decides the end."""
+"""In which order files of tests begin: with a few processes, the last to begin decides the end."""
 
 from __future__ import annotations
 
