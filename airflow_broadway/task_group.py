@@ -19,6 +19,7 @@ from airflow.sdk import DAG, Param, TaskGroup
 
 from airflow_broadway.adapters.parsing import check_engine, declared
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.run_source import KINDS
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
@@ -36,7 +37,7 @@ DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(second
 
 
 def make_params() -> dict[str, Param]:
-    """The budgets as params, so that the form of "Trigger" in the UI offers them."""
+    """The budgets and the source as params, so that the form of "Trigger" in the UI offers them."""
     docs = {
         "max_messages": ("integer", 1, "Stop after this many messages per producer."),
         "max_bytes": ("integer", 1, "Stop once this many bytes were received per producer."),
@@ -44,7 +45,7 @@ def make_params() -> dict[str, Param]:
         "wait_seconds": ("number", 0, "Wait this long for the first message."),
         "idle_seconds": ("number", 0, "Stop after this many seconds without a message."),
     }
-    return {
+    budgets = {
         name: Param(
             None,
             type=["null", kind],
@@ -53,6 +54,28 @@ def make_params() -> dict[str, Param]:
             description=f"{text}  Empty: as the Dag says.",
         )
         for name, (kind, minimum, text) in docs.items()
+    }
+    return budgets | _source_params()
+
+
+def _source_params() -> dict[str, Param]:
+    """Where the run's messages come from."""
+    text: dict[str, Any] = {"type": ["null", "string"]}
+    instant = {**text, "format": "date-time"}
+    interval = "Of an archive or a log.  Empty: the run's data interval."
+    past = "Of the source run: the id of the past run whose batches are run again, as they were."
+    docs: dict[str, tuple[dict[str, Any], str]] = {
+        "source": (
+            {**text, "enum": [None, *KINDS]},
+            "Where the messages come from.  Empty: the queue; for a backfill the archive or log.",
+        ),
+        "interval_start": (instant, interval),
+        "interval_end": (instant, interval),
+        "source_run": (text, past),
+    }
+    return {
+        name: Param(None, title=name.replace("_", " ").capitalize(), description=about, **schema)
+        for name, (schema, about) in docs.items()
     }
 
 

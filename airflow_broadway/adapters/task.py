@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
@@ -11,11 +11,12 @@ from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.adapters.staging import open_store
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.sources.choice import PARAMS, Asked
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_SHUTDOWN",
-    "backfilled",
+    "asked_of",
     "load_pipeline",
     "open_run",
     "ports_of",
@@ -38,11 +39,8 @@ __all__ = [
 MAX_SHUTDOWN: Final = 2.0
 
 
-def task_of(context: Context, interval: tuple[datetime, datetime] | None = None) -> Task:
-    """The task that runs.
-
-    :param interval: Of :func:`backfilled`, for a task that receives.
-    """
+def task_of(context: Context) -> Task:
+    """The task that runs."""
     ti = context["ti"]
     index = getattr(ti, "map_index", None)
     return Task(
@@ -51,22 +49,39 @@ def task_of(context: Context, interval: tuple[datetime, datetime] | None = None)
         task_id=ti.task_id,
         map_index=-1 if index is None else index,
         try_number=ti.try_number,
-        interval=interval,
     )
 
 
-def backfilled(context: Context) -> tuple[datetime, datetime] | None:
-    """The data interval of a run that is a backfill; ``None`` of any other."""
-    dag_run = context["dag_run"]
-    if str(getattr(dag_run.run_type, "value", dag_run.run_type)) != "backfill":
+def asked_of(context: Context, declared: str = "") -> Asked:
+    """What is asked of the run: its params, or else its type and data interval.
+
+    :param declared: The source that the operator names.
+    :raises RequestRefused: If a param is no instant.
+    """
+    dag_run, params = context["dag_run"], context["params"]
+    kind, start, end, past_run = (params.get(name) for name in PARAMS)
+    return Asked(
+        run_id=str(context["ti"].run_id),
+        kind=str(kind or declared),
+        start=_instant("interval_start", start),
+        end=_instant("interval_end", end),
+        past_run=str(past_run or ""),
+        backfill=str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill",
+        interval=(dag_run.data_interval_start, dag_run.data_interval_end),
+    )
+
+
+def _instant(name: str, value: Any) -> datetime | None:
+    """An instant of a param: text in ISO 8601; in UTC unless it says otherwise."""
+    if value in (None, ""):
         return None
-    start, end = dag_run.data_interval_start, dag_run.data_interval_end
-    if start is None or end is None or start >= end:
-        raise PipelineError(
-            f"run {dag_run.run_id!r} is a backfill without a data interval: give the Dag a schedule"
-            " with intervals, such as CronDataIntervalTimetable"
-        )
-    return start, end
+    try:
+        found = datetime.fromisoformat(str(value))
+    except ValueError:
+        raise RequestRefused(
+            f"{name} is no instant in ISO 8601, such as 2013-01-01T00:00:00Z: {value!r:.80}"
+        ) from None
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
 
 def ports_of(context: Context) -> Ports:

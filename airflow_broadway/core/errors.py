@@ -11,6 +11,7 @@
     ├── ProducerError         the broker refused; trying again will not help
     │   └── ProducerUnavailable   the broker could not be reached; trying again may help
     ├── LeaseLapsed           the run no longer holds its messages
+    ├── RequestRefused        what is asked of a run cannot be done
     └── StagingError          the staging directory cannot be used
         └── StagingDamaged    a file there is not as it was written
 
@@ -125,6 +126,10 @@ class ProducerUnavailable(ProducerError):
 
 class LeaseLapsed(BroadwayError):
     """The run no longer holds its messages; its broker has given, or will give, them to another."""
+
+
+class RequestRefused(BroadwayError):
+    """What was asked of a run cannot be done; the text says why, and what to do instead."""
 
 
 class StagingError(BroadwayError):

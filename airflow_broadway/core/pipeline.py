@@ -16,8 +16,8 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.options import override
-from airflow_broadway.core.model.pipeline_options import Batcher, Processors
+from airflow_broadway.core.model.options import build, override
+from airflow_broadway.core.model.pipeline_options import Archive, Batcher, Processors
 from airflow_broadway.core.model.rules import FUNCTION, SECONDS
 from airflow_broadway.core.model.run_info import RunInfo
 
@@ -40,6 +40,8 @@ class Pipeline:
     producer: Any = None
     processors: Any = Processors()
     batchers: Mapping[str, Batcher] = {}
+    #: Keeps what is received, for backfills; ``None``: nothing is kept.
+    archive: Archive | None = None
     #: The default ``partition_by`` of processors and batchers.
     partition_by: Any = None
     #: What every callback gets as ``context``: any JSON value; :meth:`setup` may return another.
@@ -51,6 +53,7 @@ class Pipeline:
     run: RunInfo = RunInfo()
 
     _options: ClassVar[tuple[str, ...]] = (
+        "archive",
         "batchers",
         "context",
         "name",
@@ -187,6 +190,7 @@ class Pipeline:
         self.producer = self._producer(given.get("producer"), rendered)
         self.processors = self._processors(given.get("processors"), rendered)
         self.batchers = self._batchers(given.get("batchers"), rendered)
+        self.archive = self._archive(given, rendered)
         if prepare:
             self._prepare_for_start(given, rendered)
 
@@ -254,6 +258,20 @@ class Pipeline:
         )
         if made.partition_by is None and self.partition_by is not None:
             made = override(made, {"partition_by": self.partition_by}, "processors")
+        return made
+
+    def _archive(self, given: Mapping[str, Any], rendered: bool) -> Archive | None:
+        declared = type(self).archive
+        if declared is not None and not isinstance(declared, Archive):
+            raise OptionsError("archive", "Archive(…) or None", declared)
+        own = given.get("archive", declared)
+        if own is None or isinstance(own, Archive):
+            return own
+        made: Archive = (
+            build(Archive, own, "archive", rendered=rendered)
+            if declared is None
+            else override(declared, own, "archive", rendered=rendered)
+        )
         return made
 
     def _batchers(self, given: Any, rendered: bool) -> dict[str, Batcher]:

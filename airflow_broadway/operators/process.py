@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.adapters.task import backfilled, load_pipeline, open_run, ports_of, task_of
+from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.text import many
-from airflow_broadway.operators.pull import PullOperator, budget_of, refuse_backfill
+from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -33,9 +33,13 @@ class BroadwayProcessorOperator(PullOperator):
     :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)
     :param wait_seconds: How long to wait for the first message. (templated)
     :param idle_seconds: Stop after this long without a message. (templated)
+    :param source: Where messages come from: ``"live"``, ``"archive"``, ``"dead_letters"``,
+        ``"log"`` or ``"run"``; unless given, a run of type backfill takes its interval of the
+        archive, or of the broker's log, and any other the queue. (templated)
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
 
-    Params of the run with the same names as the five budgets, where not null, override them.
+    Params of the run with the same names as the five budgets, where not null, override them; so
+    does ``source``, with ``interval_start`` and ``interval_end``, or ``source_run``.
 
     :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
     """
@@ -46,15 +50,15 @@ class BroadwayProcessorOperator(PullOperator):
         from airflow_broadway.runs.tasks import ProcessTask
 
         pipeline = load_pipeline(self.pipeline, context)
-        refuse_backfill(context, pipeline.producer)
-        interval = backfilled(context)
+        source = source_of_run(self, context, pipeline)
         self._task = ProcessTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,
-            task_of(context, interval),
+            task_of(context),
             ports_of(context),
             index=self.producer_index,
-            budget=budget_of(self, context, interval),
+            budget=budget_of(self, context, source),
+            source=source,
         )
         reference, timed_out, trouble = self._task.run()
         if timed_out:

@@ -9,19 +9,19 @@ from airflow.providers.common.compat.sdk import AirflowFailException, BaseOperat
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.adapters.task import asked_of
+from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
+from airflow_broadway.core.model.run_source import KINDS, RunSource
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from airflow.sdk import Context
     from airflow.sdk.definitions.mappedoperator import OperatorPartial
 
-    from airflow_broadway.core.custody.producer import Producer
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
 
-__all__ = ["BUDGETS", "BUDGET_DEFAULTS", "PullOperator", "budget_of", "refuse_backfill"]
+__all__ = ["BUDGETS", "BUDGET_DEFAULTS", "PullOperator", "budget_of", "source_of_run"]
 
 #: The budgets of a process task: its operator's arguments, and params that override them.
 BUDGETS: Mapping[str, Rule] = {
@@ -71,15 +71,13 @@ def check_budgets(
     return read
 
 
-def budget_of(
-    operator: Any, context: Context, interval: tuple[datetime, datetime] | None = None
-) -> Budget:
+def budget_of(operator: Any, context: Context, source: RunSource | None = None) -> Budget:
     """The budget of this execution: the run's params where set, else the operator's arguments.
 
     A task with an ``execution_timeout`` stops pulling at four fifths of it, to have time to finish.
-    A backfill reads its whole interval: it has no other bound.
+    A source that is past is read whole: it has no other bound.
 
-    :param interval: Of a backfill.
+    :param source: Of the run; the live queue unless given.
 
     :raises OptionsError: If one, once rendered, breaks its rule.
     """
@@ -91,7 +89,7 @@ def budget_of(
         for name in BUDGETS
     }
     read = check_budgets(operator.task_id, given, rendered=True)
-    if interval is not None:
+    if source is not None and source.is_whole:
         read.update(max_messages=None, max_bytes=None, max_seconds=None)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()
@@ -102,7 +100,7 @@ def budget_of(
 class PullOperator(BaseOperator):
     """What the operators that receive have in common: a pipeline, a producer of it, a budget."""
 
-    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "staging")
+    template_fields: Sequence[str] = ("pipeline", *BUDGETS, "source", "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e8f0fe"
 
@@ -119,6 +117,7 @@ class PullOperator(BaseOperator):
         max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],
         wait_seconds: float | str = BUDGET_DEFAULTS["wait_seconds"],
         idle_seconds: float | str = BUDGET_DEFAULTS["idle_seconds"],
+        source: str = "",
         staging: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -132,6 +131,9 @@ class PullOperator(BaseOperator):
         self.max_seconds = max_seconds
         self.wait_seconds = wait_seconds
         self.idle_seconds = idle_seconds
+        self.source = source
+        if source and source not in KINDS and "{{" not in source:
+            raise OptionsError(f"{self.task_id}.source", f"one of {sorted(KINDS)}", source)
         self.staging = staging
         check_budgets(self.task_id, {name: getattr(self, name) for name in BUDGETS})
 
@@ -158,18 +160,14 @@ class PullOperator(BaseOperator):
         check_engine(ref)
 
 
-def refuse_backfill(context: Context, producer: Producer) -> None:
-    """Keep a backfill off a live queue; a log it may read.
+def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) -> RunSource:
+    """Where the run's messages come from.
 
-    :raises AirflowFailException: Another try would find the same.
+    :raises AirflowFailException: If it cannot be served; another try would find the same.
     """
-    dag_run = context["dag_run"]
-    if producer.backfills:
-        return
-    if str(getattr(dag_run.run_type, "value", dag_run.run_type)) == "backfill":
-        raise AirflowFailException(
-            f"run {dag_run.run_id!r} is a backfill, and the producer {producer.kind!r} reads a live"
-            " queue, which knows nothing of the past interval: nothing was received.  Trigger the"
-            " Dag instead: a run takes what is in the queue, whenever it was sent.  To handle the"
-            " messages of a past run again: airflow-broadway replay --dag-id … --run-id …"
-        )
+    from airflow_broadway.runs.sources.choice import choose_source
+
+    try:
+        return choose_source(pipeline, asked_of(context, operator.source))
+    except RequestRefused as error:
+        raise AirflowFailException(str(error)) from None

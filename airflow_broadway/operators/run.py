@@ -9,10 +9,10 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import declared
-from airflow_broadway.adapters.task import backfilled, load_pipeline, open_run, ports_of, task_of
+from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
 from airflow_broadway.core.local.engine import check_engines
-from airflow_broadway.operators.pull import PullOperator, budget_of, refuse_backfill
+from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -55,15 +55,15 @@ class BroadwayRunOperator(PullOperator):
         from airflow_broadway.runs.unstaged import UnstagedTask
 
         pipeline = load_pipeline(self.pipeline, context)
-        refuse_backfill(context, pipeline.producer)
-        interval = backfilled(context)
+        source = source_of_run(self, context, pipeline)
         self._task = UnstagedTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,
-            task_of(context, interval),
+            task_of(context),
             ports_of(context),
             index=self.producer_index,
-            budget=budget_of(self, context, interval),
+            budget=budget_of(self, context, source),
+            source=source,
             fail_when=self.fail_when,
         )
         reference, trouble = self._task.run()

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +36,7 @@ from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.runs.outcomes import is_settled, log_settled
+from airflow_broadway.runs.sources.pipelines import source_of
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.submit.environment import check_master
 from airflow_broadway.submit.hook import SubmitHook
@@ -155,7 +157,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
         self.external_id_key = f"spark_job_id_{plans.key()}"
         self._plans = plans
-        name, info = task_of(context).file_name, run_info(context)
+        name = task_of(context).file_name
+        info = replace(run_info(context), source=source_of(run, plans.generations))
         with (
             self._prepared(run.spark_uri(), lambda: plans.write_work(name, self.pipeline, info)),
             self._leases_kept(context, run, plans),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.errors import BroadwayError, StagingDamaged
+from airflow_broadway.core.errors import RequestRefused, StagingDamaged
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -37,7 +37,6 @@ __all__ = [
     "BatchSummary",
     "GenerationSummary",
     "OutcomeSummary",
-    "RequestRefused",
     "RunDetails",
     "RunSummary",
     "StagedBatch",
@@ -53,10 +52,6 @@ REPLAY_MARK: Final = "replay.json"
 
 #: What a generation comes to, in order.
 _STATES: Final = (OPENED, PUBLISHED, SETTLING, SETTLED)
-
-
-class RequestRefused(BroadwayError):
-    """What was asked of a run cannot be done; the text says why, and what to do instead."""
 
 
 # -- values ----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -55,7 +54,6 @@ class Task:
 
     :param map_index: Which of a mapped task's instances it is, from 0; -1 if it is not mapped.
     :param try_number: From 1.
-    :param interval: The data interval, where the run is a backfill.
     """
 
     dag_id: str
@@ -63,7 +61,6 @@ class Task:
     task_id: str
     map_index: int = -1
     try_number: int = 1
-    interval: tuple[datetime, datetime] | None = None
 
     def owner(self) -> dict[str, Any]:
         """Who holds a lease, for people and for sweeps."""
@@ -95,13 +92,11 @@ def producer_env(
     index: int = 0,
     store: Store | None = None,
     clock: Clock | None = None,
-    interval: tuple[datetime, datetime] | None = None,
 ) -> ProducerEnv:
     """What a producer of the pipeline is opened in.
 
     :param generation: The execution that receives; empty for a custodian, whose leases name theirs.
     :param index: Which of the producers it is, from 0.
-    :param interval: Of a backfill, for its source.
     :param store: The staging root, where producers keep what they note between runs.
     """
     return ProducerEnv(
@@ -111,6 +106,6 @@ def producer_env(
         index=index,
         clock=clock or SystemClock(),
         connections=ports.connections,
-        interval=interval,
+        interval=pipeline.run.source.interval,
         staging=None if store is None else f"{store.uri.rstrip('/')}/{pipeline.name}",
     )

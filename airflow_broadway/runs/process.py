@@ -103,6 +103,7 @@ class Process:
                 task_id=owner["task_id"],
                 map_index=owner["map_index"],
                 try_number=owner["try_number"],
+                source=self._pipeline.run.source.to_json(),
             )
             try:
                 with (

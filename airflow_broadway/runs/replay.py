@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, RequestRefused
 from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
@@ -23,7 +23,7 @@ from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.inspect import RequestRefused, StagedBatch, staged_batches
+from airflow_broadway.runs.inspect import StagedBatch, staged_batches
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.replay_folder import add_result, make_replay_folder
 from airflow_broadway.staging.run_folder import StagedRun

@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.files import make_folders, new_file
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
-from airflow_broadway.runs.inspect import REPLAY_MARK, RequestRefused, StagedBatch
+from airflow_broadway.runs.inspect import REPLAY_MARK, StagedBatch
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import StagedRun

@@ -15,6 +15,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -107,6 +108,7 @@ def _decide(
     final: bool,
 ) -> tuple[Settlement, bool, Progress]:
     plans = recorded.deciding(batchers, record.generation)
+    pipeline = pipeline_of(pipeline, record)
     return build_settlement(
         recorded.run, record.generation, pipeline, plans, final=final, recorded=recorded
     )

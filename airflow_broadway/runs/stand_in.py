@@ -14,6 +14,7 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -40,11 +41,14 @@ class StandIn:
         ports: Ports | None = None,
     ) -> None:
         self._watcher = RunWatcher(run, pipeline, generations=generations, ports=ports)
-        renews = pipeline.producer.renews
-        published = [each for each in generations if renews and run.generation(each).published]
-        leases = [run.lease(each) for each in published]
+        records = [run.generation(each) for each in generations]
+        leases = [
+            run.lease(each)
+            for each in records
+            if each.published and pipeline_of(pipeline, each).producer.renews
+        ]
         self._renewer = LeaseRenewer(
-            self._watcher.custodian,
+            self._watcher.renewing,
             min((lease.seconds for lease in leases), default=_NO_LEASE),
             lambda: [] if self._watcher.heartbeat.is_fresh() else leases,
             renewed=run.put_lease,

@@ -6,13 +6,14 @@ import logging
 from datetime import timedelta
 
 from airflow_broadway.core.custody.protocol import Custodian
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, RequestRefused
 from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.inspect import RequestRefused
-from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
+from airflow_broadway.runs.sources.pipelines import Custodians
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.retention import KEEP, remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
@@ -28,34 +29,32 @@ __all__ = ["remove_old_runs", "remove_settled_run", "sweep"]
 log = logging.getLogger(__name__)
 
 
-def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
+def sweep(
+    run: StagedRun,
+    pipeline: Pipeline,
+    task: Task,
+    ports: Ports,
+    source: RunSource | None = None,
+) -> None:
     """Settle what earlier executions of this task hold, and what runs hold that are over.
 
     After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
     ours runs any more: what has an outcome there is settled by it, the rest is released, and the
     run is accounted for.  What cannot be settled now is logged; its lease lapses by itself.
 
+    A run whose messages no broker holds asks none for anything: it sweeps only after its like.
+
+    :param pipeline: As it is loaded: with its own producer.
+    :param source: Of this run.
     :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
     """
-    custodian: Custodian | None = None
-
-    def opened(record: GenerationRecord) -> Custodian:
-        nonlocal custodian
-        if custodian is None:
-            custodian = pipeline.producer.custodian(
-                producer_env(
-                    pipeline,
-                    ports,
-                    generation=record.generation,
-                    owner=record.lease["owner"],
-                    store=run.store,
-                )
-            )
-        return custodian
-
+    source = source or RunSource()
+    custodians = Custodians(pipeline, ports, run)
     over: dict[str, bool] = {}
     dead: dict[str, StagedRun] = {}
     for other, record in iter_open(run.store, pipeline.name, task.dag_id):
+        if not source.asks_broker and RunSource.from_json(record.source).asks_broker:
+            continue
         own = other.run_id == task.run_id
         if own and (record.task_id, record.map_index) != (task.task_id, task.map_index):
             continue
@@ -70,9 +69,8 @@ def sweep(run: StagedRun, pipeline: Pipeline, task: Task, ports: Ports) -> None:
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
-        _settle(other, record, pipeline, opened(record), void=void)
-    if custodian is not None:
-        custodian.close()
+        _settle(other, record, pipeline, custodians.of(record), void=void)
+    custodians.close()
     for other in dead.values():
         _account(other, pipeline, ports)
 

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.planner import plan_batches
@@ -48,7 +50,10 @@ class Processed(NamedTuple):
 class ProcessTask:
     """Clears up after others, receives within a budget, handles each message, stages the results.
 
+    :param pipeline: As it is loaded: with its own producer.
     :param index: Which of the pipeline's producers it is, from 0.
+    :param source: Where the messages come from; the live queue unless given.
+    :raises RequestRefused: If nothing serves the source.
     """
 
     def __init__(
@@ -60,23 +65,26 @@ class ProcessTask:
         *,
         index: int = 0,
         budget: Budget,
+        source: RunSource | None = None,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
         self._task = task
         self._ports = ports
+        self._source = source or RunSource()
+        #: The pipeline with the producer that serves the source.
+        self._served = with_source(pipeline, self._source)
         env = producer_env(
-            pipeline,
+            self._served,
             ports,
             generation=uuid.uuid4().hex,
             owner=task.owner(),
             index=index,
             store=run.store,
-            interval=task.interval,
         )
         self._process = Process(
             run,
-            pipeline,
+            self._served,
             env=env,
             budget=budget,
             rate_state=StagedRateState(run),
@@ -88,7 +96,7 @@ class ProcessTask:
 
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
-        sweep(self._run, self._pipeline, self._task, self._ports)
+        sweep(self._run, self._pipeline, self._task, self._ports, self._source)
         remove_old_runs(self._run, self._pipeline)
         reference = self._process.run()
         metrics = Metrics(
@@ -98,7 +106,7 @@ class ProcessTask:
         metrics.count(Metric.FAILED, reference["failed"])
         metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
         if not self._process.timed_out:
-            send_depth(self._pipeline, self._ports, metrics, self._run.store)
+            send_depth(self._served, self._ports, metrics, self._run.store)
         return Processed(reference, self._process.timed_out, self._process.trouble)
 
     def stop(self) -> None:
@@ -135,6 +143,8 @@ class BatchTask:
         self._ports = ports
         self._batcher = batcher
         self._batches: PythonBatches | None = None
+        #: The pipeline with the producer that delivered what is planned.
+        self._served = pipeline
 
     def plan(self, processed: Iterable[Mapping[str, Any]], *, label: str) -> BatchPlan | None:
         """The plan of batches, new or as an earlier try made it; ``None`` if nothing was staged.
@@ -150,7 +160,8 @@ class BatchTask:
         ]
         if not generations:
             return None
-        return plan_batches(self._run, self._pipeline, self._batcher, generations, try_label=label)
+        self._served = with_source(self._pipeline, source_of(self._run, generations))
+        return plan_batches(self._run, self._served, self._batcher, generations, try_label=label)
 
     def handle(self, plan: BatchPlan) -> dict[str, int] | None:
         """Run ``handle_batch`` on each batch without an outcome; ``None`` if Spark is to do so.
@@ -162,7 +173,7 @@ class BatchTask:
             return None
         self._batches = PythonBatches(
             self._run,
-            self._pipeline,
+            self._served,
             plan,
             name=self._task.file_name,
             try_number=self._task.try_number,

@@ -19,6 +19,7 @@ from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.local.report import RunReport
 from airflow_broadway.core.local.run import LocalRun
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget
@@ -26,6 +27,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
@@ -52,6 +54,7 @@ class UnstagedTask:
     """Receives within a budget, handles, batches and settles, all in this task.
 
     :param index: Which of the pipeline's producers it is, from 0.
+    :param source: Where the messages come from; the live queue unless given.
     :param fail_when: See :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
     """
 
@@ -65,6 +68,7 @@ class UnstagedTask:
         index: int = 0,
         budget: Budget,
         fail_when: Any = "all",
+        source: RunSource | None = None,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
@@ -73,6 +77,7 @@ class UnstagedTask:
         self._index = index
         self._budget = budget
         self._fail_when = fail_when
+        self._source = source or RunSource()
         self._stop = Stop(SystemClock(), min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
@@ -85,7 +90,8 @@ class UnstagedTask:
         :raises BroadwayError: If the broker or staging fails; what has no outcome was given back.
         """
         pipeline, ports, run = self._pipeline, self._ports, self._run
-        sweep(run, pipeline, self._task, ports)
+        sweep(run, pipeline, self._task, ports, self._source)
+        pipeline = with_source(pipeline, self._source)
         env = producer_env(
             pipeline,
             ports,
@@ -93,7 +99,6 @@ class UnstagedTask:
             owner=self._task.owner(),
             index=self._index,
             store=run.store,
-            interval=self._task.interval,
         )
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
@@ -119,6 +124,7 @@ class UnstagedTask:
             task_id=self._task.task_id,
             map_index=self._task.map_index,
             try_number=self._task.try_number,
+            source=self._source.to_json(),
         )
 
     def _record(self, report: RunReport, started: datetime, *, failed: bool) -> None:

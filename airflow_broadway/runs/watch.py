@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,9 @@ from airflow_broadway.runs.account import (
 )
 from airflow_broadway.runs.heartbeat import Heartbeat, Hold, name_of
 from airflow_broadway.runs.metrics import Metric, Metrics
-from airflow_broadway.runs.ports import Ports, producer_env
+from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle, settle_if_complete
+from airflow_broadway.runs.sources.pipelines import Custodians, pipeline_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 
@@ -60,15 +61,13 @@ class RunWatcher:
         self._clock = clock or SystemClock()
         self.heartbeat = Heartbeat(run, self._clock)
         self._hold = Hold(run, ",".join(sorted(task_ids or ())), self._clock)
-        self._custodian: Custodian | None = None
+        self._custodians = self.custodians()
         self._recorded = Recorded(run)
         self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
 
     def close(self) -> None:
         """Release connections.  Safe to repeat."""
-        if self._custodian is not None:
-            self._custodian.close()
-            self._custodian = None
+        self._custodians.close()
 
     def look(
         self,
@@ -104,8 +103,6 @@ class RunWatcher:
 
         What cannot be renewed now is logged, and tried again at the next look.
         """
-        if not self._pipeline.producer.renews:
-            return
         try:
             records = self._generations()
         except StagingError as error:
@@ -113,9 +110,9 @@ class RunWatcher:
             return
         for record in records:
             # Until its manifest is published, a process task renews its lease itself.
-            if record.published:
+            if record.published and self._renews(record):
                 try:
-                    self._renew(record.generation)
+                    self._renew(record)
                 except BroadwayError as error:
                     # A lease outlasts several looks; failing would use up the sensor's retries.
                     log.warning(
@@ -124,8 +121,13 @@ class RunWatcher:
                         error,
                     )
 
-    def _renew(self, generation: str) -> None:
-        held = self._open().renew(self._run.lease(generation))
+    def _renews(self, record: GenerationRecord) -> bool:
+        renews: bool = pipeline_of(self._pipeline, record).producer.renews
+        return renews
+
+    def _renew(self, record: GenerationRecord) -> None:
+        generation = record.generation
+        held = self._custodians.of(record).renew(self._run.lease(generation))
         if held is None:
             log.error(
                 "The lease of generation %s has lapsed: its broker gives these messages to the next"
@@ -165,7 +167,7 @@ class RunWatcher:
     def _settle(self, record: GenerationRecord, renewing: _Renewing, *, final: bool) -> None:
         def custodian() -> Custodian:
             renewing.leave(record.generation)
-            return self._open()
+            return self._custodians.of(record)
 
         door = settle if final else settle_if_complete
         settled = door(self._run, record, self._pipeline, custodian, recorded=self._recorded)
@@ -183,10 +185,10 @@ class RunWatcher:
         """Renew, meanwhile, the leases of generations that wait for their turn: to read ten
         thousand outcomes takes a while, and so may a broker.
         """
-        renewing = _Renewing(self.custodian)
+        renewing = _Renewing(self.custodians, records)
         leases: list[Lease] = []
-        for record in records if self._pipeline.producer.renews else ():
-            if record.published:
+        for record in records:
+            if record.published and self._renews(record):
                 try:
                     leases.append(self._run.lease(record))
                 except StagingError as error:
@@ -207,23 +209,16 @@ class RunWatcher:
         ):
             yield renewing
 
-    def custodian(self) -> Custodian:
-        """A custodian of this run's messages; a generation is named by its lease."""
-        custodian: Custodian = self._pipeline.producer.custodian(
-            producer_env(
-                self._pipeline,
-                self._ports,
-                owner={"dag_id": self._run.dag_id, "run_id": self._run.run_id},
-                store=self._run.store,
-                clock=self._clock,
-            )
-        )
-        return custodian
+    def renewing(self) -> _RenewingCustodian:
+        """Renews leases of this run, each where its messages are held; called in the thread that
+        uses it.
+        """
+        return _Renewing(self.custodians, self._generations()).opened()
 
-    def _open(self) -> Custodian:
-        if self._custodian is None:
-            self._custodian = self.custodian()
-        return self._custodian
+    def custodians(self) -> Custodians:
+        """Opens custodians of this run's messages."""
+        owner = {"dag_id": self._run.dag_id, "run_id": self._run.run_id}
+        return Custodians(self._pipeline, self._ports, self._run, owner=owner, clock=self._clock)
 
     def _unsettled(self) -> list[GenerationRecord]:
         return [each for each in self._generations() if each.state != SETTLED]
@@ -271,15 +266,18 @@ class RunWatcher:
 class _Renewing:
     """A custodian for a thread that renews leases, but none that is being settled."""
 
-    def __init__(self, custodian: Callable[[], Custodian]) -> None:
-        self._open = custodian
+    def __init__(
+        self, custodians: Callable[[], Custodians], records: Sequence[GenerationRecord]
+    ) -> None:
+        self._open = custodians
+        self._records = {record.generation: record for record in records}
         self._lock = threading.Lock()
         #: Generations that are settled, or being settled.
         self.left: set[str] = set()
 
     def opened(self) -> _RenewingCustodian:
         """The custodian; called in the thread that uses it."""
-        return _RenewingCustodian(self._open(), self._lock, self.left)
+        return _RenewingCustodian(self._open(), self._records, self._lock, self.left)
 
     def leave(self, generation: str) -> None:
         """Renew this one no more; returns when nobody is about to."""
@@ -288,14 +286,23 @@ class _Renewing:
 
 
 class _RenewingCustodian:
-    def __init__(self, custodian: Custodian, lock: threading.Lock, left: set[str]) -> None:
-        self._custodian = custodian
+    def __init__(
+        self,
+        custodians: Custodians,
+        records: Mapping[str, GenerationRecord],
+        lock: threading.Lock,
+        left: set[str],
+    ) -> None:
+        self._custodians = custodians
+        self._records = records
         self._lock = lock
         self._left = left
 
     def renew(self, lease: Lease) -> Lease | None:
         with self._lock:
-            return lease if lease.generation in self._left else self._custodian.renew(lease)
+            if lease.generation in self._left:
+                return lease
+            return self._custodians.of(self._records[lease.generation]).renew(lease)
 
     def close(self) -> None:
-        self._custodian.close()
+        self._custodians.close()

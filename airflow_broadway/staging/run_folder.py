@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class GenerationRecord:
     :param generation: 32 hexadecimal digits.
     :param sequence: Ascending over the executions of one (task, map index) of a run.
     :param lease: As it was when the generation was opened; see :meth:`StagedRun.lease`.
+    :param source: The :class:`RunSource` of its messages, as JSON; empty for the live queue.
     :param state: :data:`OPENED`, :data:`PUBLISHED`, :data:`SETTLING` or :data:`SETTLED`, as it was
         when the record was read.
     """
@@ -74,6 +75,7 @@ class GenerationRecord:
     root_id: str
     host: str
     opened_at: str
+    source: dict[str, Any] = field(default_factory=dict)
     state: str = field(default=OPENED, compare=False)
     version: int = VERSION
 
@@ -86,6 +88,8 @@ class GenerationRecord:
         """Return it as JSON, without its state."""
         value = dataclasses.asdict(self)
         del value["state"]
+        if not self.source:  # as releases wrote it that know the live queue alone
+            del value["source"]
         return json.dumps(value, sort_keys=True)
 
     @classmethod
@@ -128,9 +132,17 @@ class StagedRun:
     # -- generations ---------------------------------------------------------------------------
 
     def open_generation(
-        self, *, task_id: str, map_index: int, try_number: int, lease: Lease
+        self,
+        *,
+        task_id: str,
+        map_index: int,
+        try_number: int,
+        lease: Lease,
+        source: Mapping[str, Any] | None = None,
     ) -> GenerationRecord:
         """Record, durably, that the generation ``lease.generation`` is about to receive.
+
+        :param source: Where from, as JSON; the live queue unless given.
 
         :raises StagingError: If it cannot be written, or the generation was opened before.
         """
@@ -148,6 +160,7 @@ class StagedRun:
             root_id=self.store.root_id(),
             host=host_name(),
             opened_at=self.clock.now().isoformat(),
+            source=dict(source or {}),
         )
         text = record.dumps()
         # The copy for sweeps comes first: a record that no sweep finds would be held for ever.

@@ -451,13 +451,13 @@ def test_a_backfill_is_refused_before_connecting(
     from airflow_broadway.producers.sqlite import SqliteProducer
 
     monkeypatch.setattr(SqliteProducer, "open_queue", lambda *_: opened.append("opened"))
-    refuse = pull.refuse_backfill
+    chosen = pull.source_of_run
 
-    def as_backfill(context: Any, producer: Any) -> None:
+    def as_backfill(operator: Any, context: Any, pipeline: Any) -> Any:
         run = context["dag_run"].model_copy(update={"run_type": "backfill"})
-        refuse({**context, "dag_run": run}, producer)  # type: ignore[typeddict-item]
+        return chosen(operator, {**context, "dag_run": run}, pipeline)  # type: ignore[typeddict-item]
 
-    monkeypatch.setattr(process, "refuse_backfill", as_backfill)
+    monkeypatch.setattr(process, "source_of_run", as_backfill)
     ran = world.run(dag_of(Puppets))
 
     assert ran.state == "failed"

@@ -25,7 +25,10 @@ from airflow_broadway.core.model.rules import (
 )
 from airflow_broadway.core.schema.ddl import parse_schema
 
-__all__ = ["Batcher", "Processors", "RateLimiting", "RetryPolicy"]
+__all__ = ["Archive", "Batcher", "Processors", "RateLimiting", "RetryPolicy"]
+
+#: The times of an archive that no function gives.
+_TIMES = ("received_at", "enqueued_at")
 
 
 @options
@@ -64,6 +67,33 @@ class RetryPolicy(Options):
         default=True,
         rule=BOOL,
         doc="Whether a message out of attempts is dead-lettered (True) or left to the broker.",
+    )
+
+
+@options
+class Archive(Options):
+    """Keeps every message as it was received, so that a past interval can be run again."""
+
+    time: Any = option(
+        default="received_at",
+        rule=Rule(
+            "'received_at', 'enqueued_at', or a function of one argument",
+            lambda value: value in _TIMES if isinstance(value, str) else FUNCTION.holds(value),
+        ),
+        doc="By which time messages are kept, and intervals read: when the run received them, when"
+        " the broker took them, or what a function gives of the message as received: an aware"
+        " ``datetime``.  Where there is none, ``received_at`` stands in, and the run says so.",
+    )
+    keep: float | None = option(
+        default=None,
+        rule=SECONDS.or_none(),
+        doc="Seconds for which messages stay, by that time, hour by hour; ``None``: for ever.",
+    )
+    on_gap: str = option(
+        default="report",
+        rule=one_of("report", "refuse"),
+        doc="What a backfill does whose interval is known not to be whole, or to hold nothing:"
+        " ``report`` says so in its report, ``refuse`` fails before it handles anything.",
     )
 
 

@@ -1,4 +1,4 @@
-"""A run of type backfill: which producers serve it, its interval, and its budgets."""
+"""Where a run's messages come from: by its type, its params, its operator; and its budgets."""
 
 from __future__ import annotations
 
@@ -9,59 +9,126 @@ from typing import Any
 import pytest
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.adapters.task import backfilled, task_of
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Archive
+from airflow_broadway.core.model.run_source import Interval, RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators.process import BroadwayProcessorOperator
-from airflow_broadway.operators.pull import budget_of, refuse_backfill
+from airflow_broadway.operators.pull import budget_of, source_of_run
+from airflow_broadway.pipeline import Broadway
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.unit.runs.steps import Sums
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
-HOUR = (NOON, NOON + timedelta(hours=1))
+HOUR = Interval(NOON, NOON + timedelta(hours=1))
+
+
+class Handles(Broadway):
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+class Queue(Handles):
+    producer = SqliteProducer(queue="q")
+
+
+class Kept(Queue):
+    archive = Archive()
+
+
+class Log(Handles):
+    producer = KafkaProducer(group_id="g", topics=["t"])
+
+
+class KeptLog(Log):
+    archive = Archive()
 
 
 def context(
-    run_type: str, interval: tuple[datetime, datetime] | tuple[None, None] = HOUR
-) -> dict[str, Any]:
+    run_type: str,
+    interval: tuple[datetime | None, datetime | None] = HOUR,
+    **params: Any,
+) -> Any:
     start, end = interval
     run = SimpleNamespace(
         run_type=run_type, run_id="r", data_interval_start=start, data_interval_end=end
     )
     ti = SimpleNamespace(dag_id="d", run_id="r", task_id="process", map_index=-1, try_number=1)
-    return {"dag_run": run, "ti": ti, "params": {"max_messages": 5}}
+    return {"dag_run": run, "ti": ti, "params": {"max_messages": 5, **params}}
 
 
-def test_only_a_backfill_has_an_interval_to_read() -> None:
-    made: Any = context("backfill")
-    assert backfilled(made) == HOUR
-    assert task_of(made, backfilled(made)).interval == HOUR
-    assert backfilled(context("scheduled")) is None  # type: ignore[arg-type]
-    assert task_of(made).interval is None
+def chosen(pipeline: type[Broadway], made: Any, **arguments: Any) -> RunSource:
+    operator = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, **arguments)
+    return source_of_run(operator, made, pipeline())
 
 
-def test_a_backfill_without_an_interval_is_refused() -> None:
-    for interval in ((None, None), (NOON, NOON)):
-        with pytest.raises(PipelineError, match="a backfill without a data interval"):
-            backfilled(context("backfill", interval))  # type: ignore[arg-type]
+def test_a_run_takes_the_queue_and_a_backfill_the_archive_or_else_the_log() -> None:
+    live, archive = RunSource(), RunSource(kind="archive", interval=HOUR)
+    for pipeline in (Queue, Kept, Log, KeptLog):
+        assert chosen(pipeline, context("scheduled")) == live
+    assert chosen(Kept, context("backfill")) == archive
+    assert chosen(KeptLog, context("backfill")) == archive
+    assert chosen(Log, context("backfill")) == RunSource(kind="log", interval=HOUR)
 
 
-def test_a_log_serves_a_backfill_and_a_queue_does_not() -> None:
-    made: Any = context("backfill")
+def test_params_choose_before_the_operator_and_the_operator_before_the_type() -> None:
+    two = Interval(NOON - timedelta(days=1), NOON)
+    given: Any = {
+        "interval_start": "2026-01-30T13:00:00+01:00",
+        "interval_end": "2026-01-31T12:00:00",
+    }
 
-    refuse_backfill(made, KafkaProducer(group_id="g", topics=["t"]))
-    with pytest.raises(AirflowFailException, match="the producer 'sqlite' reads a live queue"):
-        refuse_backfill(made, SqliteProducer(queue="q"))
+    assert chosen(KeptLog, context("backfill", source="log")).kind == "log"
+    assert chosen(KeptLog, context("backfill"), source="log").kind == "log"
+    assert chosen(KeptLog, context("manual", source="archive", **given), source="live") == (
+        RunSource(kind="archive", interval=two)
+    )
+    assert chosen(Queue, context("manual", source="run", source_run="past")) == (
+        RunSource(kind="run", run_id="past")
+    )
+    assert chosen(Queue, context("manual", source="dead_letters")).kind == "dead_letters"
 
 
-def test_a_backfill_reads_its_whole_interval_whatever_the_budgets() -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "made", "said"),
+    [
+        (Queue, context("backfill"), "the producer 'sqlite' reads a live queue.*archive ="),
+        (Queue, context("manual", source="archive"), "'Queue' has no archive to read"),
+        (Queue, context("manual", source="log"), "'sqlite' has no log to read an interval of"),
+        (Kept, context("backfill", source="live"), "its source is to be the live queue"),
+        (Kept, context("backfill", (None, None)), "is a backfill without a data interval"),
+        (Kept, context("backfill", (NOON, NOON)), "is a backfill without a data interval"),
+        (Kept, context("manual", (None, None), source="archive"), "is without an interval"),
+        (Kept, context("manual", source="archive", interval_start="noon"), "no instant in ISO"),
+        (Kept, context("manual", interval_end="2026-01-01"), "set source to 'archive' or 'log'"),
+        (Kept, context("manual", source_run="past"), "set source to 'run', or leave source_run"),
+        (Kept, context("manual", source="run"), "source_run is missing"),
+        (Kept, context("manual", source="run", source_run="r"), "its own batches again: clear"),
+        (Kept, context("manual", source="memory"), "the source 'memory' is not one of"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_received(
+    pipeline: type[Broadway], made: Any, said: str
+) -> None:
+    with pytest.raises(AirflowFailException, match=said):
+        chosen(pipeline, made)
+
+
+def test_a_source_that_does_not_exist_is_refused_while_the_dag_is_parsed() -> None:
+    with pytest.raises(OptionsError, match=r"process\.source.*one of \['archive', "):
+        BroadwayProcessorOperator(task_id="process", pipeline=Kept, source="memory")
+
+
+def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, max_bytes=7)
-    made: Any = context("backfill")
+    made, source = context("backfill"), RunSource(kind="archive", interval=HOUR)
 
-    assert budget_of(operator, made, HOUR) == Budget(idle_seconds=1.0)
+    assert budget_of(operator, made, source) == Budget(idle_seconds=1.0)
     assert budget_of(operator, made).max_messages == 5
+    assert budget_of(operator, made, RunSource(kind="dead_letters")).max_messages == 5
     limited = BroadwayProcessorOperator(
         task_id="process", pipeline=Sums, execution_timeout=timedelta(seconds=100)
     )
-    assert budget_of(limited, made, HOUR).max_seconds == 80.0
+    assert budget_of(limited, made, source).max_seconds == 80.0

@@ -15,6 +15,7 @@ from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.pull import BUDGET_DEFAULTS, budget_of
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.sources.choice import PARAMS
 from airflow_broadway.task_group import make_params
 from tests.unit.runs.steps import Run, Sums
 
@@ -49,7 +50,7 @@ def test_the_guide_names_each_budget_with_its_default() -> None:
 def test_each_budget_is_a_param_which_wins_where_it_is_set() -> None:
     arguments = {name: argument for name, (argument, _) in GIVEN.items()}
     unset = {name: param.value for name, param in make_params().items()}
-    assert unset == dict.fromkeys(GIVEN)
+    assert unset == dict.fromkeys([*GIVEN, *PARAMS])
 
     assert budget(unset, **arguments) == Budget(**arguments)
     for name, (_, param) in GIVEN.items():

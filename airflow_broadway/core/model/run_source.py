@@ -1,0 +1,98 @@
+"""Where a run's messages come from: the live queue, or something that is past."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "ARCHIVE",
+    "DEAD_LETTERS",
+    "KINDS",
+    "LIVE",
+    "LOG",
+    "RUN",
+    "Interval",
+    "RunSource",
+]
+
+#: The kinds of sources: the queue; an interval of the archive; the dead letters of the queue; an
+#: interval of the broker's own log, where it keeps one; the staged batches of a past run.
+LIVE: Final = "live"
+ARCHIVE: Final = "archive"
+DEAD_LETTERS: Final = "dead_letters"
+LOG: Final = "log"
+RUN: Final = "run"
+
+KINDS: Final = (LIVE, ARCHIVE, DEAD_LETTERS, LOG, RUN)
+
+
+class Interval(NamedTuple):
+    """A stretch of time, from its start to before its end; both aware UTC."""
+
+    start: datetime
+    end: datetime
+
+    def __str__(self) -> str:
+        return f"{self.start.isoformat()} to {self.end.isoformat()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSource:
+    """Where the messages of one run come from.
+
+    :param kind: One of :data:`KINDS`.
+    :param interval: What is read, of an archive or a log.
+    :param run_id: The past run whose batches are run again, of the same Dag.
+    :param only: What of it, where that can be chosen: JSON.
+    """
+
+    kind: str = LIVE
+    interval: Interval | None = None
+    run_id: str = ""
+    only: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_backfill(self) -> bool:
+        """Whether the run handles a past interval."""
+        return self.interval is not None
+
+    @property
+    def asks_broker(self) -> bool:
+        """Whether a broker holds the messages; a run of another source asks none for anything."""
+        return self.kind not in (ARCHIVE, RUN)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is read, whatever the budgets say."""
+        return self.kind in (ARCHIVE, LOG, RUN)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that :meth:`from_json` reads back; empty for the live queue."""
+        if self == RunSource():
+            return {}
+        return {
+            "kind": self.kind,
+            "interval": None
+            if self.interval is None
+            else [each.isoformat() for each in self.interval],
+            "run_id": self.run_id,
+            "only": dict(self.only),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunSource:
+        """Read what :meth:`to_json` wrote."""
+        if not value:
+            return cls()
+        interval = value["interval"]
+        return cls(
+            kind=value["kind"],
+            interval=None
+            if interval is None
+            else Interval(*(datetime.fromisoformat(each) for each in interval)),
+            run_id=value["run_id"],
+            only=value["only"],
+        )
