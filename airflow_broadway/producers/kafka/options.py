@@ -339,7 +339,8 @@ class KafkaOptions(Producer):
                 )
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
-        """Messages go to processors and batches by topic and partition, as in Broadway.
+        """Messages go to processors and batches by topic and partition, as in Broadway, where there
+        is more than one way to go.
 
         :raises OptionsError: If the pipeline partitions otherwise.
         """
@@ -357,7 +358,8 @@ class KafkaOptions(Producer):
                     " (order='key': by key too)",
                     value,
                 )
-        if self.order == "none":
+        sizes = [pipeline.processors.concurrency, *(b.concurrency for b in batchers.values())]
+        if self.order == "none" or set(sizes) == {1}:  # there is but one way to go
             return {}
         return {"partition_by": _partition_and_key if self.order == "key" else partition_of}
 

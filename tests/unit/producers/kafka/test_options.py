@@ -186,6 +186,26 @@ def test_what_stays_in_order_goes_to_one_processor() -> None:
     assert producer(order="none").prepare_for_start(_plain()) == {}
 
 
+@pytest.mark.parametrize("order", ["partition", "key", "none"])
+@pytest.mark.parametrize(("processors", "batches"), [(1, 1), (2, 1), (1, 2)])
+def test_where_nothing_runs_side_by_side_nothing_is_parted(
+    order: str, processors: int, batches: int
+) -> None:
+    kind = type(
+        "Flights",
+        (Broadway,),
+        {
+            "producer": producer(order=order),
+            "processors": Processors(concurrency=processors),
+            "batchers": {"one": Batcher(), "other": Batcher(engine="python", concurrency=batches)},
+        },
+    )
+
+    parted = order != "none" and processors + batches > 2
+
+    assert (kind().partition_by is not None) is parted
+
+
 def test_groups_of_order_are_partitions_or_keys() -> None:
     keyed, without = message(1, "a"), message(2, None)
 
