@@ -15,8 +15,8 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.pipeline_options import Batcher
+from airflow_broadway.producers.kit.receipts.failures import Failures
 from airflow_broadway.producers.kit.state_files import StateFiles
-from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
@@ -225,11 +225,11 @@ def test_failures_on_record_are_merged_and_read_in_a_bucket(
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     clock = ManualClock()
     for run in range(20):
-        Failures(StateFiles(uri, "sqs/orders")).note({f"m{run}": run + 1}, clock.now())
+        Failures(StateFiles(uri, "sqs/orders"), 14).note({f"m{run}": run + 1}, clock.now())
     notes = StateFiles(uri, "sqs/orders")
 
-    Failures(notes).merge(clock.now())
+    Failures(notes, 14).merge(clock.now())
 
     assert len(notes.names("attempts")) == 1
-    assert Failures(notes).of(["m0", "m19", "x"], clock.now()) == {"m0": 1, "m19": 20}
+    assert Failures(notes, 14).of(["m0", "m19", "x"], clock.now()) == {"m0": 1, "m19": 20}
     assert list(notes.read_all(["attempts/gone.json"])) == []

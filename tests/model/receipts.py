@@ -59,13 +59,13 @@ class Receipts:
     """Messages, and the logs of those who received them."""
 
     code: Mapping[str, str] = {
-        "receive": "producers.sqs.source.SqsSource.receive",
-        "secure": "producers.sqs.source.SqsSource.secure",
-        "write": "producers.sqs.receipts.Receipts.write",
-        "settle": "producers.sqs.receipts.Receipts.load",
-        "begin log": "producers.sqs.receipts.Receipts.begin",
-        "carry out": "producers.sqs.settlement.QueueSettlement.carry_out",
-        "end log": "producers.sqs.receipts.Receipts.end",
+        "receive": "producers.kit.receipts.source.ReceiptSource.receive",
+        "secure": "producers.kit.receipts.source.ReceiptSource.secure",
+        "write": "producers.kit.receipts.receipts.Receipts.write",
+        "settle": "producers.kit.receipts.receipts.Receipts.load",
+        "begin log": "producers.kit.receipts.receipts.Receipts.begin",
+        "carry out": "producers.kit.receipts.settlement.ReceiptSettlement.carry_out",
+        "end log": "producers.kit.receipts.receipts.Receipts.end",
     }
 
     def __init__(self, protocol: Run) -> None:

@@ -1,10 +1,9 @@
 """Amazon SQS: leases are SQS's own, held by receipts that this package writes down.
 
-``options`` are declared, ``producer`` opens the halves.  Receiving: ``source``, ``polling``
-(several receives in flight), ``reading`` (from an answer to messages).  Settling: ``custodian``,
-``settlement`` (from verdicts to requests), ``batch_requests`` (of ten entries, several at a time),
-``dead_letters``.  ``receipts`` and ``failures`` are kept in staging; ``client``, ``errors`` and
-``limits`` are the way to AWS.  ``docs/sqs.md`` is the guide.
+``options`` are declared, ``producer`` opens the halves, which stand on ``kit.receipts``.
+Receiving: ``source``, ``receives``, ``reading`` (from an answer to messages).  Settling:
+``custodian``, ``settlement``, ``batch_requests`` (of ten entries), ``dead_letters``.  ``client``,
+``errors`` and ``limits`` are the way to AWS.  ``docs/sqs.md`` is the guide.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
+from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
 from airflow_broadway.producers.sqs.errors import translated
 from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of
 
@@ -29,9 +30,13 @@ __all__ = [
     "Queue",
     "boto_client",
     "open_queue",
+    "receipts_folder",
 ]
 
 log = logging.getLogger(__name__)
+
+#: Days for which SQS keeps a message at most.
+_KEPT_DAYS: Final = 14
 
 #: Extras of an Airflow connection that only the Amazon provider knows how to follow.
 _PROVIDERS = frozenset(
@@ -153,6 +158,11 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
     except (KeyError, TypeError, ValueError):
         return None
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
+
+
+def receipts_folder(producer: SqsOptions, env: ProducerEnv) -> ReceiptsFolder:
+    """Where the receipts of the producer's queue are."""
+    return ReceiptsFolder(producer.kind, env.staging, producer.place, kept_days=_KEPT_DAYS)
 
 
 def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:

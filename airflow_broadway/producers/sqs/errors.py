@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.kit.receipts.batch_requests import Refused
 from airflow_broadway.producers.sqs.limits import IN_FLIGHT
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "Denied",
     "Expired",
     "InFlightLimit",
-    "Refused",
     "retryable",
     "translated",
 ]
@@ -73,10 +73,6 @@ class Expired(ProducerUnavailable):
 
 class InFlightLimit(ProducerError):
     """The queue has as many messages in flight as it may have."""
-
-
-class Refused(ProducerError):
-    """SQS does not take what this request says; another request may say something else."""
 
 
 def retryable(code: str, sender_fault: bool) -> bool:

@@ -11,8 +11,8 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.kit.receipts.failures import Failures
 from airflow_broadway.producers.kit.state_files import StateFiles
-from airflow_broadway.producers.sqs.failures import Failures
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs
 from tests.unit.producers.sqs.kit import halves
@@ -69,7 +69,7 @@ def noted_for_days(clock: ManualClock, place: StateFiles) -> None:
     """As runs leave it: the n-th message of a run has failed n times."""
     for day in range(DAYS):
         for run in range(RUNS_A_DAY):
-            Failures(place).note({f"m{day}-{run}": run % 4 + 1, "often": run + 1}, clock.now())
+            Failures(place, 14).note({f"m{day}-{run}": run % 4 + 1, "often": run + 1}, clock.now())
         if day < DAYS - 1:
             clock.advance(86_400.0)
 
@@ -79,7 +79,7 @@ def test_after_two_weeks_of_failures_the_first_redelivery_waits_for_a_few_reads(
 ) -> None:
     clock = ManualClock()
     noted_for_days(clock, notes())
-    failures = Failures(notes())
+    failures = Failures(notes(), 14)
 
     failures.merge(clock.now())
     store.reads.clear()
@@ -92,8 +92,8 @@ def test_after_two_weeks_of_failures_the_first_redelivery_waits_for_a_few_reads(
 def test_a_day_of_few_files_is_left_as_it_is(store: type[Counted]) -> None:
     clock = ManualClock()
     for run in range(7):
-        Failures(notes()).note({"m": run}, clock.now())
-    failures = Failures(notes())
+        Failures(notes(), 14).note({"m": run}, clock.now())
+    failures = Failures(notes(), 14)
 
     failures.merge(clock.now())
 
@@ -106,7 +106,7 @@ def test_merging_asks_for_a_few_things_a_day(store: type[Counted]) -> None:
     clock = ManualClock()
     noted_for_days(clock, notes())
 
-    Failures(notes()).merge(clock.now())
+    Failures(notes(), 14).merge(clock.now())
 
     assert store.reads == [RUNS_A_DAY] * DAYS
     assert store.removals == [RUNS_A_DAY] * DAYS
@@ -132,15 +132,15 @@ def test_a_run_merges_before_it_receives(store: type[Counted]) -> None:
 
 def test_what_is_older_than_sqs_keeps_a_message_is_removed(store: type[Counted]) -> None:
     clock = ManualClock()
-    Failures(notes()).note({"m": 1}, clock.now())
+    Failures(notes(), 14).note({"m": 1}, clock.now())
     clock.advance(16 * 86_400.0)
-    Failures(notes()).merge(clock.now())
-    assert Failures(notes()).of(["m"], clock.now()) == {"m": 1}
+    Failures(notes(), 14).merge(clock.now())
+    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 1}
     clock.advance(86_400.0)
 
-    Failures(notes()).merge(clock.now())
+    Failures(notes(), 14).merge(clock.now())
 
-    assert Failures(notes()).of(["m"], clock.now()) == {}
+    assert Failures(notes(), 14).of(["m"], clock.now()) == {}
     assert notes().names("attempts") == []
 
 
@@ -149,14 +149,14 @@ def test_who_reads_while_another_merges_misses_nothing(
 ) -> None:
     clock = ManualClock()
     for run in range(20):
-        Failures(notes()).note({f"m{run}": 2}, clock.now())
-    failures = Failures(notes())
+        Failures(notes(), 14).note({f"m{run}": 2}, clock.now())
+    failures = Failures(notes(), 14)
     listed = StateFiles.names
 
     def then_merged(self: StateFiles, folder: str = "") -> list[str]:
         names = listed(self, folder)
         monkeypatch.setattr(StateFiles, "names", listed)
-        Failures(notes()).merge(clock.now())
+        Failures(notes(), 14).merge(clock.now())
         return names
 
     monkeypatch.setattr(StateFiles, "names", then_merged)
@@ -169,19 +169,19 @@ def test_two_who_merge_at_once_lose_nothing(
 ) -> None:
     clock = ManualClock()
     for run in range(20):
-        Failures(notes()).note({f"m{run}": run + 1}, clock.now())
+        Failures(notes(), 14).note({f"m{run}": run + 1}, clock.now())
     write = StateFiles.write
 
     def merged_before(self: StateFiles, name: str, value: Any) -> None:
         monkeypatch.setattr(StateFiles, "write", write)
-        Failures(notes()).merge(clock.now())
+        Failures(notes(), 14).merge(clock.now())
         write(self, name, value)
 
     monkeypatch.setattr(StateFiles, "write", merged_before)
 
-    Failures(notes()).merge(clock.now())
+    Failures(notes(), 14).merge(clock.now())
 
-    assert Failures(notes()).of(["m0", "m19"], clock.now()) == {"m0": 1, "m19": 20}
+    assert Failures(notes(), 14).of(["m0", "m19"], clock.now()) == {"m0": 1, "m19": 20}
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b'{"m": "many"}', b"\xff"])
@@ -191,33 +191,33 @@ def test_a_damaged_file_does_not_keep_a_run_from_receiving(
     clock = ManualClock()
     notes().put(f"attempts/{clock.now().date()}.x.json", data)
     for _ in range(8):
-        Failures(notes()).note({"m": 3}, clock.now())
+        Failures(notes(), 14).note({"m": 3}, clock.now())
 
-    assert Failures(notes()).of(["m"], clock.now()) == {"m": 3}
-    Failures(notes()).merge(clock.now())
+    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 3}
+    Failures(notes(), 14).merge(clock.now())
 
-    assert Failures(notes()).of(["m"], clock.now()) == {"m": 3}
+    assert Failures(notes(), 14).of(["m"], clock.now()) == {"m": 3}
     assert "is damaged" in caplog.text
 
 
 def test_a_file_that_may_not_be_read_ends_the_run(store: type[Counted]) -> None:
     clock = ManualClock()
-    Failures(notes()).note({"m": 1}, clock.now())
+    Failures(notes(), 14).note({"m": 1}, clock.now())
     store.broken.append("attempts/")
 
     with pytest.raises(StagingError, match="cannot be read"):
-        Failures(notes()).of(["m"], clock.now())
+        Failures(notes(), 14).of(["m"], clock.now())
 
 
 def test_what_others_note_is_seen_half_a_minute_later() -> None:
     clock = ManualClock()
-    failures = Failures(notes())
+    failures = Failures(notes(), 14)
 
     def found(ids: Sequence[str]) -> dict[str, int]:
         return failures.of(ids, clock.now())
 
     assert found(["m"]) == {}
-    Failures(notes()).note({"m": 1}, clock.now())
+    Failures(notes(), 14).note({"m": 1}, clock.now())
     clock.advance(29.0)
     assert found(["m"]) == {}
     clock.advance(1.0)

@@ -17,6 +17,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.kit import checks
+from airflow_broadway.producers.kit.receipts.polls import Received
 from airflow_broadway.producers.sqs import SqsProducer, client
 from airflow_broadway.producers.sqs.errors import Expired
 from airflow_broadway.producers.sqs.options import partition_of
@@ -224,7 +225,8 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
     with halves(receive_concurrency=2) as run:
         run.fake.put([str(number) for number in range(20)])
         assert len(run.source.receive(20, timeout=0)) == 20
-        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in received(run.fake)]
+        now = run.clock.now().timestamp()
+        run.source._ready = [(now, each) for each in received(run.fake)]
         run.clock.advance(200.0)
 
         [message] = run.source.secure(run.source.receive(1, timeout=0))
@@ -235,11 +237,10 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
         assert until == run.clock.now().timestamp() + 600
 
 
-def received(fake: FakeSqs) -> list[dict[str, Any]]:
+def received(fake: FakeSqs) -> list[Received]:
     fake.put(["more"])
     answer = fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
-    messages: list[dict[str, Any]] = answer["Messages"]
-    return messages
+    return [Received(raw["MessageId"], raw["ReceiptHandle"], raw) for raw in answer["Messages"]]
 
 
 # ---------------------------------------------------------------------------------- what fails

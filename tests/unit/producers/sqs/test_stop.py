@@ -16,8 +16,10 @@ from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.producers.sqs import SqsProducer, polling
-from airflow_broadway.producers.sqs.receipts import Receipts
+from airflow_broadway.producers.kit.receipts import polls
+from airflow_broadway.producers.kit.receipts.polls import Received
+from airflow_broadway.producers.kit.receipts.receipts import Receipts
+from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing import ManualClock
@@ -229,7 +231,13 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
         queue = run.fake.queue()
         queue.ready.append(queue.known[messages[0].message_id])  # shown too early, as SQS may
         again = run.fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
-        run.source._ready = [(run.clock.now().timestamp(), raw) for raw in again["Messages"]]
+        run.source._ready = [
+            (
+                run.clock.now().timestamp(),
+                Received(raw["MessageId"], raw["ReceiptHandle"], raw),
+            )
+            for raw in again["Messages"]
+        ]
 
         run.source.stop()
 
@@ -244,7 +252,7 @@ def test_a_receipt_that_came_as_the_run_ended_is_written_before_the_lease_is_not
 def test_a_receive_that_nobody_waits_for_any_more_gives_back_what_it_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(polling, "_RECEIVE_TIMEOUT", 0.05)
+    monkeypatch.setattr(polls, "_RECEIVE_TIMEOUT", 0.05)
     with halves(receive_concurrency=2, wait_time_seconds=20) as run:
         asked, go_on = threading.Event(), threading.Event()
 
@@ -276,10 +284,10 @@ def test_a_run_that_is_told_to_stop_waits_for_no_long_poll(
     concurrency: int, wait: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor for a server that is slow to answer: Airflow kills a task five seconds later."""
-    monkeypatch.setattr(polling, "_STOPPING_TIMEOUT", 0.05)
+    monkeypatch.setattr(polls, "_STOPPING_TIMEOUT", 0.05)
     told, go_on = threading.Event(), threading.Event()
-    polls: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
-    with halves(stopping=told.is_set, **polls) as run:
+    patience: dict[str, Any] = {"receive_concurrency": concurrency, "wait_time_seconds": wait}
+    with halves(stopping=told.is_set, **patience) as run:
 
         def answer(action: str, _: dict[str, Any]) -> None:
             if action == "ReceiveMessage":

@@ -7,32 +7,17 @@ run's thread collects what they found.  While the queue is quiet one of them ask
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
-from airflow_broadway.producers.sqs.reading import request_of
 
-if TYPE_CHECKING:
-    from airflow_broadway.producers.sqs.client import Queue
-    from airflow_broadway.producers.sqs.options import SqsOptions
+__all__ = ["Answer", "Polls", "Received"]
 
-__all__ = ["Answer", "Polls", "Receives"]
-
-log = logging.getLogger(__name__)
-
-#: What a message is known and held by.
-_KEYS: Final = ("MessageId", "ReceiptHandle")
-_SPAN: Final = "sqs.receive_messages"
-_EVENTS: Final = tuple(f"{_SPAN}.{end}" for end in ("start", "stop", "exception"))
 #: Seconds that a receive may take beyond its long poll before the run's thread gives it up.
 _RECEIVE_TIMEOUT: Final = 120.0
 #: The same of a run that was told to stop.
@@ -41,14 +26,27 @@ _STOPPING_TIMEOUT: Final = 1.0
 _STOP_CHECK_INTERVAL: Final = 0.2
 
 
+class Received(NamedTuple):
+    """One message, as the broker handed it out.
+
+    :param key: Its id, unique and the same at every delivery.
+    :param receipt: What settles this delivery.
+    :param raw: The client's own form of it.
+    """
+
+    key: str
+    receipt: str
+    raw: Any
+
+
 class Answer(NamedTuple):
     """What one receive found.
 
-    :param at: When it was asked: from then on its messages are hidden, at the latest.
+    :param at: From then on its messages are held, at the latest: e.g. when it was asked.
     """
 
     at: float
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Received]
 
 
 class Polls:
@@ -60,18 +58,20 @@ class Polls:
     :param interval: Seconds from an empty receive to the next.
     :param late: Takes what is found after :meth:`close` has given up waiting; in any thread.
     :param hurry: Whether to wait for none of them any more.
+    :param name: For the names of threads.
     """
 
     def __init__(
         self,
-        receive: Callable[[int], Sequence[Mapping[str, Any]]],
+        receive: Callable[[int], Answer],
         *,
         most: int,
         concurrency: int,
         interval: float,
         clock: Clock,
-        late: Callable[[Sequence[Mapping[str, Any]]], None] = lambda found: None,
+        late: Callable[[Sequence[Received]], None] = lambda found: None,
         hurry: Callable[[], bool] = lambda: False,
+        name: str,
     ) -> None:
         self._receive = receive
         self._most = most
@@ -80,6 +80,7 @@ class Polls:
         self._clock = clock
         self._late = late
         self._hurry = hurry
+        self._name = name
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._credit = 0
@@ -180,7 +181,7 @@ class Polls:
 
     def _start(self, count: int) -> None:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._concurrency, "broadway-sqs-receive")
+            self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}-receive")
         self._flying += count
         for _ in range(count):
             self._pool.submit(self._work, scout=self._quiet)
@@ -199,25 +200,24 @@ class Polls:
                     return
                 early = not self._quiet
                 self._early += early
-            at = self._clock.now().timestamp()
-            found: Sequence[Mapping[str, Any]] = ()
+            answer = Answer(0.0, ())
             error: Exception | None = None
             try:
-                found = self._receive(asked)
+                answer = self._receive(asked)
             except Exception as raised:
                 error = raised
             with self._changed:
                 gone = self._gone
                 self._asked -= asked
                 self._early -= early
-                self._take_in(Answer(at, found), asked, error)
-                goes_on = error is None and bool(found)
+                self._take_in(answer, asked, error)
+                goes_on = error is None and bool(answer.messages)
                 if goes_on:
                     self._changed.notify_all()
                 else:
                     self._end()
-            if gone and found:
-                self._late(found)
+            if gone and answer.messages:
+                self._late(answer.messages)
 
     def _claim(self, *, scout: bool) -> int:
         """How many messages to ask for now; 0: none."""
@@ -248,71 +248,3 @@ class Polls:
     def _end(self) -> None:
         self._flying -= 1
         self._changed.notify_all()
-
-
-class Receives:
-    """Makes the receives of one run.
-
-    :param pipeline: Its name, for the spans.
-    """
-
-    def __init__(self, producer: SqsOptions, queue: Queue, pipeline: str, clock: Clock) -> None:
-        self._producer = producer
-        self._queue = queue
-        self._pipeline = pipeline
-        self._clock = clock
-        #: Of a FIFO queue, those whose answer was lost: asked again, they get that answer.
-        self._unanswered: deque[dict[str, Any]] = deque()
-
-    def receive(self, count: int) -> list[dict[str, Any]]:
-        """At most ``count`` messages, as SQS gives them, each with what it is held by.
-
-        :raises ProducerError: If SQS refuses.
-        :raises ProducerUnavailable: If it cannot be reached.
-        """
-        request = request_of(self._producer, count)
-        if self._unanswered:
-            with suppress(IndexError):  # another thread was faster
-                request = self._unanswered.popleft()
-        if not telemetry.handlers(*_EVENTS):
-            return self._asked(request)
-        span = telemetry.Span(_SPAN, {"name": self._pipeline, "demand": count})
-        try:
-            found = self._asked(request)
-        except Exception as error:
-            span.exception("error", error, "")
-            raise
-        span.stop({"name": self._pipeline, "demand": count, "messages": found})
-        return found
-
-    def lost(self) -> list[tuple[float, dict[str, Any]]]:
-        """What the lost answers held, each with when it was asked for anew.
-
-        Its groups would be blocked for a lease.  What is still out of reach comes back by itself.
-        """
-        messages: list[tuple[float, dict[str, Any]]] = []
-        with suppress(BroadwayError):
-            while self._unanswered:
-                at = self._clock.now().timestamp()
-                messages += [(at, raw) for raw in self._asked(self._unanswered.popleft())]
-        return messages
-
-    def _asked(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        try:
-            found = self._queue.receive(request)
-        except ProducerUnavailable:
-            if self._producer.fifo:  # it may have been carried out: its groups would be blocked
-                self._unanswered.append(request)
-            raise
-        return [raw for raw in found if self._is_whole(raw)]
-
-    def _is_whole(self, raw: Any) -> bool:
-        """Whether a message has what it is known and held by."""
-        if all(isinstance(raw.get(name), str) and raw[name] for name in _KEYS):
-            return True
-        log.error(
-            "a message of the SQS queue %r came without %s: it cannot be held, and comes again",
-            self._queue.name,
-            " or ".join(name for name in _KEYS if not raw.get(name)),
-        )
-        return False

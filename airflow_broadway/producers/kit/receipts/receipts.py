@@ -1,19 +1,20 @@
 """The receipts that one generation holds: which, until when, and what became of them.
 
-A receipt handle is all that settles an SQS message, and whoever renews or settles it is another
-process than the one that received it.  So the source writes the receipts down, in portions, before
-any callback sees a message: that is how SQS *secures*.  Below the pipeline's staging folder::
+A receipt is all that settles a message of SQS or Pub/Sub, and whoever renews or settles it is
+another process than the one that received it.  So the source writes the receipts down, in portions,
+before any callback sees a message: that is how such a broker *secures*.  Below the pipeline's
+staging folder::
 
-    sqs/<queue>/<generation>/     its GenerationLog, and in the same folder
-        receipts-000000.json      a portion: its instants, and id, handle and group of each message
-        renewed.json              all that was there is held until then
-        lost-*.json               ids whose receipt SQS refused
+    <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
+        receipts-000000.json          a portion: instants; id, receipt and group of each message
+        renewed.json                  all that was there is held until then
+        lost-*.json                   ids whose receipt the broker refused
 
-Losing these files loses no message: all come back when their visibility timeout is over.  Without a
-staging folder the receipts are in this process's memory alone.
+Losing these files loses no message: all come back when their time is over.  Without a staging
+folder the receipts are in this process's memory alone.
 
-Instants are seconds since the epoch, by the producer's clock and never by SQS's: it takes a receipt
-whose time is over as long as nobody else has the message, and so cannot be asked.
+Instants are seconds since the epoch, by the producer's clock and never by the broker's: it takes a
+receipt whose time is over as long as nobody else has the message, and so cannot be asked.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
+from airflow_broadway.producers.kit.receipts.failures import Failures
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
-from airflow_broadway.producers.sqs.failures import Failures
 
 __all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
 
@@ -50,11 +51,11 @@ class Receipts:
         self._log = GenerationLog(files, generation)
         self._lock = threading.Lock()
         self._portions = 0
-        #: Message id → its newest receipt handle, in order of arrival.
+        #: Message id → its newest receipt, in order of arrival.
         self.handles: dict[str, str] = {}
-        #: Message id → its message group, of a FIFO queue.
+        #: Message id → the group in which it keeps its order, if any.
         self.groups: dict[str, str] = {}
-        #: When the first message was asked for: 12 hours run from it.
+        #: When the first message was asked for.
         self.since: float | None = None
         #: [held until, ids], a portion each.
         self._spans: list[tuple[float, list[str]]] = []
@@ -62,13 +63,13 @@ class Receipts:
         self.now: dict[str, Action] = {}
         #: What an unfinished settlement has carried out.
         self.done: dict[str, Action] = {}
-        #: Ids whose receipt SQS refused: somebody else has them, or will.
+        #: Ids whose receipt the broker refused: somebody else has them, or will.
         self.lost: set[str] = set()
         #: Groups of which something was given back.
         self.blocked: set[str] = set()
         #: Whether a settlement began before this one.
         self.begun = False
-        #: What was asked of SQS first whose answer never came.
+        #: What was asked of the broker first whose answer never came.
         self.unanswered: dict[str, Action] = {}
         #: How it was settled; ``None`` while it is not.
         self.report: SettleReport | None = None
@@ -98,7 +99,7 @@ class Receipts:
     ) -> None:
         """Take receipts, in memory.
 
-        :param handles: Message id → receipt handle; of one that is there already, the newer.
+        :param handles: Message id → receipt; of one that is there already, the newer.
         """
         with self._lock:
             self.handles.update(handles)
@@ -147,7 +148,7 @@ class Receipts:
         self._log.write("renewed.json", {"until": everything})
 
     def lose(self, ids: Iterable[str]) -> None:
-        """Note ids whose receipt SQS refuses: they are not asked for again."""
+        """Note ids whose receipt the broker refuses: they are not asked for again."""
         lost = list(ids)
         with self._lock:
             self.lost.update(lost)
@@ -253,21 +254,25 @@ class Receipts:
 
 
 #: The receipts that this process receives, and some that it has settled.
-_here: dict[tuple[str | None, str, str], Receipts] = {}
+_here: dict[tuple[str, str | None, str, str], Receipts] = {}
 _here_lock = threading.Lock()
 
 
 class ReceiptsFolder:
     """The receipts of one queue's generations.
 
+    :param kind: The producer's: the folder in which the queues of its broker are.
     :param staging: The pipeline's folder, as a URI; ``None``: they live in this process alone.
+    :param queue: As the producer's options name it.
+    :param kept_days: Days for which the broker may keep a message.
     """
 
-    def __init__(self, staging: str | None, queue: str) -> None:
+    def __init__(self, kind: str, staging: str | None, queue: str, *, kept_days: int) -> None:
+        self._kind = kind
         self._staging = staging
         self._queue = queue
-        self._files = state_files(staging, f"sqs/{digest(queue)}")
-        self.failures = Failures(self._files)
+        self._files = state_files(staging, f"{kind}/{digest(queue)}")
+        self.failures = Failures(self._files, kept_days)
 
     @property
     def durable(self) -> bool:
@@ -316,5 +321,5 @@ class ReceiptsFolder:
             with _here_lock:
                 _here.pop(self._key(generation), None)
 
-    def _key(self, generation: str) -> tuple[str | None, str, str]:
-        return self._staging, self._queue, generation
+    def _key(self, generation: str) -> tuple[str, str | None, str, str]:
+        return self._kind, self._staging, self._queue, generation

@@ -1,11 +1,12 @@
-"""How often each message has failed, over all runs: SQS counts receives, releases and lapses too.
+"""How often each message has failed, over all runs: brokers count releases and lapses too, or
+nothing at all.
 
 Who settles writes the failures of what it sends back into a file, and a later run that receives
 such a message reads them.  Below the pipeline's staging folder::
 
-    sqs/<queue>/attempts/<day>.<unique>.json     id → failures on record
+    <broker>/<queue>/attempts/<day>.<unique>.json     id → failures on record
 
-SQS may keep a message for two weeks, so there may be tens of thousands of these files.  A run
+A broker may keep a message for weeks, so there may be tens of thousands of these files.  A run
 merges those of a day into one when it begins, while it holds no message whose time runs.  What is
 read later is a few files of each day, side by side where the store can.
 """
@@ -25,8 +26,8 @@ __all__ = ["Failures"]
 
 log = logging.getLogger(__name__)
 
-#: Days for which failures are kept: SQS keeps no message for longer than 14.
-_KEPT_DAYS: Final = 16
+#: Days for which failures are kept, beyond those for which the broker may keep a message.
+_SPARE_DAYS: Final = 2
 #: Files of one day from which on they are merged.
 _MERGED_FROM: Final = 8
 #: Seconds between two looks for failures that others noted.
@@ -38,10 +39,12 @@ class Failures:
     """The failures on record of one queue's messages; used from one thread.
 
     :param files: The queue's.
+    :param kept_days: Days for which the broker may keep a message.
     """
 
-    def __init__(self, files: StateFiles) -> None:
+    def __init__(self, files: StateFiles, kept_days: int) -> None:
         self._files = files
+        self._kept_days = kept_days + _SPARE_DAYS
         self._known: dict[str, int] = {}
         self._look_at = 0.0
         self._read: set[str] = set()
@@ -77,7 +80,7 @@ class Failures:
         days: dict[str, list[str]] = defaultdict(list)
         for name in self._files.names(_FOLDER):
             days[name.partition(".")[0]].append(f"{_FOLDER}/{name}")
-        oldest = day_of(now, before=_KEPT_DAYS)
+        oldest = day_of(now, before=self._kept_days)
         for day, paths in days.items():
             if day < oldest:
                 self._files.discard(paths)

@@ -1,0 +1,365 @@
+"""From verdicts to requests: what one settlement does at a broker of receipts.
+
+The order is such that whoever dies in the middle loses nothing: dead letters are sent before their
+originals are removed, attempts are noted before a message may come again, and what has been carried
+out is noted in waves, so that settling again goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
+
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
+from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kit.guard import MessageGuard
+from airflow_broadway.producers.kit.plan import plan_of
+from airflow_broadway.producers.kit.receipts.batch_requests import (
+    LAPSED,
+    BatchRequests,
+    Call,
+    Keyed,
+    Refusal,
+)
+from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
+from airflow_broadway.producers.kit.reports import report_of
+
+__all__ = ["Letters", "ReceiptSettlement", "Work", "work_of"]
+
+log = logging.getLogger(__name__)
+
+_NO_BODY: Final = (
+    "a dead letter cannot be sent: its body was not kept; give the producer on_failure='retry' or"
+    " 'dead_letter' before it receives"
+)
+_NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
+#: What the broker removes for good.
+_REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
+
+
+class Work(NamedTuple):
+    """What is to be done with the messages of one generation.
+
+    :param verdicts: Message id → verdict, in order of arrival.
+    :param entries: Of these, those that were named one by one.
+    :param lapsed: Messages of the generation that it holds no longer, or whose receipts are gone.
+    """
+
+    verdicts: Mapping[str, Verdict]
+    entries: Mapping[str, Entry]
+    lapsed: int = 0
+    errors: tuple[str, ...] = ()
+
+
+def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
+    """What is to be done, by what the receipts, the source's lease and the manifest say.
+
+    :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
+    """
+    lost = {each for each in receipts.lost if each in receipts.handles}
+    at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
+    named = None if settlement.expected is None else settlement.expected + at_once
+    written = max(named or 0, int(lease.state.get("messages") or 0))
+    missing = max(0, written - len(receipts.handles))
+    agree = named == len(receipts.handles) and not missing
+    plan = plan_of(receipts.held(), settlement, at_once=receipts.now, agree=agree)
+    errors: tuple[str, ...] = ()
+    if missing and receipts.handles:
+        error = (
+            f"the receipts of {many(missing, 'message')} are missing in the staging folder: they"
+            " are not settled, and come back when their time is over"
+        )
+        errors = (error,)
+    lapsed = max(len(plan.gone | lost), missing + len(lost))
+    return Work(plan.verdicts, plan.entries, lapsed, errors)
+
+
+class Letters(NamedTuple):
+    """How dead letters are sent.
+
+    :param make: Makes the letter of one message.
+    :param requests: Divides letters, by message id, into requests.
+    :param call: One request.
+    :param action: The broker's name of it.
+    """
+
+    make: Callable[[Entry], Any]
+    requests: Callable[[Mapping[str, Any]], Iterable[list[Keyed]]]
+    call: Call
+    action: str
+
+
+class ReceiptSettlement(ABC):
+    """Carries verdicts out on the messages of one generation; used from one thread.
+
+    :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
+        that asks nothing more of the broker, which would still take an old receipt.
+    """
+
+    #: The broker's name, for people.
+    service: ClassVar[str]
+    #: Messages after which a settlement notes how far it has come.
+    wave: ClassVar[int] = 2000
+
+    def __init__(
+        self,
+        folder: ReceiptsFolder,
+        requests: BatchRequests,
+        receipts: Receipts,
+        clock: Clock,
+        *,
+        held_until: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._requests = requests
+        self._receipts = receipts
+        self._clock = clock
+        self._held_until = held_until
+        self._until = 0.0
+        #: Whether a settlement before this one was killed on its way.
+        self._resumed = receipts.begun
+        self._errors: list[str] = []
+        #: What it has done so far: message id → action.
+        self.done: dict[str, Action] = {}
+        self._entries: Mapping[str, Entry] = {}
+        self._letters: Letters | None = None
+        self._lapsed = 0
+        self._failed = 0
+        #: Messages whose delay was cut, and the seconds that it was cut to.
+        self._cut = 0
+        self._cut_to = 0
+
+    # -- what each broker does -----------------------------------------------------------------
+
+    @abstractmethod
+    def _remove_call(self) -> Call:
+        """One request that removes messages for good; its entries are those of `_removed`."""
+
+    @abstractmethod
+    def _removed(self, receipt: str) -> Any:
+        """An entry that removes a message."""
+
+    @abstractmethod
+    def _hide_call(self) -> Call:
+        """One request that hides messages for a while; its entries are those of `_hidden`."""
+
+    @abstractmethod
+    def _hidden(self, receipt: str, seconds: int) -> Any:
+        """An entry that hides a message for so long; 0: it is shown at once."""
+
+    @abstractmethod
+    def _longest_delay(self) -> int:
+        """Seconds for which a message can be hidden at most, as of now."""
+
+    @abstractmethod
+    def _why_cut(self, count: int, seconds: int) -> str:
+        """Why the delay of so many messages was cut to so many seconds."""
+
+    @abstractmethod
+    def _open_letters(self) -> Letters:
+        """How dead letters are sent.
+
+        :raises BroadwayError: If they have nowhere to go.
+        """
+
+    def _note(self, action: Action, verdicts: Mapping[str, Verdict]) -> None:
+        """Write down what whoever receives these messages next has to know of them."""
+        if action is Action.RETRY:
+            failures = {key: self._entries[key].attempt for key in verdicts if key in self._entries}
+            self._folder.failures.note(failures, self._clock.now())
+
+    # -- a settlement --------------------------------------------------------------------------
+
+    def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
+        """Do it; returns what was done, which :attr:`done` names however it ends.
+
+        :param note: Whether to note on the way how far it has come.
+        :raises ProducerUnavailable: If the broker cannot be reached: calling again goes on.
+        """
+        receipts, self._entries = self._receipts, work.entries
+        done = self.done
+        verdicts = self._held_back(work.verdicts) if receipts.groups else work.verdicts
+        keys = list(verdicts)
+        for start in range(0, len(keys), self.wave):
+            if note and start and receipts.ended():
+                break  # another has settled it meanwhile: what it reports stands
+            fresh: dict[str, Action] = {}
+            by_verdict: dict[Verdict, list[str]] = {}
+            for key in keys[start : start + self.wave]:
+                if key in receipts.done:
+                    done[key] = receipts.done[key]
+                else:
+                    by_verdict.setdefault(verdicts[key], []).append(key)
+            for action, each in _by_action(by_verdict).items():
+                try:
+                    refused = self._do(action, each)
+                except ProducerUnavailable:
+                    for key in each:
+                        receipts.unanswered.setdefault(key, action)
+                    raise
+                fresh.update({key: action for key in each if key not in refused})
+                for key, refusal in refused.items():
+                    self._refused(action, key, refusal, fresh)
+                done.update(fresh)
+            if note and len(keys) > self.wave:
+                receipts.note_done(fresh)
+        return done
+
+    def report(self, done: Iterable[Action]) -> SettleReport:
+        """The report of what was done, and of what was refused on the way."""
+        if self._cut:
+            self._note_error(self._why_cut(self._cut, self._cut_to))
+        return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
+
+    # -- the actions ---------------------------------------------------------------------------
+
+    def _do(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        self._note(action, verdicts)
+        if action is Action.LEAVE:
+            return {}
+        if action is Action.ACK:
+            return self._remove(verdicts)
+        if action is Action.DEAD_LETTER:
+            return self._dead_letter(verdicts)
+        return self._hide(verdicts)
+
+    def _remove(self, keys: Iterable[str]) -> dict[str, Refusal]:
+        return self._requests.send(
+            self._while_held(self._remove_call()),
+            ((key, self._removed(self._receipt(key))) for key in keys),
+        )
+
+    def _hide(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        longest, cut = self._longest_delay(), 0
+
+        def entries() -> Iterator[Keyed]:
+            nonlocal cut
+            for key, verdict in verdicts.items():
+                delay = math.ceil(verdict.delay)
+                if delay > longest:
+                    delay, cut = longest, cut + 1
+                yield key, self._hidden(self._receipt(key), delay)
+
+        refused = self._requests.send(self._while_held(self._hide_call()), entries())
+        if cut:
+            self._cut += cut
+            self._cut_to = longest
+        return refused
+
+    def _while_held(self, call: Call) -> Call:
+        """The request, as long as the lease lasts; then every entry of it has lapsed."""
+
+        def checked(entries: Sequence[Any]) -> Mapping[int, Refusal]:
+            now = self._clock.now().timestamp()
+            if now >= self._until:
+                self._until = self._held_until()
+            if now < self._until:
+                return call(entries)
+            return dict.fromkeys(range(len(entries)), LAPSED)
+
+        return checked
+
+    def _dead_letter(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        try:
+            post = self._letters = self._letters or self._open_letters()
+        except ProducerUnavailable:
+            raise
+        except BroadwayError as error:
+            return dict.fromkeys(verdicts, Refusal("", str(error)))
+        guard = MessageGuard()
+        letters: dict[str, Any] = {}
+        refused: dict[str, Refusal] = {}
+        for key in verdicts:
+            entry = self._entries.get(key)
+            if entry is None or entry.payload is None:
+                refused[key] = Refusal("", _NO_BODY)
+                continue
+            with guard.each(key):
+                letters[key] = post.make(entry)
+        for key, reason in guard.refused.items():
+            refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")
+        sent = self._requests.send_requests(post.call, post.requests(letters))
+        for key, refusal in sent.items():
+            # Said of the letter, not of the receipt.
+            code = refusal.code and f"{post.action}: {refusal.code}"
+            refused[key] = Refusal(code, refusal.text)
+        # Where this is refused the dead letter stands, and the original comes again, marked.
+        return refused | self._remove([key for key in verdicts if key not in refused])
+
+    def _receipt(self, key: str) -> str:
+        return self._receipts.handles.get(key) or self._entries[key].receipt
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
+        if refusal.gone:
+            lapsed = refusal.code == LAPSED.code
+            earlier = self._receipts.unanswered.get(key)
+            if earlier in _REMOVES and not lapsed:
+                # It was done, though the answer never came: the message is gone for good.
+                done[key] = earlier
+                return
+            again = self._resumed or refusal.unclear or earlier is not None
+            if again and action in (Action.RETRY, Action.RELEASE) and not lapsed:
+                # An earlier settlement, killed since, gave it back: it is in flight no more.
+                done[key] = action
+                return
+            self._lapsed += 1
+            self._note_error(
+                f"{self.service} holds messages no longer for this run ({refusal.code}): they are"
+                " delivered again, marked as redelivered"
+            )
+            return
+        self._failed += 1
+        self._note_error(refusal.text if not refusal.code else f"{refusal.code}: {refusal.text}")
+
+    def _note_error(self, error: str) -> None:
+        if error not in self._errors:
+            log.warning("%s", error)
+            self._errors.append(error)
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _held_back(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+        """The verdicts, with what follows a message that comes again given back, in each group.
+
+        It is handled again after that message, in order.  What failed is given back too: it may
+        have failed because the one before it did, and so uses up no attempt.
+        """
+        receipts = self._receipts
+        made = dict(verdicts)
+        held = 0
+        for key, verdict in verdicts.items():
+            group = receipts.groups.get(key)
+            if group is None:
+                continue
+            if (
+                group in receipts.blocked
+                and key not in receipts.done
+                and verdict.action in HELD_BACK
+            ):
+                made[key] = RELEASE
+                held += 1
+            elif verdict.action in COMES_AGAIN:
+                receipts.blocked.add(group)
+        if held:
+            log.info(
+                "%s handled after one of their message group that comes again: given back, to be"
+                " handled again in order.",
+                many(held, "message"),
+            )
+        return made
+
+
+def _by_action(by_verdict: dict[Verdict, list[str]]) -> dict[Action, dict[str, Verdict]]:
+    made: dict[Action, dict[str, Verdict]] = {}
+    for verdict, keys in by_verdict.items():
+        made.setdefault(verdict.action, {}).update(dict.fromkeys(keys, verdict))
+    return made

@@ -1,0 +1,432 @@
+"""The half that receives, of a broker of receipts: in the run's own thread, for one generation."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import ClassVar, Final
+
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    LeaseLapsed,
+    ProducerError,
+    ProducerUnavailable,
+)
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call, Refusal
+from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
+from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
+from airflow_broadway.producers.kit.state_files import day_of
+
+__all__ = ["ReceiptSource"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which a receive waits for more messages after its first; longer where their receipts
+#: are written to a file.
+_GATHER_TIMEOUT, _GATHER_TIMEOUT_FILES = 0.05, 1.0
+#: The part of a lease after which what waits in this process is renewed before it is handed out.
+_STALE_PART: Final = 0.3
+#: A larger demand is handed out in halves: one while the other is on its way.
+_LARGEST_WHOLE_DEMAND: Final = 200
+#: Seconds for which the broker may be out of reach before the run ends with an error, and between
+#: tries.
+_OUTAGE_TIMEOUT, _RECEIVE_AGAIN_INTERVAL = 60.0, 2.0
+#: Seconds between two looks at why a queue seems empty though it may not be.
+_EMPTY_CHECK_INTERVAL: Final = 60.0
+#: The least seconds worth sleeping.
+_SHORTEST_SLEEP: Final = 0.02
+
+
+class ReceiptSource(ABC):
+    """Receives for one generation.
+
+    :param place: The queue as the producer's options name it.
+    :param name: The queue's, for people.
+    :param most: Messages in one receive, at most.
+    :param concurrency: Receives at a time.
+    :param interval: Seconds from an empty receive to the next.
+    """
+
+    #: The broker's and its queue's names, for people.
+    service: ClassVar[str]
+    queue_word: ClassVar[str]
+    #: Errors after which nothing more is received, though what was received is handled.
+    full: ClassVar[tuple[type[ProducerError], ...]] = ()
+    #: Errors that no waiting mends, though another process may succeed.
+    ends: ClassVar[tuple[type[ProducerError], ...]] = ()
+
+    def __init__(
+        self,
+        producer: Producer,
+        env: ProducerEnv,
+        *,
+        place: str,
+        name: str,
+        folder: ReceiptsFolder,
+        requests: BatchRequests,
+        most: int,
+        concurrency: int,
+        interval: float,
+    ) -> None:
+        self._env, self._clock = env, env.clock
+        self._kind, self._place, self._name = producer.kind, place, name
+        self._lease_seconds, self._seconds = producer.lease, math.ceil(producer.lease)
+        self._folder = folder
+        self._folder.failures.merge(env.clock.now())
+        oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
+        self._receipts = self._folder.open(env.generation, oldest)
+        self._polls = Polls(
+            self._receive,
+            most=most,
+            concurrency=concurrency,
+            interval=interval,
+            clock=env.clock,
+            late=self._release_late,
+            hurry=env.stopping,
+            name=producer.kind,
+        )
+        self._requests = requests
+        #: Received and not handed out yet, each with the instant from which it is held.
+        self._ready: list[tuple[float, Received]] = []
+        #: Receipts of messages that are not for this run any more: given back at the end.
+        self._spare: dict[str, str] = {}
+        #: Handed out by the last receive, not yet secured.
+        self._unsecured: tuple[dict[str, str], dict[str, str], float] | None = None
+        #: Messages secured: all that the generation holds.
+        self._secured = 0
+        self._gather = _GATHER_TIMEOUT_FILES if self._folder.durable else _GATHER_TIMEOUT
+        self._position = 0
+        self._full = False
+        self._trouble: float | None = None
+        self._look_at = 0.0
+        self._stopped = False
+        self._closed = False
+
+    # -- what each broker does -----------------------------------------------------------------
+
+    @abstractmethod
+    def _receive(self, count: int) -> Answer:
+        """Make one receive of at most so many messages, and hold them; in any thread."""
+
+    @abstractmethod
+    def _hide_call(self) -> Call:
+        """One request that hides messages for a while; its entries are those of `_hidden`."""
+
+    @abstractmethod
+    def _hidden(self, receipt: str, seconds: int) -> object:
+        """An entry that hides a message for so long; 0: it is shown at once."""
+
+    @abstractmethod
+    def _attempts(
+        self, fresh: Mapping[str, Received], now: datetime
+    ) -> Callable[[str], tuple[int, bool]]:
+        """What tells of each of these: its attempt, and whether it may have been handed out."""
+
+    @abstractmethod
+    def _message(
+        self, each: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
+    ) -> Message:
+        """The message.
+
+        :raises Exception: Any, if it cannot be read.
+        """
+
+    def _groups(self, fresh: Mapping[str, Received]) -> dict[str, str]:
+        """Message id → the group in which it keeps its order, if any."""
+        return {}
+
+    def _explain_empty(self) -> None:  # noqa: B027 (most have nothing to say)
+        """Say why nothing comes if there is something."""
+
+    def _lost(self) -> list[tuple[float, Received]]:
+        """What receives brought whose answer was lost, if it can be had."""
+        return []
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Release connections."""
+
+    @property
+    def lease(self) -> Lease:
+        receipts = self._receipts
+        until = receipts.until
+        if until is None:  # what holds nothing cannot lapse
+            until = self._clock.now().timestamp() + self._seconds
+        since = receipts.since
+        return Lease(
+            kind=self._kind,
+            generation=self._env.generation,
+            seconds=self._lease_seconds,
+            deadline=_instant(until),
+            owner=dict(self._env.owner),
+            state={
+                "queue": self._place,
+                "messages": self._secured,
+                "since": None if since is None else _instant(since).isoformat(),
+            },
+        )
+
+    # -- receiving -----------------------------------------------------------------------------
+
+    def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
+        if self._receipts.report is not None:
+            raise self._lapsed()
+        if demand < 1 or self._stopped:
+            return []
+        self._take_back_unsecured()
+        end = self._clock.monotonic() + timeout
+        while True:
+            self._collect(demand, end)
+            if not self._ready:
+                if not self._env.stopping():
+                    self._look_at_empty()
+                return []
+            messages = self._messages(demand)
+            if messages:  # not only such as this run knows already
+                return messages
+
+    def _look_at_empty(self) -> None:
+        """Once in a while, say why nothing comes if there is something."""
+        now = self._clock.monotonic()
+        if self._polls.quiet and not self._full and now >= self._look_at:
+            self._look_at = now + _EMPTY_CHECK_INTERVAL
+            self._explain_empty()
+
+    def _collect(self, demand: int, end: float) -> None:
+        """Wait for messages until ``end``, or until those are there that go together.
+
+        A run that is told to stop waits for nothing: what is in flight is for :meth:`stop`.
+        """
+        clock, polls = self._clock, self._polls
+        gathering: float | None = None
+        # Of a large demand a half is handed out while the other half is on its way.
+        enough = demand if demand <= _LARGEST_WHOLE_DEMAND else demand // 2
+        while len(self._ready) < enough and not self._env.stopping():
+            if gathering is not None and clock.monotonic() >= gathering:
+                break
+            if not self._full:
+                polls.want(demand - len(self._ready))
+            left = (end if gathering is None else gathering) - clock.monotonic()
+            # The queue is called quiet only after receives that found nothing.
+            patient = gathering is None and not polls.quiet and not self._full
+            answer = self._answer(math.inf if patient else left)
+            if answer is not None:
+                self._ready += [(answer.at, each) for each in answer.messages]
+                gathering = gathering or clock.monotonic() + self._gather
+            elif self._trouble is not None:
+                clock.sleep(_RECEIVE_AGAIN_INTERVAL)
+            elif polls.flying:
+                if not patient:  # waited for as long as is left
+                    break
+            elif left <= 0 or self._ready:
+                break
+            else:
+                clock.sleep(min(left, left if self._full else max(polls.pause, _SHORTEST_SLEEP)))
+
+    def _answer(self, wait: float) -> Answer | None:
+        """The next answer; ``None`` if there was none, or the broker is out of reach for now."""
+        try:
+            answer = self._polls.take(max(0.0, wait))
+        except self.full as error:
+            log.error("%s", error)
+            self._full = True
+            return None
+        except self.ends:
+            raise
+        except ProducerUnavailable as error:
+            now = self._clock.monotonic()
+            self._trouble = now if self._trouble is None else self._trouble
+            if now - self._trouble >= _OUTAGE_TIMEOUT:
+                raise
+            log.warning("%s; trying again", error)
+            return None
+        self._trouble = None
+        return answer
+
+    def _messages(self, demand: int) -> list[Message]:
+        taken, self._ready = self._ready[:demand], self._ready[demand:]
+        if not taken:
+            return []
+        try:
+            return self._sorted(self._still_held(taken))
+        except BaseException:  # it goes back at the end
+            self._ready[:0] = taken
+            raise
+
+    def _sorted(self, taken: list[tuple[float, Received]]) -> list[Message]:
+        """The messages of what was taken that are new to this run."""
+        now = self._clock.now()
+        receipts, spare = self._receipts, self._spare
+        fresh: dict[str, Received] = {}
+        newer: dict[str, str] = {}
+        oldest = now.timestamp()
+        for at, each in taken:
+            key = each.key
+            if key in receipts.now or key in spare:
+                # This run gave it back: kept out of everybody's way until the run has ended.
+                spare[key] = each.receipt
+            elif receipts.knows(key) and key not in fresh:
+                newer[key] = each.receipt
+                oldest = min(oldest, at)
+            else:
+                fresh[key] = each  # of two receipts in hand, the newer
+                oldest = min(oldest, at)
+        # Handed out before, it is being handled, and settled by its newest receipt.
+        self._hold(newer, {}, oldest)
+        made = self._made(fresh, now)
+        if not made:
+            return []
+        handles = {each.message_id: fresh[each.message_id].receipt for each in made}
+        self._unsecured = handles, self._groups(fresh), oldest
+        return made
+
+    def _hold(self, handles: dict[str, str], groups: dict[str, str], since: float) -> None:
+        """Write receipts down, and hold their messages from now on.
+
+        :raises StagingError: If they cannot be written: then they are not held.
+        """
+        if handles:
+            until = since + self._seconds
+            self._receipts.write(handles, groups, since, until)
+            self._receipts.add(handles, groups, since, until)
+
+    def _still_held(self, taken: list[tuple[float, Received]]) -> list[tuple[float, Received]]:
+        """``taken`` with what has waited here for long held anew, if it still can be."""
+        now, stale = self._clock.now().timestamp(), _STALE_PART * self._seconds
+        if now - taken[0][0] <= stale:
+            return taken
+        old = {each.receipt for at, each in taken if now - at > stale}
+        refused = self._hide(((each, each) for each in old), self._seconds)
+        return [
+            (now if each.receipt in old else at, each)
+            for at, each in taken
+            if each.receipt not in refused
+        ]
+
+    def _made(self, fresh: Mapping[str, Received], now: datetime) -> list[Message]:
+        attempts = self._attempts(fresh, now)
+        made = []
+        for key, each in fresh.items():
+            attempt, redelivered = attempts(key)
+            try:
+                made.append(
+                    self._message(
+                        each,
+                        attempt=attempt,
+                        redelivered=redelivered,
+                        at=now,
+                        position=self._position,
+                    )
+                )
+                self._position += 1
+            except Exception as error:  # one that cannot be read fails alone
+                self._spare[key] = each.receipt
+                log.error(
+                    "message %r of the %s %r cannot be read (%s: %s): it is left to the"
+                    " queue's redrive policy, and given back when the run ends",
+                    key,
+                    self.queue_word,
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+        return made
+
+    def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
+        portion = self._unsecured
+        if portion is None or not messages:
+            return messages
+        if self._receipts.ended():
+            # A newer execution of this task, or a sweep, has ended the generation meanwhile.
+            raise self._lapsed()
+        self._hold(*portion)
+        self._unsecured = None
+        self._secured += len(portion[0])
+        return messages
+
+    def _take_back_unsecured(self) -> None:
+        """What was handed out and never secured is not this run's: it goes back at the end."""
+        portion, self._unsecured = self._unsecured, None
+        if portion is not None:
+            self._spare.update(portion[0])
+
+    def _lapsed(self) -> LeaseLapsed:
+        return LeaseLapsed(
+            f"generation {self._env.generation} was settled while it still received: a newer"
+            " execution of its task, or a sweep, gave its messages back"
+        )
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def stop(self) -> Sequence[Message]:
+        if self._stopped:
+            return []
+        self._stopped = True
+        for answer in self._polls.close():
+            self._ready += [(answer.at, each) for each in answer.messages]
+        if not self._env.stopping():  # it may take as long as a long poll
+            self._ready += self._lost()
+        self._take_back_unsecured()
+        ready, self._ready = self._ready, []
+        newer: dict[str, str] = {}
+        for _, each in ready:
+            held = self._receipts.knows(each.key) and each.key not in self._receipts.now
+            (newer if held else self._spare)[each.key] = each.receipt
+        self._release_spare()
+        # Received again, and settled by their newest receipts.
+        self._hold(newer, {}, min((at for at, _ in ready), default=0.0))
+        return []
+
+    def _release_spare(self) -> None:
+        """Show everybody at once what was received and is not held."""
+        if not self._spare:
+            return
+        spare = dict(self._spare)
+        try:
+            refused = self._hide(spare.items(), 0)
+        except BroadwayError as error:  # tried once more at the very end
+            log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
+            return
+        self._spare.clear()
+        log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
+
+    def _release_late(self, found: Sequence[Received]) -> None:
+        """Give back what a receive found that nobody waited for any more; in its own thread."""
+        try:
+            self._hide_call()([self._hidden(each.receipt, 0) for each in found])
+        except BroadwayError as error:
+            log.warning("Could not give back %s unused: %s", many(len(found), "message"), error)
+
+    def _hide(self, receipts: Iterable[tuple[str, str]], seconds: int) -> dict[str, Refusal]:
+        """Hide messages for so long, from now on; those refused.
+
+        :param receipts: Whatever each is called, and its receipt.
+        """
+        entries = ((key, self._hidden(receipt, seconds)) for key, receipt in receipts)
+        return self._requests.send(self._hide_call(), entries)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.stop()
+            self._release_spare()
+        except BroadwayError as error:
+            log.warning("Could not note newer receipts: %s", error)
+        finally:
+            self._requests.close()
+            if not self._polls.flying:  # else what it finds is still to be given back
+                self._disconnect()
+            self._folder.close(self._env.generation)
+
+
+def _instant(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, timezone.utc)
