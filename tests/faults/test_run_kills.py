@@ -67,6 +67,7 @@ def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(
     assert set(found.killed) == set(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.broker
 @pytest.mark.timeout(900)
 def test_at_rabbitmq_too_where_receiving_and_settling_die(run: Callable[[str], Found]) -> None:
