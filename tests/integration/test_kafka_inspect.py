@@ -6,19 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.producers.kafka.group import adopt
-from airflow_broadway.producers.kafka.inspect import states
+from airflow_broadway.producers.kafka.group import ERROR, adopt, look
+from tests.kafka_fixtures import on_peers
 from tests.kafka_group import KafkaGroup
-from tests.kafka_server import KafkaServer
+from tests.kafka_server import TRANSACTIONS, KafkaServer
 
 pytestmark = pytest.mark.broker
 
 RETRY = Verdict(Action.RETRY, 60.0, "again", "process")
 
 
-def test_a_group_is_shown_by_partition(kafka: KafkaServer, tmp_path: Path) -> None:
+def depth(group: KafkaGroup) -> QueueDepth:
+    found = group.producer().depth(group.env(""))
+    assert found is not None
+    return found
+
+
+def test_a_depth_counts_what_waits_by_what_became_of_it(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     group.fill(20)
     lease, messages = group.hold(most=20)
@@ -26,29 +33,81 @@ def test_a_group_is_shown_by_partition(kafka: KafkaServer, tmp_path: Path) -> No
     group.fill(6, partition=1)
     group.hold("holder", most=2)
 
-    one, two = states(group.producer(), group.env(""))
+    one, two = look(group.producer(), group.env("")).partitions
 
     assert (one.start, one.base, one.end, one.committed) == (0, 3, 10, 3)
-    assert (one.ready, one.delayed, one.done, one.lag, one.claims) == (0, 1, 6, 1, ())
-    assert (two.base, two.end, two.ready, two.lag) == (10, 16, 4, 6)
-    [held] = two.claims
-    assert (held.generation, held.offsets) == ("holder", 2)
-    assert held.owner["run_id"] == "manual"
-    assert one.kept_by == two.kept_by == "us"
-    depth = group.producer().depth(group.env(""))
-    assert depth is not None
-    assert depth[:4] == (4, 1, 2, 0)
+    assert (one.held, one.done, one.lag, one.claimed) == (1, 6, 7, 0)
+    assert (two.base, two.end, two.claimed, two.lag) == (10, 16, 2, 6)
+    assert depth(group)[:4] == (4, 1, 2, 0)
 
 
-def test_a_group_of_nobody_is_shown_and_not_touched(kafka: KafkaServer, tmp_path: Path) -> None:
+def test_the_oldest_that_waits_is_as_old_as_its_instant(kafka: KafkaServer, tmp_path: Path) -> None:
+    # Given two partitions, whose first messages are finished, held by a run, or wait to be retried
+    group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
+    now = group.clock.now().timestamp()
+
+    def sent(age: float, partition: int) -> None:
+        sender = kafka.producer()
+        sender.produce(group.topic, b"x", partition=partition, timestamp=round((now - age) * 1000))
+        assert not sender.flush(30)
+
+    sent(9000.0, 0)
+    sent(8000.0, 1)
+    assert depth(group).oldest_age == pytest.approx(9000.0, abs=60.0)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {f"{group.topic}-1-0": RETRY})
+    assert depth(group).oldest_age is None  # none that a run could take
+    sent(7000.0, 0)
+    group.hold()
+
+    # Then it is the first of the others
+    sent(5000.0, 0)
+    sent(4000.0, 1)
+    assert depth(group).oldest_age == pytest.approx(5000.0, abs=60.0)
+    group.clock.sleep(61.0)
+    assert depth(group).oldest_age == pytest.approx(8061.0, abs=60.0)
+
+
+@on_peers(TRANSACTIONS)
+def test_what_was_aborted_has_no_age(kafka: KafkaServer, tmp_path: Path) -> None:
     group = KafkaGroup(kafka, tmp_path)
+    sender = kafka.producer({"transactional.id": group.topic})
+    sender.init_transactions(30)
+    sender.begin_transaction()
+    sender.produce(group.topic, b"x")
+    sender.flush(30)
+    sender.abort_transaction(30)
+
+    found = depth(group)
+
+    assert (found.ready > 0, found.oldest_age) == (True, None)
+
+
+def test_a_group_of_nobody_is_counted_as_it_will_be_read_and_not_touched(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, partitions=2)
     group.fill(5)
+    assert depth(group).ready == 5
+    group.options["offset_reset_policy"] = "latest"
+    assert depth(group).ready == 0
     kafka.commit(group.group, group.topic, 0, 2)
 
-    [state] = states(group.producer(), group.env(""))
-
-    assert (state.kept_by, state.committed, state.base, state.ready) == ("nobody", 2, 2, 3)
+    assert depth(group).ready == 1 + 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_depth_without_the_tables_is_refused(kafka: KafkaServer, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(5)
+    lease, messages = group.hold()
+    group.settle(lease, messages, {f"{group.topic}-0-0": RETRY})
+    assert depth(group)[:2] == (0, 1)
+
+    group.staging = None
+
+    with pytest.raises(ProducerError, match="kept by another staging folder"):
+        depth(group)
 
 
 def test_a_group_is_adopted_and_given_back(kafka: KafkaServer, tmp_path: Path) -> None:
@@ -57,8 +116,10 @@ def test_a_group_is_adopted_and_given_back(kafka: KafkaServer, tmp_path: Path) -
     lease, messages = group.hold()
     group.settle(lease, messages, {messages[2].message_id: Verdict(Action.RETRY)})
     group.staging = f"file://{tmp_path}/two"
-    [state] = states(group.producer(), group.env(""))
-    assert state.kept_by == "others"
+    [finding] = [
+        each for each in look(group.producer(), group.env("")).findings if each.level == ERROR
+    ]
+    assert "is kept by another staging folder" in finding.text
 
     assert adopt(group.producer(), group.env("")) == [(group.topic, 0)]
 

@@ -36,6 +36,7 @@ __all__ = [
     "Partition",
     "adopt",
     "look",
+    "rehearsed",
     "reset",
 ]
 
@@ -112,15 +113,24 @@ class Group(NamedTuple):
 class _Unwritten(Register):
     """Tables as a run would leave them; nothing is written."""
 
+    _begun: Mapping[Place, int] | None = None
+
     def owner(self) -> str:
         value = self._files.read("owner.json")
         return "" if value is None else str(value["id"])
 
+    def starts(self) -> dict[Place, int] | None:
+        return super().starts() if self._begun is None else dict(self._begun)
+
     def start_at(self, offsets: Mapping[Place, int]) -> dict[Place, int]:
+        self._begun = offsets
         return dict(offsets)
 
+    def _read(self, place: Place) -> Version:
+        return self._known.get(place) or super()._read(place)
+
     def change(self, place: Place, compute: Callable[[Table | None], tuple[Table, T]]) -> T:
-        known = self._known.get(place) or self._read(place)
+        known = self._read(place)
         table, result = compute(known.table)
         self._known[place] = Version(known.number, table, known.at)
         return result
@@ -168,18 +178,11 @@ def look(producer: KafkaOptions, env: ProducerEnv) -> Group:
             table = register.read(place)
             shown.append(_partition(place, table, found.get(place), cluster.ends(place)))
             claims += _claims(place, table, register, now)
-        findings = [
-            Finding(
-                ERROR,
-                f"the topic {topic!r} does not exist {cluster.where}, or Describe on it is not"
-                " allowed: create it, or check the option topics",
-            )
-            for topic in producer.topics
-            if topic not in partitions
-        ]
+        missing = opening.missing_topics(producer, cluster, partitions)
+        findings = [Finding(ERROR, text) for text in missing]
         findings += _members(producer, cluster)
         for place in places:
-            findings += _rehearsed(producer, env, cluster, partitions, place, files)
+            findings += _findings(producer, env, cluster, partitions, place, files)
         return Group(
             producer.group_id,
             cluster.where.removeprefix("on "),
@@ -248,7 +251,24 @@ def _members(producer: KafkaOptions, cluster: Cluster) -> list[Finding]:
     ]
 
 
-def _rehearsed(
+@contextmanager
+def rehearsed(
+    producer: KafkaOptions, env: ProducerEnv
+) -> Iterator[tuple[Cluster, Register, list[Place]]]:
+    """A group as the next run would find it, tables and all; changes nothing.
+
+    :raises ProducerError: As that run.
+    """
+    with _opened(_Uncommitted, producer, env) as (cluster, cluster_id, partitions, places):
+        for text in opening.missing_topics(producer, cluster, partitions):
+            raise ProducerError(text)
+        register = _Unwritten(group_files(env.staging, cluster_id, producer.group_id), env.clock)
+        with _heard(opening.log):
+            Opening(producer, cluster, register, env.clock, partitions, places).open()
+        yield cluster, register, places
+
+
+def _findings(
     producer: KafkaOptions,
     env: ProducerEnv,
     cluster: Cluster,

@@ -33,6 +33,7 @@ __all__ = [
     "expired_text",
     "live_claims",
     "mark_of",
+    "missing_topics",
     "own_places",
     "read_mark",
     "reset_table",
@@ -79,6 +80,18 @@ def own_places(
     """The partitions of one of several sources: every so-manieth."""
     places = sorted((topic, number) for topic, found in partitions.items() for number in found)
     return places[index::concurrency]
+
+
+def missing_topics(
+    producer: KafkaOptions, cluster: Cluster, partitions: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """What people are told of each topic that is not there."""
+    return [
+        f"the topic {topic!r} does not exist {cluster.where}, or Describe on it is not allowed:"
+        " create it, or check the option topics"
+        for topic in producer.topics
+        if topic not in partitions
+    ]
 
 
 def live_claims(register: Register, table: Table, now: float, *, but: str = "") -> dict[str, float]:

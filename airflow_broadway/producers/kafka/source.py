@@ -19,7 +19,12 @@ from airflow_broadway.producers.kafka.backfill import BackfillOpening, folder_of
 from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.crashes import set_aside_crashed
 from airflow_broadway.producers.kafka.errors import Truncated
-from airflow_broadway.producers.kafka.opening import Opening, expired_text, own_places
+from airflow_broadway.producers.kafka.opening import (
+    Opening,
+    expired_text,
+    missing_topics,
+    own_places,
+)
 from airflow_broadway.producers.kafka.partition import PartitionReader
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
@@ -65,12 +70,8 @@ class KafkaSource:
     def _open(self) -> None:
         producer, env = self._producer, self._env
         self._cluster_id, partitions = self._cluster.metadata()
-        for topic in producer.topics:
-            if topic not in partitions:
-                raise ProducerError(
-                    f"the topic {topic!r} does not exist {self._cluster.where}, or Describe on it"
-                    " is not allowed: create it, or check the option topics"
-                )
+        for text in missing_topics(producer, self._cluster, partitions):
+            raise ProducerError(text)
         # A run in one process, without a staging folder, has one source.
         concurrency = producer.concurrency if env.staging is not None else 1
         self._places = own_places(partitions, env.index % concurrency, concurrency)
