@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,17 +34,16 @@ from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.runs.outcomes import is_settled, log_settled
-from airflow_broadway.runs.sources.pipelines import source_of
+from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.submit.environment import check_master
 from airflow_broadway.submit.hook import SubmitHook
-from airflow_broadway.submit.plans import OpenPlans
 from airflow_broadway.submit.submission import Chosen, prepare
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_broadway.runs.plans import OpenPlans
     from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwaySparkSubmitOperator"]
@@ -110,58 +108,38 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def execute(  # type: ignore[override] # the parent returns nothing
         self, context: Context
     ) -> dict[str, Any]:
-        run = open_run(context, self.staging, load_pipeline(self.pipeline, context).name)
-        planned = (each.get("plan") for each in references(self.batches))
-        plans = OpenPlans(run, dict.fromkeys(str(path) for path in planned if path))
-        if not plans.heads:
+        pipeline = load_pipeline(self.pipeline, context)
+        run = open_run(context, self.staging, pipeline.name)
+        batches = SparkBatches(run, pipeline, references(self.batches), ports_of(context))
+        ending = batches.begin()
+        if ending is Ending.EMPTY:
             raise AirflowSkipException("No batcher has a batch.")
-        if not plans.left:
-            self.log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
-            log_settled(run, plans.heads)
-            return self._reference(plans)
-        void = plans.void()
-        if len(void) == plans.left:
-            return self._nothing_held(run, plans, void)
-        self.log.info("%s yet.", without_outcome(plans.left - len(void), plans.total))
-        error = self._submit(context, run, plans)
-        plans.look()
-        self._check_complete(plans, error)
-        return self._reference(plans)
+        if ending is Ending.VOID:
+            raise AirflowFailException(
+                f"{many(len(batches.void), 'batch')} without an outcome that cannot get one:"
+                f" {next(iter(batches.void.values()))}"
+            )
+        if ending is Ending.OPEN:
+            error = self._submit(context, run, batches)
+            self._check_complete(batches, batches.end(), error)
+        return self._reference(batches.plans)
 
     def on_kill(self) -> None:
         # Without a hook nothing was started, and the parent would look up its connection.
         if self._hook is not None:
             super().on_kill()
 
-    def _nothing_held(
-        self, run: StagedRun, plans: OpenPlans, void: dict[str, str]
-    ) -> dict[str, Any]:
-        """End a task that has batches without an outcome, and holds none of their messages."""
-        if all(is_settled(run, name) for name in plans.open_generations):
-            self.log.info(
-                "%s without an outcome; the messages went back to the broker: the run was settled"
-                " before they were handled.",
-                many(len(void), "batch"),
-            )
-            log_settled(run, plans.heads)
-            return self._reference(plans)
-        raise AirflowFailException(
-            f"{many(len(void), 'batch')} without an outcome that cannot get one:"
-            f" {next(iter(void.values()))}"
-        )
-
     # -- the application ---------------------------------------------------------------------------
 
-    def _submit(self, context: Context, run: StagedRun, plans: OpenPlans) -> Exception | None:
+    def _submit(self, context: Context, run: StagedRun, batches: SparkBatches) -> Exception | None:
         """Run the application; returns what it ended with, if that was an error."""
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
-        self.external_id_key = f"spark_job_id_{plans.key()}"
-        self._plans = plans
-        name = task_of(context).file_name
-        info = replace(run_info(context), source=source_of(run, plans.generations))
+        self.external_id_key = f"spark_job_id_{batches.plans.key()}"
+        self._plans = batches.plans
+        about = task_of(context).file_name, self.pipeline, run_info(context)
         with (
-            self._prepared(run.spark_uri(), lambda: plans.write_work(name, self.pipeline, info)),
-            self._leases_kept(context, run, plans),
+            self._prepared(run.spark_uri(), lambda: batches.write_work(*about)),
+            batches.leases_kept(),
         ):
             try:
                 super().execute(context)
@@ -186,22 +164,6 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 self.execute_resumable(cast("Any", {}))
             else:
                 hook.submit(self.application)
-
-    @contextmanager
-    def _leases_kept(self, context: Context, run: StagedRun, plans: OpenPlans) -> Iterator[None]:
-        """Keep leases alive, and settle at the end, where no sensor does.
-
-        A paused Dag's sensor is not rescheduled, and Spark may work for hours.
-        """
-        from airflow_broadway.runs.stand_in import StandIn
-
-        pipeline, ports = load_pipeline(self.pipeline, context), ports_of(context)
-        stand_in = StandIn(run, pipeline, plans.generations, ports=ports)
-        stand_in.start()
-        try:
-            yield
-        finally:
-            stand_in.finish()
 
     @contextmanager
     def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
@@ -277,19 +239,21 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     # -- what came of it ---------------------------------------------------------------------------
 
-    def _check_complete(self, plans: OpenPlans, error: Exception | None) -> None:
-        if not plans.left:
+    def _check_complete(
+        self, batches: SparkBatches, ending: Ending, error: Exception | None
+    ) -> None:
+        plans, void = batches.plans, batches.void
+        if ending is Ending.DONE:
             if error is not None:
                 self.log.warning("Every batch has an outcome, but Spark ended with: %s", error)
             return
-        void = plans.void()
         text = without_outcome(plans.left, plans.total)
-        if len(void) == plans.left:
+        if ending is Ending.VOID:
             raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
         if void:
             text += f" ({len(void)} of them never will: {CURE})"
-        ending = self._hook.ending if isinstance(self._hook, SubmitHook) else ""
-        ended = f"  Spark ended with {ending}." if ending else ""
+        told = self._hook.ending if isinstance(self._hook, SubmitHook) else ""
+        ended = f"  Spark ended with {told}." if told else ""
         cause = f".\n{error}" if error else ""
         raise AirflowException(
             f"{text}; the others stand.{ended}  A retry, or clearing this task, runs only"

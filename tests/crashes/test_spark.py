@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from airflow_broadway import BatchInfo
 from airflow_broadway.testing.crashes import (
     Call,
     Campaign,
@@ -28,11 +34,16 @@ DRIVER = Call("driver", "")
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def jvm() -> Iterator[None]:
     with warm_spark():
-        made = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
-        made.unharmed()
-        yield made
+        yield
+
+
+@pytest.fixture(scope="module")
+def campaign(jvm: None, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    made = Campaign(partial(Embedded, OnSpark), MESSAGES, tmp_path_factory.mktemp("cases"))
+    made.unharmed()
+    return made
 
 
 @pytest.mark.parametrize(
@@ -56,6 +67,38 @@ def test_every_message_is_accounted_for(
     result, folder = campaign.run(Case((Strike(point, what),), recovery))
 
     assert result.good, (result.account.lines, folder)
+
+
+class Works(OnSpark):
+    """The first ``handle_batch`` makes a file while its job, of a minute, is at work."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        spark = messages.sparkSession
+        tracker = spark.sparkContext.statusTracker()
+        if os.path.exists("begun"):
+            assert not tracker.getActiveJobsIds()
+            return None
+        job = spark.range(1).selectExpr("java_method('java.lang.Thread', 'sleep', id + 60000)")
+
+        def begin() -> None:
+            while not tracker.getActiveJobsIds():
+                time.sleep(0.01)
+            open("begun", "w").close()
+
+        threading.Thread(target=begin).start()
+        return job.collect() and None
+
+
+@pytest.mark.usefixtures("jvm")
+def test_the_jobs_of_a_driver_end_with_it(tmp_path: Path) -> None:
+    case = Case.parse("one/driver/1 create begun #1: killed after")
+
+    result, folder = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
+
+    assert result.good, (result.account.lines, folder)
+    # What no callback has seen would fail, and be a dead letter.
+    assert set(result.account.fates.values()) == {"acked", "dead"}
+    assert list(result.account.fates.values()).count("dead") == 2
 
 
 def test_the_driver_has_points_of_its_own(campaign: Campaign) -> None:

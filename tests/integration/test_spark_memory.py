@@ -17,6 +17,7 @@ from airflow.providers.common.compat.sdk import AirflowException
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA
 from tests.unit.spark.plans import Planned, Staged, rows
 
@@ -57,7 +58,7 @@ class Place:
         monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         connection = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
         monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
-        monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
+        monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
         (root / "staging").mkdir()
         ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
         dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))

@@ -13,6 +13,7 @@ from airflow.providers.common.compat.sdk import AirflowException
 
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.runs.spark_batches import SparkBatches
 from tests.unit.spark.plans import Planned, Staged, rows
 
 pytestmark = pytest.mark.spark
@@ -61,7 +62,7 @@ def test_a_pipeline_runs_on_spark_and_a_second_execution_does_nothing(
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     connection = {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
+    monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
     staging = f"file://{tmp_path}/staging"
     (tmp_path / "staging").mkdir()
     run_id = "manual__2026-01-01T00:00:00+00:00"
@@ -115,7 +116,7 @@ def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
     connection = {"conn_type": "spark", "host": "local[1]", "extra": {"deploy-mode": "client"}}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
+    monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
     staging = f"file://{tmp_path}/staging"
     ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
     dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))

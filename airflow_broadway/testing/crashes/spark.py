@@ -3,8 +3,7 @@
 In production the task starts ``spark-submit``, which starts a JVM, which starts the driver: a
 process of Python.  Here the task and the driver are two processes as well, each with points of its
 own, and the driver runs :func:`airflow_broadway.spark.job.main` as it is.  Only the JVM is one for
-all cases.  It ends with nobody, and a driver that is killed leaves it as it was: what it had asked
-of it is read, and thrown away.
+all cases.  It ends with nobody, so the jobs of a driver that died are ended by its task.
 
 What the JVM writes and reads is no point: it has no part in custody.  Neither is the zip that the
 task packs for the driver, in a folder of its own: without it no driver begins.  The driver's look
@@ -30,13 +29,11 @@ from typing import Any, Final
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import class_path
-from airflow_broadway.runs.outcomes import log_settled
 from airflow_broadway.runs.ports import Ports, Task
-from airflow_broadway.runs.stand_in import StandIn
+from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark import application, job
 from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.submit.plans import OpenPlans
-from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
 __all__ = ["Driver", "SparkTask", "be_driver", "uses_spark", "wait_for_drivers", "warm_spark"]
 
@@ -60,6 +57,8 @@ gateway = open_session().sparkContext._gateway
 print(gateway.java_parameters.port, gateway.java_parameters.auth_token, flush=True)
 sys.stdin.read()
 """
+#: Seconds for Spark to end jobs.
+_END_TIMEOUT: Final = 30.0
 #: The variables by which a driver finds its JVM, in production too.
 _PORT, _SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
 
@@ -171,6 +170,8 @@ class Driver:
             interceptor.on_wake()
             os.kill(self.pid, signal.SIGCONT)
         code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            _end_jobs(self.pid)
         return f"exit code {code}" if code else ""
 
 
@@ -179,7 +180,39 @@ def be_driver(arguments: list[str]) -> int:
     run_work: Any = application.run_work
     run_work.__kwdefaults__["watch_interval"] = 1e6
     _attach()
+    from airflow_broadway.spark import batch  # loads pyspark
+
+    replace(batch, "name_jobs", _tagging)
     return job.main(arguments)
+
+
+def _tagging(name_jobs: Any) -> Any:
+    """Have each job say of which driver it is."""
+
+    def named(session: Any, *given: Any) -> None:
+        name_jobs(session, *given)
+        session.sparkContext.addJobTag(_tag(os.getpid()))
+
+    return named
+
+
+def _tag(pid: int) -> str:
+    return f"driver-{pid}"
+
+
+def _end_jobs(pid: int) -> None:
+    """End the jobs of a driver that has died; in production they end with its JVM."""
+    from pyspark import java_gateway
+
+    pyspark: Any = java_gateway
+    context = pyspark.launch_gateway().jvm.org.apache.spark.SparkContext.getOrCreate()
+    context.cancelJobsWithTag(_tag(pid))
+    tracker = context.statusTracker()
+    limit = time.monotonic() + _END_TIMEOUT
+    while set(tracker.getActiveJobIds()) & set(tracker.getJobIdsForTag(_tag(pid))):
+        if time.monotonic() > limit:
+            raise RuntimeError("the jobs of a dead driver do not end")
+        time.sleep(0.01)
 
 
 def wait_for_drivers(lock: Path, patience: float) -> bool:
@@ -226,39 +259,31 @@ class SparkTask:
         self._driver = driver
         self._interceptor = interceptor
 
-    def run(self, batches: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    def run(self, planned: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
         """Do it; returns its reference, or ``None`` if there is no batch.
 
-        :param batches: What the batch tasks returned.
+        :param planned: What the batch tasks returned.
         :raises _Incomplete: If batches have no outcome that another try may give them.
         """
-        plans = OpenPlans(
-            self._run, dict.fromkeys(str(each["plan"]) for each in batches if each and each["plan"])
-        )
-        if not plans.heads:
-            return None
-        if not plans.left:
-            log_settled(self._run, plans.heads)
-        elif len(plans.void()) < plans.left:
-            error = self._submit(plans)
-            plans.look()
-            if plans.left and len(plans.void()) < plans.left:
-                raise _Incomplete(error)
+        there = [each for each in planned if each]
+        batches = SparkBatches(self._run, self._pipeline, there, self._ports)
+        ending, error = batches.begin(), ""
+        if ending is Ending.OPEN:
+            error = self._submit(batches)
+            ending = batches.end()
+        if ending is Ending.OPEN:
+            raise _Incomplete(error)
         # What cannot get an outcome fails the task for good, and the run goes on without it.
-        return plans.reference()
+        return None if ending is Ending.EMPTY else batches.plans.reference()
 
-    def _submit(self, plans: OpenPlans) -> str:
+    def _submit(self, batches: SparkBatches) -> str:
         """Run the application; returns why it ended, empty if it has done all."""
-        stand_in = StandIn(self._run, self._pipeline, plans.generations, ports=self._ports)
-        stand_in.start()
-        try:
-            # Options that are no JSON stand in the class, in the driver too.
-            ref = {"class": class_path(type(self._pipeline)), "options": {}}
-            info = RunInfo(dag_id=self._run.dag_id, run_id=self._run.run_id)
-            made = plans.write_work(self._task.file_name, ref, info)
+        # Options that are no JSON stand in the class, in the driver too.
+        ref = {"class": class_path(type(self._pipeline)), "options": {}}
+        info = RunInfo(dag_id=self._run.dag_id, run_id=self._run.run_id)
+        with batches.leases_kept():
+            made = batches.write_work(self._task.file_name, ref, info)
             return self._run_driver(job.arguments_of(self._run.spark_uri(), *made))
-        finally:
-            stand_in.finish()
 
     def _run_driver(self, arguments: list[str]) -> str:
         begin: Callable[[], None] = lambda: self._driver.begin(arguments)  # noqa: E731

@@ -40,10 +40,11 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit import submission
 from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
-from airflow_broadway.submit.plans import OpenPlans
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
 
@@ -132,7 +133,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         SimpleNamespace(Popen=made.popen, PIPE=-1, STDOUT=-2),
     )
     monkeypatch.setattr(submission, "check_java", lambda env: None)
-    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_leases_kept", lambda *_: nullcontext())
+    monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
     for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "SPARK_CONF_DIR"):
         monkeypatch.delenv(name, raising=False)
     return made
@@ -364,7 +365,9 @@ def test_a_lapsed_lease_fails_at_once_without_a_jvm(world: World) -> None:
     assert world.commands == []
 
 
-def test_a_lease_that_lapses_meanwhile_is_not_retried(world: World) -> None:
+def test_a_lease_that_lapses_meanwhile_is_not_retried(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.handled = {"b0"}
     operator = world.operator()
 
@@ -373,7 +376,7 @@ def test_a_lease_that_lapses_meanwhile_is_not_retried(world: World) -> None:
         yield
         world.staged.lease(seconds=-1)
 
-    operator._leases_kept = lapsing  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(SparkBatches, "leases_kept", lapsing)
     with pytest.raises(AirflowFailException, match="2 of 3 batches have no outcome: the lease"):
         operator.execute(world.context)
 
@@ -418,7 +421,9 @@ def test_a_plan_of_another_root_is_refused_with_both_hosts(world: World) -> None
         world.execute()
 
 
-def test_leases_are_kept_around_the_application_only(world: World) -> None:
+def test_leases_are_kept_around_the_application_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     operator = world.operator()
 
@@ -428,7 +433,7 @@ def test_leases_are_kept_around_the_application_only(world: World) -> None:
         yield
         seen.append(f"after {len(world.commands)}")
 
-    operator._leases_kept = kept  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(SparkBatches, "leases_kept", kept)
     operator.execute(world.context)
     operator.execute(world.context)
     assert seen == ["before 0", "after 1"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.submit.plans import OpenPlans
 from tests.unit.runs.steps import Run
 
 
@@ -51,13 +51,10 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
     # Given a task whose application is about to start; a paused Dag's sensor looks no more
     run = filled(Run(tmp_path))
     reference = run.process()
-    operator = BroadwaySparkSubmitOperator(
-        task_id="handle_batches", pipeline=run.pipeline, batches=[]
-    )
     run.batch(reference)  # what the application records
     heads = Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"])
-    plans = OpenPlans(run.staged, [head.path for head in heads])
-    context = context_of(run, datetime.now(UTC), {})
+    planned = [{"plan": head.path} for head in heads]
+    batches = SparkBatches(run.staged, run.pipeline, planned, Ports())
     if watched:
         watcher = run.watcher()
         watcher.heartbeat.beat()
@@ -66,7 +63,7 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
         [before] = queue.leases()
 
     # When it starts
-    kept = operator._leases_kept(context, run.staged, plans)
+    kept = batches.leases_kept()
     kept.__enter__()
     end = time.monotonic() + 10.0
     deadline = before.lease.deadline

@@ -1,0 +1,128 @@
+"""The batches that Spark is to run: which are open, and what came of the application.
+
+Who starts the application is the host's part: see
+:class:`airflow_broadway.operators.spark_submit.BroadwaySparkSubmitOperator`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.runs.outcomes import is_settled, log_settled
+from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.ports import Ports
+from airflow_broadway.runs.sources.pipelines import source_of
+from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["Ending", "SparkBatches"]
+
+log = logging.getLogger(__name__)
+
+
+class Ending(Enum):
+    """What came of the batches."""
+
+    #: There is none.
+    EMPTY = "empty"
+    #: Each has an outcome.
+    DONE = "done"
+    #: Those without an outcome were given back before they could be handled.
+    GIVEN_BACK = "given back"
+    #: Those without an outcome will never get one: the run no longer holds their messages.
+    VOID = "void"
+    #: Some have none, and another try may give it to them.
+    OPEN = "open"
+
+
+class SparkBatches:
+    """The batches of some plans, in one execution of the task that has Spark run them.
+
+    :param planned: What the batch tasks returned.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        planned: Iterable[Mapping[str, Any]],
+        ports: Ports,
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._ports = ports
+        paths = (each.get("plan") for each in planned)
+        self.plans = OpenPlans(run, dict.fromkeys(str(path) for path in paths if path))
+        #: Those without an outcome that will never get one, at the last look: id → why.
+        self.void: dict[str, str] = {}
+
+    def begin(self) -> Ending:
+        """What there is to do; an application is to be started for what is :attr:`Ending.OPEN`."""
+        plans = self.plans
+        ending = self._ending()
+        if ending is Ending.DONE:
+            log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
+        elif ending is Ending.OPEN:
+            log.info("%s yet.", without_outcome(plans.left - len(self.void), plans.total))
+        elif ending is Ending.VOID and all(
+            is_settled(self._run, g) for g in plans.open_generations
+        ):
+            log.info(
+                "%s without an outcome; the messages went back to the broker: the run was settled"
+                " before they were handled.",
+                many(len(self.void), "batch"),
+            )
+            ending = Ending.GIVEN_BACK
+        if ending in (Ending.DONE, Ending.GIVEN_BACK):
+            log_settled(self._run, plans.heads)
+        return ending
+
+    def _given_back(self) -> bool:
+        return all(is_settled(self._run, each) for each in self.plans.open_generations)
+
+    @contextmanager
+    def leases_kept(self) -> Iterator[None]:
+        """While the application runs: keep leases alive, and settle at the end, where no sensor
+        does.  A paused Dag's sensor is not rescheduled, and Spark may work for hours.
+        """
+        from airflow_broadway.runs.stand_in import StandIn  # loads pyarrow
+
+        generations = self.plans.generations
+        stand_in = StandIn(self._run, self._pipeline, generations, ports=self._ports)
+        stand_in.start()
+        try:
+            yield
+        finally:
+            stand_in.finish()
+
+    def write_work(self, name: str, ref: Mapping[str, Any], info: RunInfo) -> tuple[str, Work]:
+        """Write what the application is to do, right before it is started; the file, and its path.
+
+        :param name: The task's name in the staging folder.
+        :param ref: The pipeline's reference.
+        :param info: Of this run; the source is that of the batches.
+        """
+        source = source_of(self._run, self.plans.generations)
+        return self.plans.write_work(name, ref, replace(info, source=source))
+
+    def end(self) -> Ending:
+        """What came of the application."""
+        self.plans.look()
+        return self._ending()
+
+    def _ending(self) -> Ending:
+        plans = self.plans
+        if not plans.heads:
+            return Ending.EMPTY
+        if not plans.left:
+            return Ending.DONE
+        self.void = plans.void()
+        return Ending.VOID if len(self.void) == plans.left else Ending.OPEN
