@@ -19,6 +19,7 @@ from airflow_broadway.core.model.pipeline_options import (
 from airflow_broadway.core.model.rules import AUTO
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.producers.kafka import ClientConfig, FetchConfig, KafkaProducer
+from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -116,6 +117,7 @@ PRODUCERS: list[tuple[str, type[Any], dict[str, Any]]] = [
     ("RabbitMQ", RabbitMQProducer, {"queue": "orders"}),
     ("Amazon SQS", SqsProducer, {"queue_name": "orders"}),
     ("Apache Kafka", KafkaProducer, {"group_id": "orders", "topics": ["orders"]}),
+    ("Google Cloud Pub/Sub", PubSubProducer, {"subscription": "orders"}),
 ]
 
 OTHERS: list[tuple[str, str, type[Any]]] = [

@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.kafka import KafkaProducer
+    from airflow_broadway.producers.pubsub import PubSubProducer
     from airflow_broadway.producers.rabbitmq import RabbitMQProducer
     from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
     from airflow_broadway.producers.sqs import SqsProducer
 
-__all__ = ["KafkaProducer", "RabbitMQProducer", "SqliteProducer", "SqliteQueue", "SqsProducer"]
+__all__ = [
+    "KafkaProducer",
+    "PubSubProducer",
+    "RabbitMQProducer",
+    "SqliteProducer",
+    "SqliteQueue",
+    "SqsProducer",
+]
 
 _HOMES = {
     "KafkaProducer": "airflow_broadway.producers.kafka",
+    "PubSubProducer": "airflow_broadway.producers.pubsub",
     "RabbitMQProducer": "airflow_broadway.producers.rabbitmq",
     "SqliteProducer": "airflow_broadway.producers.sqlite",
     "SqliteQueue": "airflow_broadway.producers.sqlite",

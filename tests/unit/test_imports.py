@@ -20,7 +20,7 @@ import airflow_broadway
 PACKAGE = Path(airflow_broadway.__file__).parent
 
 #: Room → what its modules must not load, directly or through others.
-CLIENTS = ["pika", "boto3", "botocore", "confluent_kafka", "google.cloud", "s3fs"]
+CLIENTS = ["pika", "boto3", "botocore", "confluent_kafka", "google", "grpc", "s3fs"]
 BARRED = {
     "core": [*CLIENTS, "airflow", "pyspark", "pyarrow", "fsspec", "tenacity"],
     "producers": [*CLIENTS, "airflow", "pyspark", "pyarrow"],

@@ -46,12 +46,14 @@ PUBLIC = {
     "airflow_broadway.operators.spark_submit": ["BroadwaySparkSubmitOperator"],
     "airflow_broadway.producers": [
         "KafkaProducer",
+        "PubSubProducer",
         "RabbitMQProducer",
         "SqliteProducer",
         "SqliteQueue",
         "SqsProducer",
     ],
     "airflow_broadway.producers.kafka": ["ClientConfig", "FetchConfig", "KafkaProducer"],
+    "airflow_broadway.producers.pubsub": ["PubSubProducer"],
     "airflow_broadway.producers.rabbitmq": ["Qos", "RabbitMQProducer"],
     "airflow_broadway.producers.sqlite": [
         "DeadLetter",

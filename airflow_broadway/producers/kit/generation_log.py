@@ -41,13 +41,14 @@ class Settled(NamedTuple):
 class GenerationLog:
     """The log of one generation.
 
+    :param folder: Instead of the generation, the name of its folder.
     :raises StagingError: From every method, if files cannot be read or written.
     """
 
-    def __init__(self, files: StateFiles, generation: str) -> None:
+    def __init__(self, files: StateFiles, generation: str = "", *, folder: str = "") -> None:
         self._files = files
         #: The name of its folder.
-        self.folder = digest(generation)
+        self.folder = folder or digest(generation)
 
     # -- on the way ----------------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
+from airflow_broadway.producers.kit.receipts.failures import Failures
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
 from airflow_broadway.producers.sqs.errors import translated
 from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of
@@ -162,7 +163,9 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
 
 def receipts_folder(producer: SqsOptions, env: ProducerEnv) -> ReceiptsFolder:
     """Where the receipts of the producer's queue are."""
-    return ReceiptsFolder(producer.kind, env.staging, producer.place, kept_days=_KEPT_DAYS)
+    return ReceiptsFolder(
+        producer.kind, env.staging, producer.place, failures=partial(Failures, kept_days=_KEPT_DAYS)
+    )
 
 
 def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:

@@ -168,7 +168,9 @@ class BatchRequests:
                 if attempt < _MOST_SENDS and refusal.again:
                     again.append(left[place])
                 else:
-                    refused[left[place][0]] = refusal._replace(unclear=attempt > 1)
+                    refused[left[place][0]] = refusal._replace(
+                        unclear=refusal.unclear or attempt > 1
+                    )
             if not again:
                 return refused
             left = again

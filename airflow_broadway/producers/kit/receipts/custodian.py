@@ -78,8 +78,8 @@ class ReceiptCustodian(ABC):
     ) -> ReceiptSettlement:
         """Carries verdicts out."""
 
-    def _note_lapsed(self, receipts: Receipts) -> None:  # noqa: B027 (most need nothing)
-        """Write down what whoever receives these messages next has to know of them."""
+    def _note_again(self, ids: Iterable[str]) -> None:  # noqa: B027 (most brokers tell it)
+        """Write down that these messages were handed out, and come again."""
 
     # -- holding -------------------------------------------------------------------------------
 
@@ -124,6 +124,7 @@ class ReceiptCustodian(ABC):
                 len(gone),
                 many(len(due), "message"),
             )
+            self._note_again(gone)
             receipts.lose(gone)
         others = {refusal.text for refusal in refused.values() if not refusal.gone}
         if others:
@@ -196,7 +197,7 @@ class ReceiptCustodian(ABC):
             # It never received, or somebody else's process did and wrote nothing down.
             return lapsed
         if self._clock.now().timestamp() >= self._until(lease, receipts):
-            self._note_lapsed(receipts)
+            self._note_again(work.verdicts)
             return lapsed + report_of(
                 receipts.done.values(),
                 lapsed=len(work.verdicts) - len(receipts.done),

@@ -40,10 +40,15 @@ class Failures:
 
     :param files: The queue's.
     :param kept_days: Days for which the broker may keep a message.
+    :param look_interval: Seconds between two looks for failures that others noted; listing is dear
+        on object stores.
     """
 
-    def __init__(self, files: StateFiles, kept_days: int) -> None:
+    def __init__(
+        self, files: StateFiles, kept_days: int, *, look_interval: float = _LOOK_INTERVAL
+    ) -> None:
         self._files = files
+        self._interval = look_interval
         self._kept_days = kept_days + _SPARE_DAYS
         self._known: dict[str, int] = {}
         self._look_at = 0.0
@@ -60,14 +65,14 @@ class Failures:
     def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
         """The failures on record of those of ``ids`` that have any.
 
-        What others note meanwhile is seen half a minute later: listing is dear on object stores.
+        What others note meanwhile is seen at the next look.
 
         :raises StagingError: If they cannot be read.
         """
         wanted = list(ids)
         unknown = not all(each in self._known for each in wanted)
         if unknown and now.timestamp() >= self._look_at:
-            self._look_at = now.timestamp() + _LOOK_INTERVAL
+            self._look_at = now.timestamp() + self._interval
             while self._learn():
                 pass  # somebody merges meanwhile: what is gone is in another file
         return {each: self._known[each] for each in wanted if each in self._known}

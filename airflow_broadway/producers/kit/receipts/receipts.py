@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, Final
 
@@ -44,11 +44,14 @@ _KEPT_GENERATIONS: Final = 256
 
 
 class Receipts:
-    """One generation's receipts; shared by the threads of a process."""
+    """One generation's receipts; shared by the threads of a process.
 
-    def __init__(self, files: StateFiles, generation: str) -> None:
+    :param folder: Instead of the generation, the name of its folder.
+    """
+
+    def __init__(self, files: StateFiles, generation: str = "", *, folder: str = "") -> None:
         self._files = files
-        self._log = GenerationLog(files, generation)
+        self._log = GenerationLog(files, generation, folder=folder)
         self._lock = threading.Lock()
         self._portions = 0
         #: Message id → its newest receipt, in order of arrival.
@@ -65,8 +68,8 @@ class Receipts:
         self.done: dict[str, Action] = {}
         #: Ids whose receipt the broker refused: somebody else has them, or will.
         self.lost: set[str] = set()
-        #: Groups of which something was given back.
-        self.blocked: set[str] = set()
+        #: Groups of which something comes again → from when on it may.
+        self.blocked: dict[str, float] = {}
         #: Whether a settlement began before this one.
         self.begun = False
         #: What was asked of the broker first whose answer never came.
@@ -264,15 +267,24 @@ class ReceiptsFolder:
     :param kind: The producer's: the folder in which the queues of its broker are.
     :param staging: The pipeline's folder, as a URI; ``None``: they live in this process alone.
     :param queue: As the producer's options name it.
-    :param kept_days: Days for which the broker may keep a message.
+    :param failures: Opens what is known of failures among the queue's files.
+    :param files: These, if not those of the staging folder.
     """
 
-    def __init__(self, kind: str, staging: str | None, queue: str, *, kept_days: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        staging: str | None,
+        queue: str,
+        *,
+        failures: Callable[[StateFiles], Failures],
+        files: StateFiles | None = None,
+    ) -> None:
         self._kind = kind
         self._staging = staging
         self._queue = queue
-        self._files = state_files(staging, f"{kind}/{digest(queue)}")
-        self.failures = Failures(self._files, kept_days)
+        self._files = files or state_files(staging, f"{kind}/{digest(queue)}")
+        self.failures = failures(self._files)
 
     @property
     def durable(self) -> bool:
@@ -302,6 +314,24 @@ class ReceiptsFolder:
         if receipts is None:
             receipts = Receipts(self._files, generation)
             receipts.load()
+        return receipts
+
+    def open_ones(self, own: str) -> set[str]:
+        """The folders of the generations that nobody has settled yet, but for one's own.
+
+        :raises StagingError: If they cannot be listed.
+        """
+        ended = {
+            name.removesuffix(".json")
+            for day in self._files.names("ended")
+            for name in self._files.names(f"ended/{day}")
+        }
+        return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
+
+    def in_folder(self, folder: str) -> Receipts:
+        """Those of another generation, by the name of its folder, as they are now."""
+        receipts = Receipts(self._files, folder=folder)
+        receipts.load()
         return receipts
 
     def is_open(self, generation: str) -> bool:

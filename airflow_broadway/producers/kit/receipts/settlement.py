@@ -11,6 +11,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
@@ -42,6 +43,8 @@ _NO_BODY: Final = (
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
 #: What the broker removes for good.
 _REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
+#: After these it comes again; in each group what fails goes before what follows it.
+_GIVES_BACK: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
 
 
 class Work(NamedTuple):
@@ -96,17 +99,24 @@ class Letters(NamedTuple):
     action: str
 
 
+#: Asks for some verdicts; returns what was refused.
+_Ask = Callable[[dict[str, Verdict]], dict[str, Refusal]]
+
+
 class ReceiptSettlement(ABC):
     """Carries verdicts out on the messages of one generation; used from one thread.
 
     :param held_until: Until when all of it is held, as of now.  Who was held up for longer than
         that asks nothing more of the broker, which would still take an old receipt.
+    :param wave: Messages after which a settlement notes how far it has come.
     """
 
     #: The broker's name, for people.
     service: ClassVar[str]
-    #: Messages after which a settlement notes how far it has come.
-    wave: ClassVar[int] = 2000
+    #: Whether a message can be removed once only: who asks again hears that its receipt is void.
+    removes_once: ClassVar[bool] = False
+    #: Whether what follows a message in its group has to be hidden for as long as that one.
+    hides_behind: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -116,7 +126,9 @@ class ReceiptSettlement(ABC):
         clock: Clock,
         *,
         held_until: Callable[[], float],
+        wave: int = 2000,
     ) -> None:
+        self._wave = wave
         self._folder = folder
         self._requests = requests
         self._receipts = receipts
@@ -187,30 +199,48 @@ class ReceiptSettlement(ABC):
         done = self.done
         verdicts = self._held_back(work.verdicts) if receipts.groups else work.verdicts
         keys = list(verdicts)
-        for start in range(0, len(keys), self.wave):
+        for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
                 break  # another has settled it meanwhile: what it reports stands
-            fresh: dict[str, Action] = {}
-            by_verdict: dict[Verdict, list[str]] = {}
-            for key in keys[start : start + self.wave]:
-                if key in receipts.done:
-                    done[key] = receipts.done[key]
-                else:
-                    by_verdict.setdefault(verdicts[key], []).append(key)
-            for action, each in _by_action(by_verdict).items():
-                try:
-                    refused = self._do(action, each)
-                except ProducerUnavailable:
-                    for key in each:
-                        receipts.unanswered.setdefault(key, action)
-                    raise
-                fresh.update({key: action for key in each if key not in refused})
-                for key, refusal in refused.items():
-                    self._refused(action, key, refusal, fresh)
-                done.update(fresh)
-            if note and len(keys) > self.wave:
+            wave = keys[start : start + self._wave]
+            done.update({key: receipts.done[key] for key in wave if key in receipts.done})
+            fresh = self._carry_out({key: verdicts[key] for key in wave if key not in done})
+            if note and len(keys) > self._wave:
                 receipts.note_done(fresh)
         return done
+
+    def _carry_out(self, verdicts: Mapping[str, Verdict]) -> dict[str, Action]:
+        """Do a wave: send letters, then remove, in order, then give back; returns what was done."""
+        fresh: dict[str, Action] = {}
+        letters = _of(verdicts, Action.DEAD_LETTER)
+        unsent = self._asked(letters, self._send_letters)
+        self._count_refused(unsent, letters, fresh)
+        removed = {
+            key: each
+            for key, each in verdicts.items()
+            if each.action in _REMOVES and key not in unsent
+        }
+        steps: list[tuple[dict[str, Verdict], _Ask]] = [
+            (removed, self._remove),
+            *((_of(verdicts, each), partial(self._give_back, each)) for each in _GIVES_BACK),
+        ]
+        for some, ask in steps:
+            refused = self._asked(some, ask)
+            fresh.update({key: each.action for key, each in some.items() if key not in refused})
+            self._count_refused(refused, some, fresh)
+            self.done.update(fresh)
+        return fresh
+
+    def _asked(self, verdicts: dict[str, Verdict], ask: _Ask) -> dict[str, Refusal]:
+        """What was refused; what was not answered is remembered."""
+        if not verdicts:
+            return {}
+        try:
+            return ask(verdicts)
+        except ProducerUnavailable:
+            for key, verdict in verdicts.items():
+                self._receipts.unanswered.setdefault(key, verdict.action)
+            raise
 
     def report(self, done: Iterable[Action]) -> SettleReport:
         """The report of what was done, and of what was refused on the way."""
@@ -220,15 +250,9 @@ class ReceiptSettlement(ABC):
 
     # -- the actions ---------------------------------------------------------------------------
 
-    def _do(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+    def _give_back(self, action: Action, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         self._note(action, verdicts)
-        if action is Action.LEAVE:
-            return {}
-        if action is Action.ACK:
-            return self._remove(verdicts)
-        if action is Action.DEAD_LETTER:
-            return self._dead_letter(verdicts)
-        return self._hide(verdicts)
+        return {} if action is Action.LEAVE else self._hide(verdicts)
 
     def _remove(self, keys: Iterable[str]) -> dict[str, Refusal]:
         return self._requests.send(
@@ -266,7 +290,7 @@ class ReceiptSettlement(ABC):
 
         return checked
 
-    def _dead_letter(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+    def _send_letters(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         try:
             post = self._letters = self._letters or self._open_letters()
         except ProducerUnavailable:
@@ -290,35 +314,51 @@ class ReceiptSettlement(ABC):
             # Said of the letter, not of the receipt.
             code = refusal.code and f"{post.action}: {refusal.code}"
             refused[key] = Refusal(code, refusal.text)
-        # Where this is refused the dead letter stands, and the original comes again, marked.
-        return refused | self._remove([key for key in verdicts if key not in refused])
+        # Where an original cannot be removed its dead letter stands, and it comes again, marked.
+        return refused
 
     def _receipt(self, key: str) -> str:
         return self._receipts.handles.get(key) or self._entries[key].receipt
 
     # -- refusals ------------------------------------------------------------------------------
 
-    def _refused(self, action: Action, key: str, refusal: Refusal, done: dict[str, Action]) -> None:
-        if refusal.gone:
-            lapsed = refusal.code == LAPSED.code
-            earlier = self._receipts.unanswered.get(key)
-            if earlier in _REMOVES and not lapsed:
-                # It was done, though the answer never came: the message is gone for good.
-                done[key] = earlier
-                return
-            again = self._resumed or refusal.unclear or earlier is not None
-            if again and action in (Action.RETRY, Action.RELEASE) and not lapsed:
-                # An earlier settlement, killed since, gave it back: it is in flight no more.
-                done[key] = action
-                return
-            self._lapsed += 1
-            self._note_error(
-                f"{self.service} holds messages no longer for this run ({refusal.code}): they are"
-                " delivered again, marked as redelivered"
-            )
-            return
-        self._failed += 1
-        self._note_error(refusal.text if not refusal.code else f"{refusal.code}: {refusal.text}")
+    def _count_refused(
+        self,
+        refused: Mapping[str, Refusal],
+        verdicts: Mapping[str, Verdict],
+        done: dict[str, Action],
+    ) -> None:
+        for key, refusal in refused.items():
+            action = verdicts[key].action
+            stands = self._done_before(action, key, refusal) if refusal.gone else None
+            if stands is not None:
+                done[key] = stands
+            elif refusal.gone:
+                self._lapsed += 1
+                self._note_error(
+                    f"{self.service} holds messages no longer for this run ({refusal.code}): they"
+                    " are delivered again, marked as redelivered"
+                )
+            else:
+                self._failed += 1
+                text = refusal.text
+                self._note_error(text if not refusal.code else f"{refusal.code}: {text}")
+
+    def _done_before(self, action: Action, key: str, refusal: Refusal) -> Action | None:
+        """What was done with a message whose receipt is void, if that is why."""
+        if refusal.code == LAPSED.code:
+            return None
+        earlier = self._receipts.unanswered.get(key)
+        if earlier in _REMOVES:
+            # It was done, though the answer never came: the message is gone for good.
+            return earlier
+        if action in _REMOVES:
+            return action if self.removes_once and refusal.unclear else None
+        # An earlier settlement, killed since, gave it back, or the one before it in its group
+        # brought it along: it is in flight no more.
+        along = self.hides_behind and self._receipts.groups.get(key) in self._receipts.blocked
+        again = self._resumed or refusal.unclear or earlier is not None or along
+        return action if again else None
 
     def _note_error(self, error: str) -> None:
         if error not in self._errors:
@@ -333,7 +373,7 @@ class ReceiptSettlement(ABC):
         It is handled again after that message, in order.  What failed is given back too: it may
         have failed because the one before it did, and so uses up no attempt.
         """
-        receipts = self._receipts
+        receipts, now = self._receipts, self._clock.now().timestamp()
         made = dict(verdicts)
         held = 0
         for key, verdict in verdicts.items():
@@ -345,10 +385,13 @@ class ReceiptSettlement(ABC):
                 and key not in receipts.done
                 and verdict.action in HELD_BACK
             ):
-                made[key] = RELEASE
+                behind = max(0.0, receipts.blocked[group] - now) if self.hides_behind else 0.0
+                made[key] = RELEASE._replace(delay=behind)
                 held += 1
             elif verdict.action in COMES_AGAIN:
-                receipts.blocked.add(group)
+                left = verdict.action is Action.LEAVE
+                until = self._held_until() if left else now + verdict.delay
+                receipts.blocked[group] = max(until, receipts.blocked.get(group, 0.0))
         if held:
             log.info(
                 "%s handled after one of their message group that comes again: given back, to be"
@@ -358,8 +401,5 @@ class ReceiptSettlement(ABC):
         return made
 
 
-def _by_action(by_verdict: dict[Verdict, list[str]]) -> dict[Action, dict[str, Verdict]]:
-    made: dict[Action, dict[str, Verdict]] = {}
-    for verdict, keys in by_verdict.items():
-        made.setdefault(verdict.action, {}).update(dict.fromkeys(keys, verdict))
-    return made
+def _of(verdicts: Mapping[str, Verdict], action: Action) -> dict[str, Verdict]:
+    return {key: each for key, each in verdicts.items() if each.action is action}

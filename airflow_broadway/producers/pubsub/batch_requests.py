@@ -1,0 +1,113 @@
+"""Requests about ack ids: as many as one may have, and what was said of each.
+
+An exactly-once subscription confirms each id.  What it calls temporary is sent again; what it calls
+permanent is held no longer.  Any other subscription confirms nothing: that is why leases end by our
+own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.producers.kit.receipts.batch_requests import (
+    BatchRequests,
+    Call,
+    Keyed,
+    Refusal,
+)
+from airflow_broadway.producers.pubsub.limits import MAX_IDS, MAX_REQUEST
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.clock import Clock
+    from airflow_broadway.producers.pubsub.client import Client
+
+__all__ = ["Held", "acknowledging", "batch_requests", "modifying", "portions", "tried_again"]
+
+#: Bytes that a request has beside its ids: the subscription's name, and two lengths.
+_BESIDE: Final = 1024
+#: Bytes that an id takes beside itself, at most.
+_EACH: Final = 4
+#: Seconds before a request is sent again that Pub/Sub did not answer; doubled for each more.
+_AGAIN_INTERVAL, _LONGEST_INTERVAL = 0.1, 5.0
+
+
+class Held(NamedTuple):
+    """An entry: an ack id, and for how long it is held from now on; 0: given back."""
+
+    ack_id: str
+    seconds: int = 0
+
+
+def batch_requests(concurrency: int, clock: Clock) -> BatchRequests:
+    """Requests as large as Pub/Sub allows, so many at a time."""
+    return BatchRequests(concurrency, clock, portions=portions, name="pubsub")
+
+
+def portions(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
+    """Entries in requests: of one deadline each, at most 2,500 ids and 512 KiB."""
+    open_ones: dict[int, tuple[list[Keyed], list[int]]] = {}
+    for keyed in entries:
+        held: Held = keyed[1]
+        size = len(held.ack_id.encode()) + _EACH
+        request, room = open_ones.setdefault(held.seconds, ([], [MAX_REQUEST - _BESIDE]))
+        if request and (len(request) == MAX_IDS or size > room[0]):
+            yield request
+            request, room = open_ones[held.seconds] = ([], [MAX_REQUEST - _BESIDE])
+        request.append(keyed)
+        room[0] -= size
+    for request, _ in open_ones.values():
+        if request:
+            yield request
+
+
+def acknowledging(client: Client, clock: Clock) -> Call:
+    """One ``Acknowledge``."""
+
+    def call(entries: Sequence[Held]) -> Mapping[int, Refusal]:
+        ids = [held.ack_id for held in entries]
+        return _refusals(ids, *tried_again(lambda: client.acknowledge(ids), client.timeout, clock))
+
+    return call
+
+
+def modifying(client: Client, clock: Clock) -> Call:
+    """One ``ModifyAckDeadline``; all entries have one deadline."""
+
+    def call(entries: Sequence[Held]) -> Mapping[int, Refusal]:
+        ids, seconds = [held.ack_id for held in entries], entries[0].seconds
+        words = tried_again(lambda: client.modify(ids, seconds), client.timeout, clock)
+        return _refusals(ids, *words)
+
+    return call
+
+
+def tried_again(call: Callable[[], Any], timeout: float, clock: Clock) -> tuple[Any, bool]:
+    """What a request brings, tried for so long; and whether it was sent more than once.
+
+    :raises ProducerUnavailable: If Pub/Sub is out of reach for longer.
+    """
+    end, pause, again = clock.monotonic() + timeout, _AGAIN_INTERVAL, False
+    while True:
+        try:
+            return call(), again
+        except ProducerUnavailable:
+            if clock.monotonic() + pause >= end:
+                raise
+            clock.sleep(pause)
+            pause, again = min(2 * pause, _LONGEST_INTERVAL), True
+
+
+def _refusals(ids: Sequence[str], words: Mapping[str, str], again: bool) -> dict[int, Refusal]:
+    if not words:
+        return {}
+    return {
+        place: _refusal(words[ack_id], again) for place, ack_id in enumerate(ids) if ack_id in words
+    }
+
+
+def _refusal(word: str, again: bool) -> Refusal:
+    if word.startswith("TRANSIENT_"):
+        return Refusal(word, "Pub/Sub could not do it just now", again=True)
+    return Refusal(word, "the ack id is valid no longer", gone=True, unclear=again)

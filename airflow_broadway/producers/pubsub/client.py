@@ -1,0 +1,247 @@
+"""The way to one subscription: Google's gRPC client, opened by the connection, errors translated.
+
+One call here is one request.  The client may be used from several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
+from airflow_broadway.producers.kit.checks import warn_of_plain_http
+from airflow_broadway.producers.pubsub.credentials import identity_of, project_of
+from airflow_broadway.producers.pubsub.errors import translated, words_of
+from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+if TYPE_CHECKING:
+    from google.pubsub_v1 import PublisherClient, SubscriberClient
+
+__all__ = ["EMULATOR", "Client", "open_client", "place_of"]
+
+#: The variable that Google's own libraries go by.
+EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
+_GLOBAL: Final = "pubsub.googleapis.com:443"
+#: A message may be 10 MB, and an answer holds a thousand.  What is silent for long is dropped by
+#: some networks.
+_CHANNEL: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.keepalive_time_ms", 30_000),
+)
+
+
+class Client:
+    """One subscription, and topics beside it.
+
+    :param channel: Of gRPC.
+    :param name: The subscription's full name.
+    :param where: The endpoint, for people.
+    :param timeout: Seconds that a request other than a pull may take.
+    :raises BroadwayError: From every call, in the words of ``errors``.
+    """
+
+    def __init__(self, channel: Any, name: str, where: str, timeout: float) -> None:
+        from google.pubsub_v1 import PublisherClient, SubscriberClient
+        from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
+        from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+
+        self.name = name
+        self.where = where
+        self.timeout = timeout
+        self._channel = channel
+        self._subscriber: SubscriberClient = SubscriberClient(
+            transport=SubscriberGrpcTransport(channel=channel)
+        )
+        self._publisher: PublisherClient = PublisherClient(
+            transport=PublisherGrpcTransport(channel=channel)
+        )
+
+    @property
+    def project(self) -> str:
+        """The subscription's project."""
+        return self.name.split("/")[1]
+
+    def topic(self, name: str) -> str:
+        """A topic's full name."""
+        return name if "/" in name else f"projects/{self.project}/topics/{name}"
+
+    def pull(self, count: int, wait: float) -> Sequence[Any]:
+        """One ``Pull``: at most ``count`` messages, as protobuf has them.
+
+        :param wait: Seconds for which to wait for the first.
+        """
+        from google.api_core.exceptions import DeadlineExceeded
+        from google.pubsub_v1.types import PullRequest, PullResponse
+
+        request = PullRequest(subscription=self.name, max_messages=count)
+        try:
+            answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
+        except DeadlineExceeded:  # there was nothing
+            return ()
+        except Exception as error:
+            raise self._translated(error, "Pull") from error
+        # Google's wrapper of a message takes longer to read than all the rest.
+        found: Sequence[Any] = PullResponse.pb(answer).received_messages
+        return found
+
+    def acknowledge(self, ack_ids: Sequence[str]) -> Mapping[str, str]:
+        """One ``Acknowledge``; what an exactly-once subscription said of ids that failed."""
+        from google.pubsub_v1.types import AcknowledgeRequest
+
+        request = AcknowledgeRequest(subscription=self.name, ack_ids=ack_ids)
+        return self._confirmed("Acknowledge", self._subscriber.acknowledge, request)
+
+    def modify(self, ack_ids: Sequence[str], seconds: int) -> Mapping[str, str]:
+        """One ``ModifyAckDeadline``; what an exactly-once subscription said of ids that failed."""
+        from google.pubsub_v1.types import ModifyAckDeadlineRequest
+
+        request = ModifyAckDeadlineRequest(
+            subscription=self.name, ack_ids=ack_ids, ack_deadline_seconds=seconds
+        )
+        return self._confirmed("ModifyAckDeadline", self._subscriber.modify_ack_deadline, request)
+
+    def _confirmed(self, action: str, call: Callable[..., Any], request: Any) -> Mapping[str, str]:
+        try:
+            call(request=request, retry=None, timeout=self.timeout)
+        except Exception as error:
+            words = words_of(error)
+            if words:
+                return words
+            raise self._translated(error, action) from error
+        return {}
+
+    def settings(self) -> Any:
+        """One ``GetSubscription``: how it is set up."""
+        return self._asked(
+            "GetSubscription",
+            self.name,
+            lambda: self._subscriber.get_subscription(
+                subscription=self.name, retry=None, timeout=self.timeout
+            ),
+        )
+
+    def seek(self, request: Mapping[str, Any]) -> None:
+        """One ``Seek``, to a time or a snapshot."""
+        from google.pubsub_v1.types import SeekRequest
+
+        made = SeekRequest(subscription=self.name, **request)
+        self._asked(
+            "Seek",
+            self.name,
+            lambda: self._subscriber.seek(request=made, retry=None, timeout=self.timeout),
+        )
+
+    def publish(self, topic: str, messages: Sequence[Any]) -> None:
+        """One ``Publish``; all or none of the messages."""
+        from google.pubsub_v1.types import PublishRequest
+
+        request = PublishRequest(topic=topic, messages=messages)
+        self._asked(
+            "Publish",
+            topic,
+            lambda: self._publisher.publish(request=request, retry=None, timeout=self.timeout),
+        )
+
+    def has_topic(self, topic: str) -> None:
+        """One ``GetTopic``.
+
+        :raises BroadwayError: If there is no such topic, or it may not be asked for.
+        """
+        self._asked(
+            "GetTopic",
+            topic,
+            lambda: self._publisher.get_topic(topic=topic, retry=None, timeout=self.timeout),
+        )
+
+    def _asked(self, action: str, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raise translated(error, action, name, self.where) from error
+
+    def _translated(self, error: Exception, action: str) -> Exception:
+        return translated(error, action, self.name, self.where)
+
+    def close(self) -> None:
+        """Release the connection.  Safe to repeat."""
+        self._channel.close()
+
+
+def place_of(producer: PubSubOptions) -> str:
+    """The subscription as the options name it: what leases and notes go by.
+
+    A short name stands for one in ``project_id``; the project of a connection may change, and is
+    not looked up.
+    """
+    if "/" in producer.subscription or producer.project_id is None:
+        return producer.subscription
+    return f"projects/{producer.project_id}/subscriptions/{producer.subscription}"
+
+
+def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
+    """The producer's subscription.
+
+    :raises ConnectionMissing: If there are no credentials, or nothing says the project.
+    """
+    emulator = _emulator(producer)
+    try:
+        if emulator is not None:
+            name = _full_name(producer, project_of(producer, env))
+            return Client(_plain(emulator), name, emulator, producer.request_timeout)
+        identity = identity_of(producer, env)
+        name = _full_name(producer, identity.project)
+        where = producer.endpoint or _GLOBAL
+        channel = _secure(where, identity.credentials, identity.quota_project)
+        return Client(channel, name, where, producer.request_timeout)
+    except ImportError as error:
+        raise ConnectionMissing(
+            f"Pub/Sub needs Google's client, and {error.name} is not installed: install"
+            " airflow-broadway[pubsub]"
+        ) from None
+    except BroadwayError:
+        raise
+    except Exception as error:
+        where = producer.endpoint or _GLOBAL
+        raise translated(error, "opening a client", producer.subscription, where) from error
+
+
+def _emulator(producer: PubSubOptions) -> str | None:
+    """Host and port of an emulator, if there is one."""
+    if producer.endpoint is None:
+        return os.environ.get(EMULATOR) or None
+    if not producer.endpoint.startswith("http://"):
+        return None
+    warn_of_plain_http(producer.endpoint, "The messages of Pub/Sub")
+    return producer.endpoint.removeprefix("http://").rstrip("/")
+
+
+def _full_name(producer: PubSubOptions, project: str | None) -> str:
+    if "/" in producer.subscription:
+        return producer.subscription
+    found = producer.project_id or project or os.environ.get("GOOGLE_CLOUD_PROJECT")
+    if not found:
+        raise ConnectionMissing(
+            f"nothing says in which project the subscription {producer.subscription!r} is: give the"
+            " producer project_id, or its connection a project, or use its full name"
+        )
+    return f"projects/{found}/subscriptions/{producer.subscription}"
+
+
+def _plain(host: str) -> Any:
+    import grpc
+
+    return grpc.insecure_channel(host, options=_CHANNEL)
+
+
+def _secure(host: str, credentials: Any, quota_project: str | None) -> Any:
+    from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+
+    return SubscriberGrpcTransport.create_channel(
+        host if ":" in host else f"{host}:443",
+        credentials=credentials,
+        quota_project_id=quota_project,
+        options=_CHANNEL,
+    )

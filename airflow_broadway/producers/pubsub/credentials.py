@@ -1,0 +1,198 @@
+"""Whose credentials a connection has: the documented fields of ``google_cloud_platform``.
+
+A field may be in the connection's extra as such, or with the prefix that old releases of Airflow
+wrote.  What only the Google provider knows, such as a key in Secret Manager, is left to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.producers.pubsub.options import DEFAULT_CONNECTION
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+__all__ = ["Identity", "identity_of"]
+
+log = logging.getLogger(__name__)
+
+_PREFIX: Final = "extra__google_cloud_platform__"
+_SCOPE: Final = "https://www.googleapis.com/auth/cloud-platform"
+#: Fields that say which key, of which a connection has one.
+_KEYS: Final = ("keyfile_dict", "key_path", "credential_config_file", "key_secret_name")
+#: Fields that only the Google provider knows how to follow.
+_PROVIDERS: Final = ("key_secret_name", "idp_extra_params", "client_secret")
+
+
+class Identity(NamedTuple):
+    """Who asks Google.
+
+    :param credentials: Of google-auth.
+    :param project: Where short names are looked up, if the connection or the credentials say.
+    :param quota_project: Whose quota is used, if the connection says.
+    """
+
+    credentials: Any
+    project: str | None
+    quota_project: str | None
+
+
+def identity_of(producer: PubSubOptions, env: ProducerEnv) -> Identity:
+    """The credentials that the connection describes, else Application Default Credentials.
+
+    :raises ConnectionMissing: If there are none, or they cannot be read; no secret is in it.
+    """
+    connection = _connection(producer, env)
+    extra = {} if connection is None else _fields(connection.extra)
+    scopes = _listed(extra.get("scope") or extra.get("scopes")) or [_SCOPE]
+    try:
+        credentials, found = _credentials(connection, extra, scopes)
+        chain = _listed(extra.get("impersonation_chain"))
+        if chain:
+            credentials = _impersonated(credentials, chain, scopes)
+    except ConnectionMissing:
+        raise
+    except Exception as error:
+        # Its text may quote the key.
+        raise ConnectionMissing(_unusable(connection, error)) from None
+    project = extra.get("project") or found
+    return Identity(credentials, project or None, extra.get("quota_project_id") or None)
+
+
+def project_of(producer: PubSubOptions, env: ProducerEnv) -> str | None:
+    """The project that the connection names, without asking for credentials."""
+    connection = _connection(producer, env)
+    return None if connection is None else _fields(connection.extra).get("project") or None
+
+
+def _credentials(
+    connection: Connection | None, extra: Mapping[str, Any], scopes: list[str]
+) -> tuple[Any, str | None]:
+    from google import auth
+    from google.oauth2.service_account import Credentials
+
+    given = [name for name in _KEYS if extra.get(name)]
+    if len(given) > 1:
+        raise ConnectionMissing(
+            f"the connection {_name(connection)} has {' and '.join(given)}: it needs one of them"
+        )
+    if connection is not None and any(extra.get(name) for name in _PROVIDERS):
+        return _by_provider(connection, extra)
+    of_key, of_any = cast(Any, Credentials), cast(Any, auth)  # google-auth has no types of these
+    found: tuple[Any, str | None]
+    if extra.get("keyfile_dict"):
+        info = _parsed(extra["keyfile_dict"])
+        # As the Google provider does it: environment variables have \\n as two characters.
+        info["private_key"] = str(info.get("private_key", "")).replace("\\n", "\n")
+        made = of_key.from_service_account_info(info, scopes=scopes)
+        return made, made.project_id
+    if extra.get("key_path"):
+        made = of_key.from_service_account_file(extra["key_path"], scopes=scopes)
+        return made, made.project_id
+    config = extra.get("credential_config_file")
+    if not config:
+        found = of_any.default(scopes=scopes)
+    elif isinstance(config, Mapping) or config.lstrip()[:1] == "{":
+        found = of_any.load_credentials_from_dict(_parsed(config), scopes=scopes)
+    else:
+        found = of_any.load_credentials_from_file(config, scopes=scopes)
+    return found
+
+
+def _parsed(value: Any) -> dict[str, Any]:
+    """What is given as a mapping, or as its JSON."""
+    return dict(value) if isinstance(value, Mapping) else dict(json.loads(value))
+
+
+def _impersonated(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
+    from google.auth.impersonated_credentials import Credentials
+
+    *delegates, target = chain
+    made: Any = cast(Any, Credentials)(
+        source_credentials=credentials,
+        target_principal=target,
+        delegates=delegates,
+        target_scopes=scopes,
+    )
+    return made
+
+
+def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """By Airflow's Google provider, which knows the rest of the fields."""
+    try:
+        from airflow.providers.google.common.hooks.base_google import GoogleBaseHook
+    except ImportError:
+        field = next(name for name in _PROVIDERS if extra.get(name))
+        raise ConnectionMissing(
+            f"the connection {_name(connection)} has {field}, which needs"
+            " apache-airflow-providers-google: install it, or give the connection a key, a key"
+            " file or a credential configuration"
+        ) from None
+    found: tuple[Any, str | None] = GoogleBaseHook(
+        gcp_conn_id=connection.conn_id
+    ).get_credentials_and_project_id()
+    return found
+
+
+def _connection(producer: PubSubOptions, env: ProducerEnv) -> Connection | None:
+    conn_id = producer.conn_id
+    if conn_id is None:
+        return None
+    try:
+        found = env.connections.get(conn_id)
+    except ConnectionMissing:
+        if conn_id != DEFAULT_CONNECTION:
+            raise
+        log.info("There is no connection %r: Application Default Credentials are used.", conn_id)
+        return None
+    if found.conn_type not in ("google_cloud_platform", "gcpubsub", "generic", ""):
+        raise ConnectionMissing(
+            f"the connection {conn_id!r} is of type {found.conn_type!r}; Pub/Sub needs one of type"
+            " 'google_cloud_platform'"
+        )
+    return found
+
+
+def _fields(extra: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {
+        name.removeprefix(_PREFIX): value
+        for name, value in extra.items()
+        if name.startswith(_PREFIX)
+    }
+    fields.update({name: value for name, value in extra.items() if not name.startswith(_PREFIX)})
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def _listed(value: Any) -> list[str]:
+    """What is given as a list, or as text with commas."""
+    if isinstance(value, str):
+        return [each.strip() for each in value.split(",") if each.strip()]
+    return [str(each) for each in value] if isinstance(value, Sequence) else []
+
+
+def _unusable(connection: Connection | None, error: Exception) -> str:
+    from google.auth.exceptions import DefaultCredentialsError
+
+    if connection is None or not any(_fields(connection.extra).get(name) for name in _KEYS):
+        why = "" if isinstance(error, DefaultCredentialsError) else f" ({type(error).__name__})"
+        return (
+            f"there are no Google credentials{why}: give the connection a key (keyfile_dict), a key"
+            " file (key_path) or a credential configuration, or the machine Application Default"
+            " Credentials; an emulator is named by PUBSUB_EMULATOR_HOST"
+        )
+    return (
+        f"the credentials of the connection {_name(connection)} cannot be read"
+        f" ({type(error).__name__}): keyfile_dict is the JSON of a service account's key, key_path"
+        " and credential_config_file are files that every worker has"
+    )
+
+
+def _name(connection: Connection | None) -> str:
+    return repr("" if connection is None else connection.conn_id)

@@ -1,0 +1,155 @@
+"""What Google says, as one sentence that names the thing, the call and the way out; no secret.
+
+Google's own text is left out where it may quote a token or a key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError, ProducerUnavailable
+from airflow_broadway.core.text import cut
+from airflow_broadway.producers.kit.receipts.batch_requests import Refused
+
+__all__ = ["Denied", "Expired", "Missing", "translated", "words_of"]
+
+#: The permission that each call needs.
+PERMISSIONS: Final = {
+    "GetSubscription": "pubsub.subscriptions.get",
+    "Pull": "pubsub.subscriptions.consume",
+    "Acknowledge": "pubsub.subscriptions.consume",
+    "ModifyAckDeadline": "pubsub.subscriptions.consume",
+    "Seek": "pubsub.subscriptions.consume",
+    "GetTopic": "pubsub.topics.get",
+    "Publish": "pubsub.topics.publish",
+    "ListTimeSeries": "monitoring.timeSeries.list",
+}
+#: Bytes of Google's text that are shown.
+_MAX_TEXT: Final = 300
+#: What Google's token server says of an assertion whose instants are not its own.
+_SKEW_TEXTS: Final = ("iat", "reasonable timeframe", "token used too early", "clock")
+
+
+class Missing(ProducerError):
+    """There is no such subscription, topic or project."""
+
+
+class Denied(ProducerError):
+    """The credentials may not do this; others of the calls may be allowed."""
+
+
+class Expired(ProducerUnavailable):
+    """The credentials have expired: another process, with new ones, may succeed."""
+
+
+def words_of(error: Exception) -> dict[str, str]:
+    """What an exactly-once subscription says of single ack ids: ack id → word; empty: nothing."""
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.rpc.error_details_pb2 import ErrorInfo
+
+    if not isinstance(error, GoogleAPICallError):
+        return {}
+    words: dict[str, str] = {}
+    for detail in error.details or ():
+        if isinstance(detail, ErrorInfo):
+            words.update(detail.metadata)
+    return {key: word for key, word in words.items() if word.startswith(("PERM", "TRANSIENT"))}
+
+
+def translated(error: Exception, action: str, name: str, where: str) -> Exception:
+    """The error of ours that stands for one of Google's.
+
+    :param action: E.g. ``"Pull"``.
+    :param name: The subscription's or topic's full name.
+    :param where: The endpoint, for people.
+    """
+    from google.api_core import exceptions as of
+    from google.auth import exceptions as auth
+
+    if isinstance(error, auth.GoogleAuthError):
+        return _of_auth(error, action, name)
+    if isinstance(error, of.RetryError) and isinstance(error.cause, Exception):
+        return translated(error.cause, action, name, where)
+    if not isinstance(error, of.GoogleAPICallError):
+        return ProducerError(f"{action} on {name!r} failed: {type(error).__name__}: {error}")
+    text = str(error.message or "")
+    if isinstance(error, of.NotFound):
+        return Missing(
+            f"there is no {_kind(name)} {name!r} at {where}: check its id and its project, and"
+            " that it was not deleted"
+        )
+    if isinstance(error, of.Forbidden):
+        return _of_denial(error, action, name)
+    if isinstance(error, of.Unauthorized):
+        return Expired(
+            f"Google does not accept the credentials for {action} on {name!r}: they are expired,"
+            " revoked or of another kind; renew those of the connection, or look at this machine's"
+            " clock (NTP)"
+        )
+    if isinstance(error, of.ResourceExhausted):
+        return ProducerUnavailable(
+            f"Google throttles {action} on {name!r}, a quota is used up: {cut(text, _MAX_TEXT)};"
+            " try again later, with a lower receive_concurrency or a higher quota"
+        )
+    if isinstance(error, (of.InvalidArgument, of.OutOfRange)):
+        return Refused(f"Pub/Sub refuses {action} on {name!r}: {cut(text, _MAX_TEXT)}")
+    if isinstance(error, of.FailedPrecondition):
+        return ProducerError(
+            f"Pub/Sub refuses {action} on {name!r} as it is now: {cut(text, _MAX_TEXT)}; it must be"
+            " a pull subscription that is not detached"
+        )
+    if isinstance(error, (of.ServerError, of.Aborted, of.Cancelled)):
+        return ProducerUnavailable(
+            f"Pub/Sub cannot be reached for {action} on {name!r} at {where}:"
+            f" {cut(text, _MAX_TEXT) or type(error).__name__}"
+        )
+    return ProducerError(
+        f"Pub/Sub refuses {action} on {name!r} ({type(error).__name__}): {cut(text, _MAX_TEXT)}"
+    )
+
+
+def _of_denial(error: Any, action: str, name: str) -> Exception:
+    if error.reason == "SERVICE_DISABLED":
+        return Denied(
+            f"the Pub/Sub API is not enabled in the project of {name!r}: enable it"
+            " (gcloud services enable pubsub.googleapis.com), or check the project"
+        )
+    permission = PERMISSIONS.get(action, action)
+    return Denied(
+        f"Google denies {action} on {name!r}: allow {permission} on this {_kind(name)} for these"
+        " credentials (docs/pubsub.md has the least roles), and check that the project exists"
+    )
+
+
+def _of_auth(error: Exception, action: str, name: str) -> Exception:
+    from google.auth import exceptions as auth
+
+    if isinstance(error, auth.DefaultCredentialsError):
+        return ConnectionMissing(
+            f"{action} on {name!r} needs Google credentials, and there are none that can be used:"
+            " give the connection a key or a key file, or the machine Application Default"
+            " Credentials"
+        )
+    if isinstance(error, auth.RefreshError):
+        # Its text quotes the answer of a token server: only what it is about is told.
+        text = str(error).lower()
+        if any(part in text for part in _SKEW_TEXTS):
+            return ProducerError(
+                f"Google refuses a token for {action} on {name!r}: this machine's clock differs"
+                " from Google's by more than it allows; set the clock (NTP) and run again"
+            )
+        if error.retryable:
+            return ProducerUnavailable(f"Google gives no token for {action} on {name!r} just now")
+        return Expired(
+            f"Google gives no token for {action} on {name!r}: the credentials are expired, revoked"
+            " or not allowed to impersonate; renew those of the connection"
+        )
+    if isinstance(error, auth.TransportError):
+        return ProducerUnavailable(f"Google's token server cannot be reached for {name!r}")
+    return ConnectionMissing(
+        f"the credentials for {action} on {name!r} cannot be used: {type(error).__name__}"
+    )
+
+
+def _kind(name: str) -> str:
+    return "topic" if "/topics/" in name else "subscription"

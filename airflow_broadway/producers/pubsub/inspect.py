@@ -1,0 +1,141 @@
+"""What a subscription says of itself: its kind, its policies, its depth."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.pubsub.client import Client
+from airflow_broadway.producers.pubsub.errors import Denied
+
+if TYPE_CHECKING:
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+__all__ = ["check", "dead_letter_topic", "depth", "troubles_of"]
+
+log = logging.getLogger(__name__)
+
+#: A release counts as a delivery: below this, dead runs alone soon make dead letters.
+FEWEST_DELIVERIES: Final = 10
+#: What stands for a topic that was deleted.
+_DELETED: Final = "_deleted-topic_"
+_NO_DEAD_LETTER: Final = (
+    "there is no topic for dead letters: give the producer dead_letter=…, or the subscription {!r}"
+    " a dead-letter policy; until then such messages come back"
+)
+
+
+def check(producer: PubSubOptions, client: Client) -> int:
+    """Look at the subscription before anything is pulled, and say what will go wrong.
+
+    :returns: Its own ack deadline, in seconds; 0 if that may not be asked for.
+    :raises ProducerError: If it cannot be pulled, or dead letters would have nowhere to go.
+    """
+    try:
+        settings = client.settings()
+    except Denied:
+        log.info(
+            "pubsub.subscriptions.get is not allowed on %r: its kind and its policies cannot be"
+            " checked, and what is pulled is held anew each time.",
+            client.name,
+        )
+        return 0
+    refusal = refusal_of(producer, settings)
+    if refusal is not None:
+        raise ProducerError(refusal)
+    for trouble in troubles_of(producer, settings):
+        log.warning("%s", trouble)
+    return int(settings.ack_deadline_seconds)
+
+
+def refusal_of(producer: PubSubOptions, settings: Any) -> str | None:
+    """Why no run can pull from the subscription, or settle what it pulls; ``None``: it can."""
+    name = settings.name
+    if settings.detached:
+        return (
+            f"the subscription {name!r} is detached from its topic, and holds nothing any more:"
+            " create another one"
+        )
+    kind = _kind_of(settings)
+    if kind is not None:
+        return (
+            f"{name!r} is a {kind} subscription: Pub/Sub delivers its messages itself, and none can"
+            " be pulled; create a pull subscription beside it"
+        )
+    if settings.enable_message_ordering and not producer.message_ordering:
+        return (
+            f"the subscription {name!r} delivers in order (enable_message_ordering), where one that"
+            " comes again brings those behind it again: give the producer message_ordering=True"
+        )
+    if producer.message_ordering and not settings.enable_message_ordering:
+        return (
+            f"message_ordering=True needs a subscription that delivers in order, and {name!r} does"
+            " not: create one with enable_message_ordering, which cannot be changed later"
+        )
+    has_policy = bool(settings.dead_letter_policy.dead_letter_topic)
+    if not has_policy and producer.dead_letter is None and producer.may_publish(Delivery()):
+        return _NO_DEAD_LETTER.format(name)
+    return None
+
+
+def _kind_of(settings: Any) -> str | None:
+    """What other than a pull subscription it is."""
+    if settings.push_config.push_endpoint:
+        return "push"
+    if settings.bigquery_config.table:
+        return "BigQuery"
+    if settings.cloud_storage_config.bucket:
+        return "Cloud Storage"
+    return None
+
+
+def troubles_of(producer: PubSubOptions, settings: Any) -> list[str]:
+    """What is wrong with the subscription though runs can pull from it."""
+    found = []
+    name = settings.name
+    if settings.topic == _DELETED:
+        found.append(
+            f"the topic of the subscription {name!r} was deleted: what is left is drained, and"
+            " nothing new comes"
+        )
+    most = int(settings.dead_letter_policy.max_delivery_attempts)
+    retries = "retry" in (producer.on_success, producer.on_failure)
+    attempts = producer.retry.max_attempts if retries else 0
+    if most and most < max(FEWEST_DELIVERIES, attempts):
+        early = f", before its {many(attempts, 'attempt')} are used up" if most < attempts else ""
+        found.append(
+            f"the dead-letter policy of {name!r} makes a message a dead letter after"
+            f" {many(most, 'delivery', 'deliveries')}{early}: here what a dead or stopped run gives"
+            f" back counts as one too; set max_delivery_attempts to"
+            f" {max(FEWEST_DELIVERIES, attempts)} or more"
+        )
+    least = settings.retry_policy.minimum_backoff
+    if retries and least and least.total_seconds() > producer.retry.backoff:
+        found.append(
+            f"the retry policy of {name!r} puts off what comes again by {least.total_seconds():g} s"
+            f" at least, beyond the delays of the producer's retry (backoff"
+            f" {producer.retry.backoff:g} s)"
+        )
+    return found
+
+
+def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
+    """Where dead letters go: the option's topic, else that of the dead-letter policy.
+
+    :raises ProducerError: If there is none, or it may not be asked for.
+    """
+    if producer.dead_letter is not None:
+        return client.topic(producer.dead_letter)
+    topic = client.settings().dead_letter_policy.dead_letter_topic
+    if not topic:
+        raise ProducerError(_NO_DEAD_LETTER.format(client.name))
+    return str(topic)
+
+
+def depth(producer: PubSubOptions, env: ProducerEnv) -> QueueDepth | None:
+    """How full the subscription is; ``None``: that is not known."""
+    return None

@@ -1,0 +1,249 @@
+"""The options of the Pub/Sub producer, and what follows from them; loads no client."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.options import option, options
+from airflow_broadway.core.model.rules import (
+    AUTO,
+    BOOL,
+    CONN_ID,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    TEXT,
+    Rule,
+    is_int,
+)
+from airflow_broadway.producers.pubsub.limits import (
+    LONGEST_DEADLINE,
+    MAX_PULL,
+    SHORTEST_DEADLINE,
+)
+
+__all__ = ["DEFAULT_CONNECTION", "PubSubOptions", "partition_of"]
+
+#: The connection of Google Cloud where none is named; without it google-auth looks where it always
+#: looks.
+DEFAULT_CONNECTION: Final = "google_cloud_default"
+
+#: Google's rule for the ids of subscriptions and topics.
+_ID = r"(?!goog)[A-Za-z][A-Za-z0-9\-_.~+%]{2,254}"
+#: Project ids; those of a domain have a colon.
+_PROJECT = r"(?:[a-z0-9.\-]+:)?[a-z][a-z0-9\-]{4,28}[a-z0-9]"
+_NACK = re.compile(r"nack\((\d{1,3})\)")
+
+
+def _between(low: int, high: int) -> Rule:
+    return Rule(f"an integer from {low} to {high}", lambda v: is_int(v) and low <= v <= high, int)
+
+
+def _named(kind: str) -> Rule:
+    """A subscription or a topic, by its id or its full name."""
+    pattern = re.compile(rf"projects/{_PROJECT}/{kind}s/{_ID}|{_ID}")
+    return Rule(
+        f"a {kind}: its id, or 'projects/PROJECT/{kind}s/ID'; an id has 3 to 255 letters, digits"
+        " and -_.~+%, begins with a letter, and not with 'goog'",
+        lambda v: isinstance(v, str) and pattern.fullmatch(v) is not None,
+    )
+
+
+_ENDPOINT = Rule(
+    "a host and a port, such as 'europe-west1-pubsub.googleapis.com:443', or of an emulator"
+    " 'http://127.0.0.1:8085'",
+    lambda v: isinstance(v, str) and re.fullmatch(r"(?:http://)?[^\s/@?#]+", v) is not None,
+)
+_ACTION = Rule(
+    "an action of this producer",
+    lambda v: isinstance(v, str) or (isinstance(v, (tuple, list)) and len(v) == 2),
+)
+
+
+class _Actions(Mapping[str, Action]):
+    """The actions by name, and ``nack(30)`` beside them: so ``("nack", 30)`` is called as text."""
+
+    _named: Final = {
+        "ack": Action.ACK,
+        "noop": Action.LEAVE,
+        "nack": Action.RETRY,
+        "retry": Action.RETRY,
+        "dead_letter": Action.DEAD_LETTER,
+        "release": Action.RELEASE,
+    }
+
+    def __getitem__(self, name: str) -> Action:
+        found = _NACK.fullmatch(name)
+        if found is not None and int(found.group(1)) <= LONGEST_DEADLINE:
+            return Action.RETRY
+        return self._named[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+
+def partition_of(message: Message) -> int:
+    """A number of the message's ordering key: messages of one key stay in order by it."""
+    return zlib.crc32(str(message.metadata.get("orderingKey") or message.message_id).encode())
+
+
+@options
+class PubSubOptions(Producer):
+    """The options of :class:`~airflow_broadway.producers.pubsub.PubSubProducer`."""
+
+    kind: ClassVar[str] = "pubsub"
+    keeps_payload: ClassVar[bool] = True
+    actions: ClassVar[Mapping[str, Action]] = _Actions()
+
+    subscription: str = option(
+        rule=_named("subscription"),
+        doc="The subscription: ``projects/PROJECT/subscriptions/ID``, or its id alone, in the"
+        " project of ``project_id`` or of the connection.",
+    )
+    project_id: str | None = option(
+        default=None,
+        rule=TEXT.or_none(),
+        doc="The project of a subscription or topic that is given by its id; that of the"
+        " connection, else of the credentials.",
+    )
+    conn_id: str | None = option(
+        default=DEFAULT_CONNECTION,
+        rule=CONN_ID.or_none(),
+        doc="The Airflow connection of type ``google_cloud_platform``; ``None``: Application"
+        f" Default Credentials, and so where there is no ``{DEFAULT_CONNECTION}``.",
+    )
+    endpoint: str | None = option(
+        default=None,
+        rule=_ENDPOINT.or_none(),
+        doc="Another endpoint than Google's global one, such as a region's; ``http://…`` is an"
+        " emulator, without credentials.  ``PUBSUB_EMULATOR_HOST`` unless given.",
+    )
+    receive_concurrency: int = option(
+        default=4,
+        rule=_between(1, 100),
+        doc="Pulls in flight at a time, and requests in which messages are renewed and settled.",
+    )
+    max_number_of_messages: int = option(
+        default=MAX_PULL,
+        rule=_between(1, MAX_PULL),
+        doc="Messages in one pull, at most.  Broadway's default is 10.",
+    )
+    receive_timeout: float = option(
+        default=5.0,
+        rule=SECONDS,
+        doc="Seconds that a pull waits for a message: so long it takes to find out that a"
+        " subscription is empty.",
+    )
+    receive_interval: float = option(
+        default=5.0,
+        rule=SECONDS_OR_ZERO,
+        doc="Seconds from an empty pull to the next one.",
+    )
+    request_timeout: float = option(
+        default=60.0,
+        rule=SECONDS,
+        doc="Seconds for which a request other than a pull is tried while Pub/Sub is out of reach.",
+    )
+    on_success: Any = option(
+        default="ack",
+        rule=_ACTION,
+        doc="What is done with a message that succeeded: ``ack``, ``noop``, ``nack``,"
+        " ``(nack, seconds)``, ``retry``, ``dead_letter`` or ``release``.",
+    )
+    on_failure: Any = option(
+        default="noop",
+        rule=_ACTION,
+        doc="What is done with a message that failed; the same values.",
+    )
+    message_ordering: bool = option(
+        default=False,
+        rule=BOOL,
+        doc="Whether messages of one ordering key stay in order: what comes again holds back those"
+        " behind it.  As the subscription is made.",
+    )
+    lease: float = option(
+        default=AUTO,
+        rule=Rule(
+            f"seconds from {SHORTEST_DEADLINE} to {LONGEST_DEADLINE}, what Pub/Sub allows",
+            lambda v: type(v) in (int, float) and SHORTEST_DEADLINE <= v <= LONGEST_DEADLINE,
+            float,
+        ),
+        doc="Seconds for which messages are held, renewed while the run is at work.  600, the most"
+        " that Pub/Sub allows.",
+    )
+    dead_letter: str | None = option(
+        default=None,
+        rule=_named("topic").or_none(),
+        doc="The topic for dead letters, by id or ``projects/PROJECT/topics/ID``; ``None``: that of"
+        " the subscription's own dead-letter policy.",
+    )
+
+    def _resolve(self) -> None:
+        for name in ("on_success", "on_failure"):
+            value = getattr(self, name)
+            checked = self.check_action(name, value, f"PubSubProducer.{name}")
+            if checked != value:
+                object.__setattr__(self, name, checked)
+        self._default("lease", float(LONGEST_DEADLINE))
+
+    def check_action(self, name: str, value: object, path: str) -> str:
+        """The action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""
+        if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "nack":
+            delay = value[1]
+            if type(delay) in (int, float) and delay == int(delay):
+                value = f"nack({int(delay)})"
+        if value == "nack(0)":
+            value = "nack"
+        if isinstance(value, str) and (value in self.actions or "{{" in value):
+            return value
+        raise OptionsError(
+            path,
+            "'ack', 'noop', 'nack', ('nack', seconds) with whole seconds from 0 to"
+            f" {LONGEST_DEADLINE}, 'retry', 'dead_letter' or 'release'",
+            value,
+        )
+
+    def judge(self, facts: Facts) -> Verdict:
+        """A nack comes again after its own delay, however often: Pub/Sub's dead-letter policy
+        counts, and not ours.
+        """
+        if facts.name.startswith("nack"):
+            found = _NACK.fullmatch(facts.name)
+            delay = 0.0 if found is None else float(found.group(1))
+            return Verdict(Action.RETRY, delay, facts.reason, facts.stage)
+        return super().judge(facts)
+
+    def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
+        """Ordering keys are kept in order, unless the pipeline partitions otherwise."""
+        if not self.message_ordering or pipeline.partition_by is not None:
+            return {}
+        return {"partition_by": partition_of}
+
+    # -- what follows from the options ---------------------------------------------------------
+
+    @property
+    def seconds(self) -> int:
+        """The lease in whole seconds."""
+        return math.ceil(self.lease)
+
+    def publishes(self, action: Action) -> bool:
+        """A dead letter alone is published anew; a message of its own may say that it is one."""
+        return action is Action.DEAD_LETTER
+
+    @property
+    def keeps_order(self) -> bool:
+        """Within each ordering key, if the subscription delivers in order."""
+        return self.message_ordering
+
+    def group_of(self, message: Message) -> str | None:
+        return (message.metadata.get("orderingKey") or None) if self.message_ordering else None

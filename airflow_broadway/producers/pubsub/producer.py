@@ -1,0 +1,37 @@
+"""Pub/Sub as a pipeline's producer: opens the half that receives and the half that settles."""
+
+from __future__ import annotations
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.model.options import options
+from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+__all__ = ["PubSubProducer"]
+
+
+@options
+class PubSubProducer(PubSubOptions):
+    """Messages from a pull subscription of Google Cloud Pub/Sub: see ``docs/pubsub.md``.
+
+    ``on_success`` and ``on_failure`` take Broadway's values: ``"ack"``; ``"noop"``, after which the
+    message comes again once its lease is over; ``"nack"`` and ``("nack", seconds)``, after which it
+    comes again at once or then, as often as Pub/Sub's own dead-letter policy allows.  Beside them
+    ``"retry"`` (by the option ``retry``), ``"dead_letter"`` and ``"release"``, at once and without
+    using up an attempt.
+    """
+
+    def source(self, env: ProducerEnv) -> Source:
+        from airflow_broadway.producers.pubsub.source import PubSubSource
+
+        return PubSubSource(self, env)
+
+    def custodian(self, env: ProducerEnv) -> Custodian:
+        from airflow_broadway.producers.pubsub.custodian import PubSubCustodian
+
+        return PubSubCustodian(self, env)
+
+    def depth(self, env: ProducerEnv) -> QueueDepth | None:
+        from airflow_broadway.producers.pubsub.inspect import depth
+
+        return depth(self, env)

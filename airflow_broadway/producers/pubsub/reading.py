@@ -1,0 +1,64 @@
+"""The messages that are made of what Pub/Sub hands out."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from typing import Any
+
+from airflow_broadway.core.custody.protocol import Delivery
+from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.message import Message
+
+__all__ = ["message_of", "metadata_of"]
+
+
+def message_of(
+    raw: Any, generation: str, *, attempt: int, redelivered: bool, at: datetime, position: int
+) -> Message:
+    """The message.
+
+    :param raw: A ``ReceivedMessage``, as protobuf has it.
+    """
+    message = raw.message
+    body = message.data
+    delivery = Delivery(payload=body, properties=_properties_of(message))
+    return Message(
+        body,
+        metadata=metadata_of(raw),
+        acknowledger=AckRef(None, generation, delivery),
+        message_id=message.message_id,
+        attempt=attempt,
+        redelivered=redelivered,
+        received_at=at,
+        position=position,
+        size=len(body),
+    )
+
+
+def metadata_of(raw: Any) -> dict[str, Any]:
+    """Broadway's metadata, under its names.
+
+    ``deliveryAttempt`` is ``None`` without a dead-letter policy.
+    """
+    message = raw.message
+    published = message.publish_time
+    return {
+        "attributes": dict(message.attributes),
+        "deliveryAttempt": raw.delivery_attempt or None,
+        "messageId": message.message_id,
+        "orderingKey": message.ordering_key,
+        "publishTime": (
+            published.ToDatetime(timezone.utc) if published.seconds or published.nanos else None
+        ),
+    }
+
+
+def _properties_of(message: Any) -> str:
+    """What a dead letter of the message keeps, as JSON: attributes and ordering key."""
+    kept: dict[str, Any] = {}
+    if message.attributes:
+        kept["attributes"] = dict(message.attributes)
+    if message.ordering_key:
+        kept["ordering_key"] = message.ordering_key
+    return json.dumps(kept, separators=(",", ":")) if kept else "{}"

@@ -1,0 +1,90 @@
+"""What one settlement asks of Pub/Sub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kit.receipts.batch_requests import Call, Refusal
+from airflow_broadway.producers.kit.receipts.settlement import Letters, ReceiptSettlement, Work
+from airflow_broadway.producers.pubsub import dead_letters
+from airflow_broadway.producers.pubsub.batch_requests import (
+    Held,
+    acknowledging,
+    modifying,
+    tried_again,
+)
+from airflow_broadway.producers.pubsub.client import Client
+from airflow_broadway.producers.pubsub.inspect import dead_letter_topic
+from airflow_broadway.producers.pubsub.limits import LONGEST_DEADLINE, MAX_IDS
+
+if TYPE_CHECKING:
+    from airflow_broadway.producers.pubsub.options import PubSubOptions
+
+__all__ = ["SubscriptionSettlement"]
+
+
+class SubscriptionSettlement(ReceiptSettlement):
+    """Carries verdicts out on the messages of one generation; used from one thread."""
+
+    service: ClassVar[str] = "Pub/Sub"
+    removes_once: ClassVar[bool] = True
+    hides_behind: ClassVar[bool] = True
+
+    def __init__(self, producer: PubSubOptions, client: Client, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, wave=MAX_IDS * producer.receive_concurrency, **kwargs)
+        self._producer = producer
+        self._client = client
+
+    def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
+        done = super().carry_out(work, note=note)
+        # Nothing else tells whoever receives these that they were handed out before.
+        self._note_again({key: each for key, each in work.verdicts.items() if key not in done})
+        return done
+
+    def _note(self, action: Action, verdicts: Mapping[str, Verdict]) -> None:
+        if action is Action.RETRY:
+            super()._note(action, verdicts)
+        elif action in (Action.RELEASE, Action.LEAVE):
+            self._note_again(verdicts)
+
+    def _note_again(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Note that these were handed out, with the failures on record before."""
+        entries = self._entries
+        failures = {key: entries[key].attempt - 1 if key in entries else 0 for key in verdicts}
+        self._folder.failures.note(failures, self._clock.now())
+
+    def _remove_call(self) -> Call:
+        return acknowledging(self._client, self._clock)
+
+    def _removed(self, receipt: str) -> Held:
+        return Held(receipt)
+
+    def _hide_call(self) -> Call:
+        return modifying(self._client, self._clock)
+
+    def _hidden(self, receipt: str, seconds: int) -> Held:
+        return Held(receipt, seconds)
+
+    def _longest_delay(self) -> int:
+        return LONGEST_DEADLINE
+
+    def _why_cut(self, count: int, seconds: int) -> str:
+        return (
+            f"Pub/Sub puts a message off for {seconds} s at most: the delay of"
+            f" {many(count, 'message')} was cut to that; give retry a max_backoff of {seconds}"
+        )
+
+    def _open_letters(self) -> Letters:
+        topic = dead_letter_topic(self._producer, self._client)
+        client, clock = self._client, self._clock
+
+        def publish(messages: Sequence[Any]) -> Mapping[int, Refusal]:
+            tried_again(lambda: client.publish(topic, messages), client.timeout, clock)
+            return {}
+
+        make = partial(dead_letters.letter, subscription=client.name)
+        return Letters(make, dead_letters.requests, publish, "Publish")
