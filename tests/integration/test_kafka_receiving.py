@@ -15,7 +15,6 @@ import pytest
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
-from airflow_broadway.producers.kafka import source as source_module
 from tests.kafka_fixtures import on_peers
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import RETENTION, TRANSACTIONS, KafkaServer, MockKafka
@@ -225,19 +224,6 @@ def test_a_run_that_is_told_to_stop_waits_for_nothing(kafka: KafkaServer, tmp_pa
     source.close()
 
     assert time.monotonic() - began < 2.0
-
-
-def test_a_cluster_that_says_nothing_is_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source_module, "_SILENCE_TIMEOUT", 1.0)
-    with MockKafka.start(tmp_path / "mock") as kafka:
-        group = KafkaGroup(kafka, tmp_path)
-        group.fill(5)
-        with group.source() as source:
-            kafka.kill()
-            with pytest.raises(ProducerUnavailable, match=r"nothing can be received .*: nobody an"):
-                source.receive(5, timeout=0.0)
 
 
 def test_nobody_there_is_told_before_anything_else(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ the number in Kafka is its mirror.
 
 ``options`` are declared, ``producer`` opens the halves.  Receiving: ``opening`` (what is found, and
 refused, before anything is received), ``backfill``, ``source``, ``partition``, ``crashes``,
-``records`` (from Kafka's messages to ours).  Settling: ``custodian``, ``work`` (what is to be
-done), ``settling`` (what the table is then), ``dead_letters``.  ``client``, ``admin``
-and ``errors`` are the way to the cluster, ``ranges`` are sets of offsets.  ``docs/kafka.md`` is the
-guide.
+``records`` (from Kafka's messages to ours), ``silence`` (who says nothing).  Settling:
+``custodian``, ``work`` (what is to be done), ``settling`` (what the table is then),
+``dead_letters``.  ``client``, ``admin`` and ``errors`` are the way to the cluster, ``ranges`` are
+sets of offsets.  ``docs/kafka.md`` is the guide.
 """
 
 from __future__ import annotations

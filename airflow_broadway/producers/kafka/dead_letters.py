@@ -17,6 +17,7 @@ from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.options import KafkaOptions
+from airflow_broadway.producers.kafka.silence import silence_error
 
 __all__ = ["LogReader", "Why", "headers_of", "send"]
 
@@ -68,7 +69,9 @@ class LogReader:
             if records:
                 heard = time.monotonic()
             elif time.monotonic() - heard > _SILENCE_TIMEOUT:
-                raise cluster.unavailable("dead letters cannot be read from the log")
+                silent, offsets = next(iter(waiting.items()))
+                doing = "dead letters cannot be read from the log"
+                raise silence_error(cluster, silent, offsets[-1], doing)
             if self._lost:  # the client reads no more of a partition that it could not read on
                 self._lost = False
                 cluster.assign({place: offsets[-1] for place, offsets in waiting.items()})

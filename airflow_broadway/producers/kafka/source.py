@@ -28,6 +28,7 @@ from airflow_broadway.producers.kafka.opening import (
 from airflow_broadway.producers.kafka.partition import PartitionReader
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
+from airflow_broadway.producers.kafka.silence import Silence
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -37,8 +38,6 @@ __all__ = ["KafkaSource"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a word from the cluster after which it counts as out of reach.
-_SILENCE_TIMEOUT: Final = 20.0
 #: Seconds between two looks at whether the run is to stop.
 _STOP_INTERVAL: Final = 0.2
 #: Seconds for which a receive waits for more messages after its first.
@@ -61,6 +60,7 @@ class KafkaSource:
         #: Whether what is fetched next follows what was fetched before.
         self._assigned = False
         self._cluster = Cluster(producer, env)
+        self._silence = Silence(self._cluster, env.clock)
         try:
             self._open()
         except BaseException:  # a kill too; raised again
@@ -162,18 +162,16 @@ class KafkaSource:
         self._check_held()
         monotonic = self._clock.monotonic
         end = monotonic() + timeout
-        heard = monotonic()
         while not self._env.stopping():
             quiet = all(reader.quiet for reader in self._readers.values())
             if quiet and self._looked_again():
                 continue
             left = max(0.0, end - monotonic()) if quiet else _STOP_INTERVAL
+            busy = {place: r.position for place, r in self._readers.items() if not r.quiet}
+            self._silence.check(busy)
             self._assign()
             records = self._fetch(demand, min(_STOP_INTERVAL, left))
-            if records:
-                heard = monotonic()
-            elif not quiet and monotonic() - heard > _SILENCE_TIMEOUT:
-                raise self._cluster.unavailable("nothing can be received")
+            self._silence.listened(busy, all_heard=len(records) < demand)
             messages = self._accept(records)
             if messages:
                 return messages
@@ -265,6 +263,7 @@ class KafkaSource:
             place = record.topic(), record.partition()
             if place != last:
                 portion, last = fetched.setdefault(place, []), place
+                self._silence.heard(place)
             portion.append(record)
             self._readers[place].at_end = False
         messages: list[Message] = []
@@ -331,6 +330,7 @@ class KafkaSource:
         if code == self._cluster.eof:
             reader = self._readers[record.topic(), record.partition()]
             reader.at_end, reader.end = True, record.offset()
+            self._silence.heard(reader.place)
             return
         if error.retriable() or error.name() in ("_ALL_BROKERS_DOWN", "_TRANSPORT", "_RESOLVE"):
             log.warning("Kafka: %s", error.str())

@@ -1,0 +1,96 @@
+"""Who says nothing is out of reach, or damaged: a cluster, and one partition beside others."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kafka import dead_letters, silence
+from airflow_broadway.producers.kafka.client import Cluster
+from airflow_broadway.producers.kafka.source import KafkaSource
+from airflow_broadway.testing.clock import ManualClock
+from tests.kafka_group import KafkaGroup
+from tests.kafka_proxy import KafkaProxy
+from tests.kafka_server import KafkaServer, MockKafka
+
+pytestmark = pytest.mark.broker
+
+
+def test_a_cluster_that_says_nothing_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "_TIMEOUT", 1.0)
+    with MockKafka.start(tmp_path / "mock") as kafka:
+        group = KafkaGroup(kafka, tmp_path)
+        group.fill(5)
+        with group.source() as source:
+            kafka.kill()
+            with pytest.raises(ProducerUnavailable, match=r"nothing can be received .*: nobody an"):
+                source.receive(5, timeout=0.0)
+
+
+def without_end(marker: bytes) -> Callable[[int, bytes], bytes]:
+    """The batch that begins with a message is longer than what is there of it: as if cut off."""
+
+    def change(kind: int, answer: bytes) -> bytes:
+        # In the log's format 2: 61 bytes of a batch, then 6 of its first record, then its value.
+        length = answer.find(marker) - 6 - 61 + 8
+        if length < 0:
+            return answer
+        return answer[:length] + struct.pack(">i", 100_000) + answer[length + 4 :]
+
+    return change
+
+
+@pytest.mark.parametrize("traffic", [True, False])
+def test_a_partition_that_says_nothing_is_told_whatever_the_others_say(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: bool
+) -> None:
+    # Given a batch whose length is damaged: the client fetches it for ever, and says nothing
+    monkeypatch.setattr(silence, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(dead_letters, "_SILENCE_TIMEOUT", 0.5)
+    group = KafkaGroup(kafka, tmp_path, partitions=2)
+    kafka.fill(group.topic, [b"damaged"], partition=1)
+    where = rf"nothing comes of {group.topic}-1 from offset 0 on, and its end is at 1: it seems th"
+    got: list[Message] = []
+
+    def receive(source: KafkaSource) -> None:
+        for _ in range(1_000):
+            if traffic:
+                kafka.fill(group.topic, [b"whole"], partition=0)
+            got.extend(source.receive(10, timeout=0.0))
+
+    with KafkaProxy(kafka.bootstrap, change=without_end(b"damaged")) as proxy:
+        group.options["hosts"] = proxy.bootstrap
+
+        # Then neither silence nor traffic in another partition hides it
+        with group.source("damaged") as source, pytest.raises(ProducerUnavailable, match=where):
+            receive(source)
+        assert bool(got) is traffic
+
+        # And who wants to read it again, for a dead letter, is told the same
+        cluster = Cluster(group.producer(), group.env(""))
+        letters = dead_letters.LogReader(cluster).read({(group.topic, 1): [0]})
+        with pytest.raises(ProducerUnavailable, match=where):
+            next(letters)
+        cluster.close()
+
+
+def test_what_stands_behind_others_is_not_silent(tmp_path: Path) -> None:
+    clock = ManualClock()
+    cluster: Any = None
+    heard = silence.Silence(cluster, clock)
+    for _ in range(100):
+        clock.advance(5.0)
+        heard.listened([("a", 0)], all_heard=False)
+    for _ in range(15):  # a run handles messages for an hour between two looks
+        clock.advance(3600.0)
+        heard.listened([("a", 0)], all_heard=True)
+
+    heard.check({("a", 0): 0})
