@@ -207,7 +207,7 @@ def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> li
         return from_arrow(table["data"])
     texts: list[Any] = table["data_json"].to_pylist()
     blobs: list[Any] = table["data_bytes"].to_pylist()
-    return [read(text) if blob is None else blob for text, blob in zip(texts, blobs, strict=True)]
+    return [blob if text is None else read(text) for text, blob in zip(texts, blobs, strict=True)]
 
 
 def _receipts(table: pa.Table) -> Iterator[StagedReceipt]:

@@ -67,13 +67,13 @@ def _earliest(heads: dict[int, pa.Table]) -> pa.Table:
 
 
 def only_bytes(folder: Folder, paths: Sequence[str]) -> bool:
-    """Whether the data of all messages is bytes, in message files without a schema.
+    """Whether the data of all messages is bytes or ``None``, in message files without a schema.
 
     Without any file it is not.
     """
     for path in paths:
         with ParquetFile(folder, path) as file:
-            if file.nulls("data_bytes"):
+            if file.nulls("data_json") < sum(map(file.rows, range(file.groups))):
                 return False
     return bool(paths)
 

@@ -41,7 +41,7 @@ _NO_DICTIONARY = frozenset(
     {"message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt", "_payload"}
 )
 #: Columns with statistics: readers look at their bounds, or their nulls, before they read.
-_STATISTICS = ("batch", "chunk", "data_bytes", "position", "received_at", "source")
+_STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source")
 
 
 def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
@@ -95,7 +95,7 @@ def data_schema(batcher: Batcher, producer: Producer, *, as_bytes: bool) -> pa.S
     if batcher.schema is not None or python:
         data = _data_fields(batcher)
     else:
-        data = [pa.field("data", pa.binary() if as_bytes else pa.string(), nullable=False)]
+        data = [pa.field("data", pa.binary() if as_bytes else pa.string())]
     return pa.schema(
         [
             pa.field("message_id", pa.string(), nullable=False),

@@ -156,7 +156,8 @@ class _MessageFiles:
         self._messages.append(message)
         self._chunks.append(chunk)
         data = message.data.data
-        self._bytes += message.size if type(data) is tuple else max(len(data), message.size)
+        size = 0 if data is None or type(data) is tuple else len(data)
+        self._bytes += max(size, message.size)
         if self._bytes >= GROUP_BYTES or len(self._messages) >= GROUP_ROWS:
             self._write()
 
@@ -207,7 +208,10 @@ class _MessageFiles:
         return pa.Table.from_arrays(arrays, schema=self._columns)
 
     def _data(self, data: list[Any]) -> dict[str, Any]:
-        """The columns that hold the data: one with a schema, else one of bytes and one of JSON."""
+        """The columns that hold the data: one with a schema, else one of bytes and one of JSON.
+
+        Where both are null the data is ``None``, such as that of a tombstone of Kafka.
+        """
         if self._schema is not None:
             return {"data": columns_from_rows(data, self._schema)}
         return {

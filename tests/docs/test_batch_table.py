@@ -28,6 +28,7 @@ KNOWN = {each.__name__: each for each in (Decimal, date, datetime, Point, UUID)}
 #: What a callback puts there: data without a schema, data with ``x int, t string``.
 PLAIN = [
     "b'raw'",
+    "None",
     "{'a': [1, 2.5, None, True]}",
     "(1, 2)",
     "Point(1, 2)",
@@ -48,6 +49,7 @@ BY_SCHEMA = [
     "{'x': '1'}",
     "{'x': 1.0}",
     "b'raw'",
+    "None",
 ]
 
 
@@ -82,6 +84,8 @@ def in_spark(value: Any, schema: str | None) -> str:
         return "fails"
     if schema is not None:
         return "the row " + shown(data)
+    if data is None:
+        return "NULL"
     return f"binary {shown(data)}" if type(data) is bytes else f"`{data}`"
 
 

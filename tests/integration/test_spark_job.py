@@ -201,6 +201,8 @@ def test_every_type_of_a_schema(job: Job) -> None:
     [
         (True, b"\x00\xff", "binary", b"\x00\xff"),
         (False, '{"a": [1, null]}', "string", {"a": [1, None]}),
+        (True, None, "binary", None),
+        (False, None, "string", None),
     ],
 )
 def test_without_a_schema(job: Job, as_bytes: bool, data: Any, kind: str, python: Any) -> None:

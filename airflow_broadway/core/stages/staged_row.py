@@ -51,7 +51,7 @@ _NO_METADATA: dict[str, str] = {}
 class StagedRow(NamedTuple):
     """What is staged of one message, beside what the message itself says.
 
-    :param data: A tuple of the schema's columns; without a schema ``bytes``, or text.
+    :param data: A tuple of the schema's columns; without a schema ``bytes``, text, or ``None``.
     :param key: The batch key as text.
     :param partition: What ``partition_by`` said, modulo ``concurrency``; ``None`` without it.
     :param dropped: Keys of the data that the schema does not name, with how often.
@@ -211,8 +211,10 @@ class _Conversion:
             self._read = schema.reader()
         self._keys: dict[Any, str] = {}
 
-    def _plain(self, data: Any) -> bytes | str:
-        """Bytes as they are, anything else as text."""
+    def _plain(self, data: Any) -> bytes | str | None:
+        """Bytes and nothing as they are, anything else as text."""
+        if data is None:
+            return None
         if isinstance(data, (bytes, bytearray, memoryview)):
             return bytes(data)
         return self._dump(data)

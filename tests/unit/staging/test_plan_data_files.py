@@ -67,6 +67,12 @@ def test_spark_gets_the_public_columns_in_their_types(tmp_path: Path) -> None:
         ([b"a", b"\xff"], True, [b"a", b"\xff"]),
         ([{"n": 1}, "a"], False, ['{"n":1}', '"a"']),
         ([b"a", b"\xff", 1], False, ['"a"', '"base64:/w=="', "1"]),
+        # Tombstones of Kafka: beside bytes, alone, beside JSON, text, and what is mixed
+        ([b"a", None, b"null"], True, [b"a", None, b"null"]),
+        ([None], True, [None]),
+        ([None, {"n": None}], False, [None, '{"n":null}']),
+        (["null", None], False, ['"null"', None]),
+        ([b"a", None, 1], False, ['"a"', None, "1"]),
     ],
 )
 def test_without_a_schema_data_is_binary_if_all_of_it_is_bytes_else_json(
