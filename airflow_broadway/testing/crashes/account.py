@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -57,6 +57,8 @@ class Account:
     reasons: list[str] = field(default_factory=list)
     #: What the sink holds; ``None``: there is none to look at.
     rows: Counter[str] | None = None
+    #: Whether a message that should succeed was made to fail at its last attempt.
+    made_to_fail: bool = False
 
     @property
     def wrong(self) -> dict[Wrong, list[str]]:
@@ -86,16 +88,19 @@ def account(
     ids: Sequence[str],
     fates: Mapping[int, str] | None,
     rows: Counter[str] | None = None,
+    failing: Collection[str] = (),
 ) -> Account:
     """Count the messages of a finished case.
 
     :param ids: Of all that were sent, in order.
     :param fates: What becomes of each where nothing is struck; ``None``: it is not known.
     :param rows: What the sink holds then; ``None``: it is not known.
+    :param failing: Executions whose callbacks were made to fail: that uses up an attempt of what
+        they handled, which may have been the last.
     """
     found = Account()
     calls = list(witnessed(subject.witness))
-    _count_ends(found, subject, ids, calls, fates)
+    _count_ends(found, subject, ids, calls, fates, failing)
     _count_repeats(found, calls)
     _compare_batches(found, calls)
     _check_order(found, calls, {key: subject.group_of(place) for place, key in enumerate(ids)})
@@ -113,6 +118,7 @@ def _count_ends(
     ids: Sequence[str],
     calls: Sequence[Witnessed],
     fates: Mapping[int, str] | None,
+    failing: Collection[str],
 ) -> None:
     last = "handle_batch" if subject.pipeline.batchers else "handle_message"
     done = {key for call in calls if call.stage == last for key in call.succeeded or ()}
@@ -121,17 +127,21 @@ def _count_ends(
     }
     handled = {key for call in calls for key, _, _ in call.messages}
     drops = _drops(subject)
+    tried = {key for call in calls if call.execution in failing for key, _, _ in call.messages}
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
     found.reasons = [letter.reason for letter in letters if letter.reason]
     for place, key in enumerate(ids):
         fate = DEAD if key in dead else ACKED if key in done else ""
-        if not fate and drops and key in handled and (fates is None or fates[place] == DROPPED):
+        may_drop = fates is None or fates[place] == DROPPED or key in tried
+        if not fate and drops and key in handled and may_drop:
             fate = DROPPED
         found.fates[place] = fate
         wanted = fate if fates is None else fates[place]
         if not fate:
             found.lost.append(key)
+        elif fate != wanted and key in tried and wanted == ACKED:
+            found.made_to_fail = True
         elif fate != wanted:
             found.mistakes.append(f"{key} is {fate}, and should be {wanted}")
     for key in dead:
@@ -160,7 +170,10 @@ def _compare_rows(
         there, right = found.rows[row], wanted[row]
         if there != right:
             told = f"{row} is there {_times(there)}, and should be {_times(right)}"
-            (found.repeated if there > right else found.missing).append(told)
+            if there > right:
+                found.repeated.append(told)
+            elif not found.made_to_fail:
+                found.missing.append(told)
 
 
 def _times(number: int) -> str:

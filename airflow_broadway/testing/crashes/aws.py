@@ -88,6 +88,8 @@ class Aws:
             changes=not operation.startswith(_LOOKS),
             error=lambda: _failed(operation, url, made),
             lost=lambda: _unanswered(url),
+            hangs=lambda: _unanswered(url),
+            late=True,
         )
 
     def _target(self, given: Mapping[str, Any]) -> str:

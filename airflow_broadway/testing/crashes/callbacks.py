@@ -18,7 +18,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Callbacks", "Witnessed", "witnessed"]
+__all__ = ["Callbacks", "TaskTimeOut", "Witnessed", "witnessed"]
 
 
 class Witnessed(NamedTuple):
@@ -35,6 +35,10 @@ class Witnessed(NamedTuple):
     batch_id: str
     messages: list[tuple[str, int, bool]]
     succeeded: frozenset[str] | None
+
+
+class TaskTimeOut(BaseException):
+    """The time-out of a task is over while a callback is at work, as Airflow's would be."""
 
 
 class Callbacks:
@@ -70,6 +74,7 @@ class Callbacks:
                 ),
                 nested=True,
                 error=_failed,
+                hangs=TaskTimeOut,
             )
 
         def batch_handled(
@@ -86,6 +91,7 @@ class Callbacks:
                 ),
                 nested=True,
                 error=_failed,
+                hangs=TaskTimeOut,
             )
 
         self._pipeline.handle_message = message_handled  # type: ignore[method-assign]

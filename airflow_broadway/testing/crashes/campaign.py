@@ -38,7 +38,7 @@ class Family(StrEnum):
     PAIRS = "pairs"
     #: A task that is taken for dead wakes up after others have recovered from its death.
     ZOMBIES = "zombies"
-    #: A call fails, its answer is lost, the disk is full, the clock jumps.
+    #: A call fails, hangs, or its answer is lost; the disk is full, the clock jumps.
     FAULTS = "faults"
 
 
@@ -48,6 +48,7 @@ _STRIKES: Mapping[Family, tuple[What, ...]] = {
     Family.FAULTS: (
         What.ERROR,
         What.ANSWER_LOST,
+        What.TIME_OUT,
         What.DISK_FULL,
         What.CLOCK_AHEAD,
         What.CLOCK_BEHIND,
@@ -386,6 +387,8 @@ def _means_something(point: Point, what: What) -> bool:
         return not traits.locked_after
     if what is What.DISK_FULL:
         return traits.room
+    if what is What.TIME_OUT:
+        return traits.hangs
     return traits.changes or what in (What.ERROR, What.CLOCK_AHEAD, What.CLOCK_BEHIND)
 
 

@@ -136,7 +136,8 @@ class _Case:
         self._publish(len(self._bodies))
         self._drain()
         self._forget()
-        found = account(self._subject, self._ids, fates, rows)
+        failing = {each.point.execution for each in self._case.strikes if each.fails_callbacks}
+        found = account(self._subject, self._ids, fates, rows, failing)
         found.mistakes += self._mistakes
         struck = {each.name for each in scheduler.executions if each.struck}
         reached = all(strike.point.execution in struck for strike in self._case.strikes)

@@ -13,8 +13,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from airflow_broadway.testing.crashes.points import Call, Names, Point, Strike, Traits, What
 
@@ -23,6 +23,8 @@ __all__ = ["Boundary", "Interceptor"]
 R = TypeVar("R")
 
 _HOUR = 3600.0
+#: Seconds until a call that hangs is given up.
+_TIME_OUT = 60.0
 
 
 class Boundary(Protocol):
@@ -31,6 +33,16 @@ class Boundary(Protocol):
     def install(self, interceptor: Interceptor) -> None:
         """Called once, in the process of the execution, before its task begins."""
         ...
+
+
+class _Failures(NamedTuple):
+    """What a call raises, in which case; see :meth:`Interceptor.call`."""
+
+    error: Callable[[], Exception]
+    lost: Callable[[], Exception]
+    full: Callable[[], Exception] | None
+    hangs: Callable[[], BaseException] | None
+    late: bool
 
 
 class Interceptor:
@@ -54,12 +66,16 @@ class Interceptor:
         self.on_strike: Callable[[], None] = lambda: None
         #: Called when this process wakes up.
         self.on_wake: Callable[[], None] = lambda: None
+        #: Lets this process's clocks go on.
+        self.pass_time: Callable[[float], None] = lambda seconds: None
         self._strike = (strikes or {}).get(execution)
         self._names = Names()
         self._counts: Counter[Call] = Counter()
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._full = False
+        # What was given up, and is done all the same: later.
+        self._late: list[Callable[[], object]] = []
 
     # -- what boundaries call --------------------------------------------------------------------
 
@@ -81,6 +97,8 @@ class Interceptor:
         error: Callable[[], Exception] = lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
         lost: Callable[[], Exception] | None = None,
         full: Callable[[], Exception] | None = None,
+        hangs: Callable[[], BaseException] | None = None,
+        late: bool = False,
     ) -> R:
         """Do one call that touches the world, unless it is struck.
 
@@ -91,22 +109,34 @@ class Interceptor:
         :param error: What it raises where it fails.
         :param lost: What it raises where its answer is lost; ``error`` unless given.
         :param full: What it raises where the disk is full; not given, it needs no room.
+        :param hangs: What it raises once its time-out is over; not given, it has none.
+        :param late: Whether what was given up so may be done all the same, later: after the next
+            call, when the process has gone on.
         """
         if self.busy:
             return do()
+        failures = _Failures(error, lost or error, full, hangs, late)
         own = nested or getattr(self._inside, "callback", False)
         with self._within(nested):
             call = Call(kind, self._names.plain(target))
-            traits = Traits(changes, half is not None, full is not None, locked(), own=own)
+            traits = Traits(
+                changes,
+                half is not None,
+                full is not None,
+                locked(),
+                own=own,
+                hangs=hangs is not None,
+            )
             nth, place = self._seen(call, traits)
             if self._full and full is not None:
                 raise full()
             strike = self._strike
             if strike is None or self.struck or strike.point[1:3] != (call, nth):
                 came = do()
+                self._do_late()
             else:
                 self.struck = True
-                came = self._struck(strike.what, do, half, error, lost or error, full)
+                came = self._struck(strike.what, do, half, failures)
             if locked():
                 point = self.seen[place]
                 self.seen[place] = point._replace(traits=traits._replace(locked_after=True))
@@ -138,9 +168,7 @@ class Interceptor:
         what: What,
         do: Callable[[], R],
         half: Callable[[], object] | None,
-        error: Callable[[], Exception],
-        lost: Callable[[], Exception],
-        full: Callable[[], Exception] | None,
+        failures: _Failures,
     ) -> R:
         if what is What.KILLED_BEFORE:
             self._die()
@@ -150,12 +178,19 @@ class Interceptor:
             self._die()
         elif what is What.ERROR:
             self.on_strike()
-            raise error()
+            raise failures.error()
+        elif what is What.TIME_OUT:
+            assert failures.hangs is not None, "this call has no time-out"
+            self.on_strike()
+            self.pass_time(_TIME_OUT)
+            if failures.late:
+                self._late.append(do)
+            raise failures.hangs()
         elif what is What.DISK_FULL:
             self.on_strike()
             self._full = True
-            if full is not None:
-                raise full()
+            if failures.full is not None:
+                raise failures.full()
         elif what is What.ASLEEP_BEFORE:
             self._sleep()
         elif what is What.BROKER_RESTARTS:
@@ -171,8 +206,14 @@ class Interceptor:
             self._sleep()
         elif what is What.ANSWER_LOST:
             self.on_strike()
-            raise lost()
+            raise failures.lost()
         return came
+
+    def _do_late(self) -> None:
+        """Do what was given up before; nobody hears what comes of it."""
+        while self._late:
+            with suppress(Exception):
+                self._late.pop()()
 
     def _die(self) -> None:
         """As by ``kill -9``: no handler runs, and no ``finally``."""

@@ -52,6 +52,7 @@ class Traits(NamedTuple):
         sleeps there lets nobody recover.
     :param locked_after: The same after it.
     :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
+    :param hangs: Whether it has a time-out.
     """
 
     changes: bool = True
@@ -60,6 +61,7 @@ class Traits(NamedTuple):
     locked_before: bool = False
     locked_after: bool = False
     own: bool = False
+    hangs: bool = False
 
 
 class Point(NamedTuple):
@@ -91,6 +93,8 @@ class What(StrEnum):
     ERROR = "error"
     #: The call does its work and raises all the same.
     ANSWER_LOST = "answer lost"
+    #: The call raises that its time-out is over; what it asked for may be done later all the same.
+    TIME_OUT = "timed out"
     #: From here on the process writes nothing more.
     DISK_FULL = "disk full"
     #: From here on its clock is an hour off.
@@ -116,6 +120,12 @@ class Strike(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.point}: {self.what.value}"
+
+    @property
+    def fails_callbacks(self) -> bool:
+        """Whether a callback of the execution may fail of it."""
+        faults = (What.ERROR, What.ANSWER_LOST, What.TIME_OUT)
+        return self.what is What.DISK_FULL or (self.point.traits.own and self.what in faults)
 
     @classmethod
     def parse(cls, text: str) -> Strike:

@@ -33,6 +33,7 @@ from airflow_broadway.runs.unstaged import UnstagedTask
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
+from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits, What
 from airflow_broadway.testing.crashes.spark import (
@@ -253,6 +254,7 @@ class Scheduler:
             tell = _Teller(self._place(name), interceptor)
             interceptor.on_strike = tell.tell
             clock = _MovedClock(interceptor)
+            interceptor.pass_time = clock.pass_time
             interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
             _number_ids(name, salt=self._subject.folder.name)
             os.chdir(self._subject.work)
@@ -308,7 +310,11 @@ class Scheduler:
             run_id=run.run_id,
         )
         known = {each.run_id: each.over for each in self._runs.values()}
-        ports = Ports(is_over=lambda run_id: known.get(run_id, True), max_shutdown=2.0)
+        ports = Ports(
+            is_over=lambda run_id: known.get(run_id, True),
+            interrupts=(TaskTimeOut,),
+            max_shutdown=2.0,
+        )
         task_id, _, index = task.partition("!")
         this = Task(
             dag_id=DAG,
@@ -371,7 +377,7 @@ class _MovedClock:
         replaced: Any = SystemClock
         replaced.now = lambda clock: self._now()
         replaced.monotonic = staticmethod(self._monotonic)
-        replaced.sleep = lambda clock, seconds: self._sleep(seconds)
+        replaced.sleep = lambda clock, seconds: self.pass_time(seconds)
 
     def _now(self) -> datetime:
         return datetime.now(UTC) + timedelta(seconds=self._interceptor.ahead)
@@ -379,13 +385,13 @@ class _MovedClock:
     def _monotonic(self) -> float:
         return time.monotonic() + self._slept
 
-    def _sleep(self, seconds: float) -> None:
+    def pass_time(self, seconds: float) -> None:
         self._interceptor.ahead += seconds
         self._slept += seconds
 
     def wake(self, ahead: float) -> None:
         """Go by what the scheduler's clock says by now."""
-        self._sleep(ahead - self._interceptor.ahead)
+        self.pass_time(ahead - self._interceptor.ahead)
 
 
 def _number_ids(execution: str, salt: str) -> None:

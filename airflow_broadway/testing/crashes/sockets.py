@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
@@ -24,7 +25,13 @@ class Sockets:
         def connecting(do: Any) -> Any:
             def connect(self: socket.socket, address: Any) -> Any:
                 where = _shown(address)
-                return interceptor.call("connect", where, lambda: do(self, address), error=_reset)
+                return interceptor.call(
+                    "connect",
+                    where,
+                    lambda: do(self, address),
+                    error=_reset,
+                    hangs=_timed_out(self),
+                )
 
             return connect
 
@@ -36,6 +43,7 @@ class Sockets:
                     lambda: do(self, data, *args),
                     half=lambda: do(self, memoryview(data).cast("B")[: len(data) // 2], *args),
                     error=_reset,
+                    hangs=_timed_out(self),
                 )
 
             return send
@@ -57,6 +65,10 @@ def _shown(address: Any) -> str:
     if isinstance(address, tuple):
         return ":".join(map(str, address[:2]))
     return address.decode(errors="replace") if isinstance(address, bytes) else str(address)
+
+
+def _timed_out(one: socket.socket) -> Callable[[], Exception] | None:
+    return None if one.gettimeout() is None else lambda: TimeoutError("timed out")
 
 
 def _reset() -> OSError:

@@ -29,6 +29,8 @@ class Sqlite:
                 return do()
             found = _TABLE.search(sql)
             changes = verb in _CHANGES
+            # Who waits for a lock waits before it has one.
+            waits = not db.in_transaction and verb != "ROLLBACK"
             return interceptor.call(
                 verb,
                 found[1] if found else "",
@@ -37,6 +39,7 @@ class Sqlite:
                 locked=lambda: db.in_transaction,
                 error=_failed,
                 full=_full if changes else None,
+                hangs=_locked if waits else None,
             )
 
         class Cursor(sqlite3.Cursor):
@@ -78,6 +81,12 @@ class Sqlite:
 
 def _failed() -> sqlite3.Error:
     return sqlite3.OperationalError("disk I/O error")
+
+
+def _locked() -> sqlite3.Error:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error
 
 
 def _full() -> sqlite3.Error:

@@ -116,6 +116,22 @@ def test_another_outcome_than_without_a_strike_is_a_mistake(told: Told) -> None:
     assert account(told, ["a"], {0: DEAD}).lines == ["mistake: a is acked, and should be dead"]
 
 
+def test_a_callback_that_is_made_to_fail_may_use_up_the_last_attempt(told: Told) -> None:
+    told.called("a", "b", succeeded=["a"])
+    told.dead = [Letter("b", False)]
+    told.there = ["a"]
+    fates, rows = {0: ACKED, 1: ACKED}, Counter(["a", "b"])
+
+    struck = ["one/batch.default/1"]
+    assert account(told, ["a", "b"], fates, rows, struck).good
+    assert wrong(account(told, ["a", "b"], fates, rows, ["one/process/1"])) == [
+        Wrong.MISSING,
+        Wrong.OTHER,
+    ]
+    told.there = ["a", "a"]
+    assert wrong(account(told, ["a", "b"], fates, rows, struck)) == [Wrong.REPEATED]
+
+
 @pytest.mark.parametrize("pipeline", [Dropping, WithoutLetters])
 def test_what_failed_is_dropped_where_nobody_keeps_it_and_never_what_should_succeed(
     tmp_path: Path, pipeline: type[Broadway]

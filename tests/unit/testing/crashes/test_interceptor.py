@@ -72,3 +72,20 @@ def test_on_a_full_disk_nothing_finds_room_any_more_but_what_needs_none_goes_on(
 def test_the_clock_jumps_at_the_call() -> None:
     interceptor = striking("list #1: clock behind")
     assert interceptor.call("list", "", lambda: interceptor.ahead, changes=False) == -3600.0
+
+
+@pytest.mark.parametrize(("late", "done"), [(True, [2, 1]), (False, [2])])
+def test_a_call_hangs_past_its_time_out_and_what_it_asked_for_may_be_done_when_others_go_on(
+    late: bool, done: list[int]
+) -> None:
+    interceptor = striking("send #1: timed out")
+    passed: list[float] = []
+    interceptor.pass_time = passed.append
+    did: list[int] = []
+
+    with pytest.raises(TimeoutError):
+        interceptor.call("send", "", lambda: did.append(1), hangs=TimeoutError, late=late)
+    assert (did, passed) == ([], [60.0])
+    interceptor.call("send", "", lambda: did.append(2), hangs=TimeoutError, late=late)
+    assert did == done
+    assert [point.traits.hangs for point in interceptor.seen] == [True, True]
