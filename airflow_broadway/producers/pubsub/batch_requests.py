@@ -17,6 +17,7 @@ from airflow_broadway.producers.kit.receipts.batch_requests import (
     Keyed,
     Refusal,
 )
+from airflow_broadway.producers.pubsub.errors import Expired
 from airflow_broadway.producers.pubsub.limits import MAX_IDS, MAX_REQUEST
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ def tried_again(call: Callable[[], Any], timeout: float, clock: Clock) -> tuple[
     while True:
         try:
             return call(), again
-        except ProducerUnavailable:
-            if clock.monotonic() + pause >= end:
+        except ProducerUnavailable as error:
+            if isinstance(error, Expired) or clock.monotonic() + pause >= end:
                 raise
             clock.sleep(pause)
             pause, again = min(2 * pause, _LONGEST_INTERVAL), True

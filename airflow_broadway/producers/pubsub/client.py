@@ -19,7 +19,7 @@ from airflow_broadway.producers.pubsub.options import PubSubOptions
 if TYPE_CHECKING:
     from google.pubsub_v1 import PublisherClient, SubscriberClient
 
-__all__ = ["EMULATOR", "Client", "open_client", "place_of"]
+__all__ = ["EMULATOR", "Client", "open_client", "open_metrics", "place_of"]
 
 #: The variable that Google's own libraries go by.
 EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
@@ -206,6 +206,20 @@ def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
     except Exception as error:
         where = producer.endpoint or _GLOBAL
         raise translated(error, "opening a client", producer.subscription, where) from error
+
+
+def open_metrics(producer: PubSubOptions, env: ProducerEnv) -> Any:
+    """A client of Cloud Monitoring; ``None`` at an emulator, or where it is not installed.
+
+    :raises ConnectionMissing: If there are no credentials.
+    """
+    if _emulator(producer) is not None:
+        return None
+    try:
+        from google.cloud.monitoring_v3 import MetricServiceClient
+    except ImportError:
+        return None
+    return MetricServiceClient(credentials=identity_of(producer, env).credentials)
 
 
 def _emulator(producer: PubSubOptions) -> str | None:

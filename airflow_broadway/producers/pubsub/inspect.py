@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.pubsub.client import Client
-from airflow_broadway.producers.pubsub.errors import Denied
+from airflow_broadway.producers.pubsub.client import Client, open_client, open_metrics
+from airflow_broadway.producers.pubsub.errors import Denied, translated
+from airflow_broadway.producers.pubsub.monitoring import Backlog, backlog_of
+from airflow_broadway.producers.pubsub.receipts import receipts_folder
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -137,5 +139,35 @@ def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
 
 
 def depth(producer: PubSubOptions, env: ProducerEnv) -> QueueDepth | None:
-    """How full the subscription is; ``None``: that is not known."""
-    return None
+    """How full the subscription is, by Cloud Monitoring; ``None``: that is not known.
+
+    What waits for a retry's delay counts as ready.  What runs hold is known from their receipts.
+    Dead letters are messages of another topic, and are not counted.
+    """
+    client = open_client(producer, env)
+    try:
+        found = _backlog(producer, env, client)
+    finally:
+        client.close()
+    if found is None:
+        return None
+    folder = receipts_folder(producer, env)
+    leased = sum(len(folder.in_folder(each).held()) for each in folder.open_ones(env.generation))
+    ready = max(0, found.messages - leased)
+    oldest = found.oldest_age if ready else None
+    return QueueDepth(ready=ready, delayed=0, leased=leased, dead=0, oldest_age=oldest)
+
+
+def _backlog(producer: PubSubOptions, env: ProducerEnv, client: Client) -> Backlog | None:
+    """What Cloud Monitoring says; ``None`` where it cannot be asked."""
+    metrics = open_metrics(producer, env)
+    if metrics is None:
+        return None
+    try:
+        return backlog_of(metrics, client.name, env.clock.now(), client.timeout)
+    except Exception as error:
+        said = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
+        log.info("The depth of %r is not known: %s", client.name, said)
+        return None
+    finally:
+        metrics.transport.close()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.message import Message
@@ -134,9 +135,10 @@ class PubSubOptions(Producer):
         doc="Pulls in flight at a time, and requests in which messages are renewed and settled.",
     )
     max_number_of_messages: int = option(
-        default=MAX_PULL,
+        default=250,
         rule=_between(1, MAX_PULL),
-        doc="Messages in one pull, at most.  Broadway's default is 10.",
+        doc="Messages in one pull, at most: a run asks for a thousand at a time, so that four pulls"
+        " are in flight.  Broadway's default is 10.",
     )
     receive_timeout: float = option(
         default=5.0,
@@ -239,6 +241,11 @@ class PubSubOptions(Producer):
     def publishes(self, action: Action) -> bool:
         """A dead letter alone is published anew; a message of its own may say that it is one."""
         return action is Action.DEAD_LETTER
+
+    def may_publish(self, own: Delivery) -> bool:
+        """Unlike a retry a nack never makes a dead letter of ours."""
+        names = {own.on_success or self.on_success, own.on_failure or self.on_failure}
+        return "dead_letter" in names or ("retry" in names and self.retry.dead_letter)
 
     @property
     def keeps_order(self) -> bool:

@@ -1,0 +1,390 @@
+"""Receiving, holding and settling at Pub/Sub, on a clock that is moved by hand."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Facts, Verdict
+from airflow_broadway.core.errors import ProducerUnavailable
+from tests.pubsub_stub.errors import Refused
+from tests.unit.producers.pubsub.kit import place
+
+RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
+
+
+def later(seconds: float) -> Verdict:
+    return RETRY._replace(delay=seconds)
+
+
+def redelivery(found: list) -> dict[str, tuple[int, bool]]:  # type: ignore[type-arg]
+    return {each.data.decode(): (each.attempt, each.redelivered) for each in found}
+
+
+# ---------------------------------------------------------------------------------- the lease
+
+
+def test_what_is_pulled_is_held_for_the_lease_and_not_for_the_subscriptions_deadline(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, ack_deadline_seconds=10) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+
+        at.clock.advance(599.0)
+
+        assert at.waiting() == []
+        assert run.settle(found) == SettleReport(acked=2)
+        assert at.left() == 0
+
+
+def test_a_subscription_whose_own_deadline_is_the_lease_costs_no_request_to_hold(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, ack_deadline_seconds=600) as at:
+        at.put("a")
+        run = at.begin()
+        run.take()
+        assert at.broker.requests["ModifyAckDeadline"] == 0
+        at.clock.advance(599.0)
+        assert at.waiting() == []
+
+
+def test_a_lease_is_renewed_in_bulk_from_another_process(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put(*map(str, range(3000)))
+        run = at.begin()
+        found = run.take()
+        run.source.stop()
+        lease = run.source.lease
+        run.source.close()
+        before = at.broker.requests["ModifyAckDeadline"]
+        other = run.other()
+
+        for _ in range(20):
+            at.clock.advance(300.0)
+            renewed = other.renew(lease)
+            assert renewed is not None
+            lease = renewed
+
+        assert at.broker.requests["ModifyAckDeadline"] - before == 2 * 20
+        assert run.settle(found, by=other) == SettleReport(acked=3000)
+        assert at.left() == 0
+        other.close()
+
+
+def test_no_request_is_made_for_a_lease_that_has_lapsed(tmp_path: Path) -> None:
+    """The server would take it: nothing but our own clock tells of a lapse."""
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        at.clock.advance(600.0)
+        at.broker.requests.clear()
+
+        assert run.custodian.renew(run.source.lease) is None
+        assert run.settle(found) == SettleReport(lapsed=2)
+
+        assert at.broker.requests["Acknowledge"] == 0
+        assert sorted(at.waiting()) == ["a", "b"]
+
+
+def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put(*map(str, range(5000)))
+        run = at.begin()
+        found = run.take()
+
+        def held_up(call: str, _: object) -> None:
+            if call == "Acknowledge":
+                at.clock.advance(600.0)
+
+        at.broker.answer = held_up
+        report = run.settle(found)
+
+        assert (report.acked, report.lapsed) == (2500, 2500)
+        assert at.broker.requests["Acknowledge"] == 1
+
+
+# ---------------------------------------------------------------------------------- attempts
+
+
+def test_attempts_count_recorded_failures_and_marks_tell_of_what_came_before(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        at.put("ack", "retry", "release", "noop")
+        first = at.begin()
+        found = first.take()
+        assert set(redelivery(found).values()) == {(1, False)}
+        first.settle(found, {"retry": RETRY, "release": RELEASE, "noop": LEAVE})
+        at.clock.advance(600.0)
+
+        second = at.begin()
+        again = second.take()
+
+        assert redelivery(again) == {
+            "retry": (2, True),
+            "release": (1, True),
+            "noop": (1, True),
+        }
+        second.settle(again, {"retry": RETRY}, RELEASE)
+        third = redelivery(at.begin().take())
+        assert third == {"retry": (3, True), "release": (1, True), "noop": (1, True)}
+
+
+def test_what_a_dead_generation_held_is_marked_before_anybody_settles_it(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        dead = at.begin()
+        dead.take()  # and is heard of no more
+        running = at.begin()
+        at.put("b")
+        assert redelivery(running.take()) == {"b": (1, False)}
+
+        at.clock.advance(600.0)
+
+        assert redelivery(running.take_more()) == {"a": (1, True)}
+
+
+def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        at.begin().take()
+        at.put("b")
+        other = at.begin()
+        assert redelivery(other.take()) == {"b": (1, False)}
+        at.clock.advance(10.0)
+        at.put("c")
+        assert redelivery(other.take_more()) == {"c": (1, False)}
+
+
+def test_without_a_staging_folder_the_process_counts_failures() -> None:
+    with place() as at:
+        at.put("a")
+        for attempt in (1, 2, 3):
+            run = at.begin()
+            [found] = run.take()
+            assert (found.attempt, found.redelivered) == (attempt, attempt > 1)
+            run.settle([found], {"a": RETRY})
+
+
+def test_a_dead_letter_policys_count_marks_too(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        policy = {"dead_letter_topic": at.topic, "max_delivery_attempts": 50}
+        name = at.server.subscription(at.topic, dead_letter_policy=policy)
+        at.put("a")
+        [stranger] = at.server.pull(name)
+        at.server.subscriber.modify_ack_deadline(
+            subscription=name, ack_ids=[stranger.ack_id], ack_deadline_seconds=0
+        )
+
+        [found] = at.begin(subscription=name).take()
+
+        assert (found.attempt, found.redelivered) == (1, True)
+        assert found.metadata["deliveryAttempt"] == 2
+
+
+# ---------------------------------------------------------------------------------- settling
+
+
+def test_a_retry_comes_again_after_its_delay(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b", "c")
+        run = at.begin()
+        report = run.settle(run.take(), {"a": later(30.2), "b": later(60.0)})
+        assert report == SettleReport(acked=1, requeued=2)
+        for seconds, found in ((30.0, []), (1.0, ["a"]), (29.0, ["b"])):
+            at.clock.advance(seconds)
+            assert at.waiting() == found
+
+
+def test_a_delay_that_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        report = run.settle(run.take(), {"a": later(3600.0)})
+        assert report.requeued == 1
+        [error] = report.errors
+        assert "600 s at most" in error
+        at.clock.advance(600.0)
+        assert at.waiting() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("action", "delay"), [("nack", 0.0), (("nack", 45), 45.0), (["nack", 0], 0.0)]
+)
+def test_a_nack_is_by_its_own_delay_however_often(action: object, delay: float) -> None:
+    with place() as at:
+        at.put("a")
+        run = at.begin(on_failure=action)
+        [found] = run.take()
+        failed = found.failed("bad")
+        for attempt in (1, 50):
+            facts = Facts(run.producer.on_failure, attempt, reason="bad")
+            assert run.producer.judge(facts) == Verdict(Action.RETRY, delay, "bad")
+        assert run.producer.verdict(failed, failed=True, stage="process").delay == delay
+
+
+def test_what_is_in_no_manifest_is_given_back_at_once(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        run.take()
+        report = run.custodian.settle(run.source.lease, Settlement(rest=RELEASE))
+        assert report == SettleReport(released=2)
+        assert sorted(at.waiting()) == ["a", "b"]
+
+
+def test_settling_again_reports_the_same_and_asks_nothing(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        first = run.settle(found, {"a": RETRY})
+        asked = dict(at.broker.requests)
+        assert run.settle(found, {"a": RETRY}, by=run.other()) == first
+        assert dict(at.broker.requests) == asked
+
+
+def test_messages_settled_at_once_are_not_received_again_by_their_run(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        [a] = [each for each in found if each.data == b"a"]
+        now = run.custodian.settle_now(run.source.lease, [entry_of(a, RETRY)])
+        assert now == SettleReport(requeued=1)
+        assert run.take() == []
+
+        run.source.stop()
+        rest = [each for each in found if each is not a]
+        settled = Settlement(rest=ACK, expected=1, settled_now=now, everything=lambda: iter(()))
+        assert len(rest) == 1
+        assert run.custodian.settle(run.source.lease, settled).acked == 1
+        assert at.waiting() == ["a"]
+
+
+def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put(*"abcdef")
+        run = at.begin()
+        run.source.receive(3, timeout=0)  # never secured
+        run.source.stop()
+        assert sorted(at.waiting()) == list("abcdef")[:6]
+
+
+# ---------------------------------------------------------------------------------- exactly once
+
+
+def test_an_id_that_is_refused_for_good_is_lapsed_and_the_others_are_settled(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put(*map(str, range(10)))
+        run = at.begin()
+        found = run.take()
+        stolen = run.source._receipts.handles[found[3].message_id]
+        at.server.subscriber.modify_ack_deadline(
+            subscription=at.name, ack_ids=[stolen], ack_deadline_seconds=0
+        )
+
+        report = run.settle(found)
+
+        assert (report.acked, report.lapsed, report.failed) == (9, 1, 0)
+        assert "PERMANENT_FAILURE_INVALID_ACK_ID" in report.errors[0]
+        assert redelivery(at.begin().take()) == {found[3].data.decode(): (1, True)}
+
+
+def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path: Path) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a", "b", "c")
+        run = at.begin()
+        found = run.take()
+        busy = [run.source._receipts.handles[found[1].message_id]] * 2
+        at.broker.confirm = lambda ack_id: (
+            "TRANSIENT_FAILURE_OTHER" if ack_id in busy and busy.pop() else None
+        )
+
+        assert run.settle(found) == SettleReport(acked=3)
+
+        assert at.broker.requests["Acknowledge"] == 3
+        assert at.broker.entries["Acknowledge"] == 3 + 1 + 1
+        assert at.left() == 0
+
+
+def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: Path) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        lost = [Refused("UNAVAILABLE", "connection reset", done=True)]
+        at.broker.answer = lambda call, _: lost.pop() if call == "Acknowledge" and lost else None
+        assert run.settle(found) == SettleReport(acked=2)
+        assert at.left() == 0
+
+
+def test_a_message_that_is_taken_away_while_a_lease_is_renewed_is_marked_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        ids = run.source._receipts.handles
+        at.server.subscriber.modify_ack_deadline(
+            subscription=at.name, ack_ids=[ids[found[0].message_id]], ack_deadline_seconds=0
+        )
+        at.clock.advance(300.0)
+
+        with caplog.at_level(logging.ERROR):
+            assert run.custodian.renew(run.source.lease) is not None
+
+        assert "holds 1 of 2 messages no longer" in caplog.text
+        assert redelivery(at.begin().take()) == {"a": (1, True)}
+        report = run.settle(found)
+        assert (report.acked, report.lapsed) == (1, 1)
+
+
+# ---------------------------------------------------------------------------------- trouble
+
+
+def test_a_short_outage_is_waited_out(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        down = [Refused("UNAVAILABLE", "down")] * 3
+        at.broker.answer = lambda call, _: down.pop() if down else None
+        found = run.take()
+        assert len(found) == 1
+        down += [Refused("INTERNAL", "oops")] * 3
+        assert run.settle(found) == SettleReport(acked=1)
+
+
+def test_an_outage_that_lasts_ends_a_settlement_which_goes_on_when_it_is_over(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        at.broker.answer = lambda call, _: Refused("UNAVAILABLE", "down")
+        with pytest.raises(ProducerUnavailable, match="cannot be reached for Acknowledge"):
+            run.settle(found)
+        at.broker.answer = lambda call, _: None
+        assert run.settle(found, by=run.other()) == SettleReport(acked=2)
+
+
+def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put(*map(str, range(20)))
+        run = at.begin()
+        found = run.take()
+        run.source._receipts.handles[found[7].message_id] = "nonsense"
+        report = run.settle(found)
+        assert (report.acked, report.failed) == (19, 1)
+        assert at.left() == 1
