@@ -15,6 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from airflow_broadway.cli.arguments import (
+    add_dead_letters,
+    add_kafka,
+    add_queue,
+    add_rabbitmq,
+    command,
+    positive,
+)
 from airflow_broadway.cli.output import complain, logging_at, one_line, only_results_on_stdout
 from airflow_broadway.core.errors import BroadwayError
 
@@ -69,8 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``handler``."""
     parser = _Parser(
         prog="airflow-broadway",
-        description="Look at staged runs, run their batches again, serve the embedded queue, check"
-        " a RabbitMQ, look after a Kafka group, put a pipeline to the test.",
+        description="Look at staged runs, run their batches again, look after dead letters, serve"
+        " the embedded queue, check a RabbitMQ, look after a Kafka group, put a pipeline to the"
+        " test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -80,20 +89,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_where(commands)
     _add_remove(commands)
-    _add_queue(commands)
-    _add_rabbitmq(commands)
-    _add_kafka(commands)
+    add_dead_letters(commands)
+    add_queue(commands)
+    add_rabbitmq(commands)
+    add_kafka(commands)
     _add_crash_test(commands)
     return parser
-
-
-def _command(commands: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
-    made: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, allow_abbrev=False
-    )
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.set_defaults(handler=handler)
-    return made
 
 
 def _staged(parser: argparse.ArgumentParser, *, one_run: bool) -> None:
@@ -109,7 +110,7 @@ def _staged(parser: argparse.ArgumentParser, *, one_run: bool) -> None:
 
 
 def _add_replay(commands: Any) -> None:
-    made = _command(
+    made = command(
         commands,
         "replay",
         "Run handle_batch again on the staged batches of a run: the same messages, boundaries and"
@@ -158,7 +159,7 @@ def _replay(given: argparse.Namespace) -> int:
 
 
 def _add_runs(commands: Any) -> None:
-    made = _command(commands, "runs", "List the staged runs by time, the newest last.", _runs)
+    made = command(commands, "runs", "List the staged runs by time, the newest last.", _runs)
     _staged(made, one_run=False)
     made.add_argument(
         "--limit", type=int, metavar="N", help="only the N newest; 50 by default, all as JSON"
@@ -172,7 +173,7 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_remove(commands: Any) -> None:
-    made = _command(
+    made = command(
         commands,
         "remove",
         "Remove the files of a settled run that you have looked at; one that did not balance stays"
@@ -197,7 +198,7 @@ def _runs(given: argparse.Namespace) -> int:
 
 
 def _add_show(commands: Any) -> None:
-    made = _command(commands, "show", "A run's generations, batches and report.", _show)
+    made = command(commands, "show", "A run's generations, batches and report.", _show)
     _staged(made, one_run=True)
 
 
@@ -209,7 +210,7 @@ def _show(given: argparse.Namespace) -> int:
 
 
 def _add_where(commands: Any) -> None:
-    made = _command(commands, "where", "What became of a message, in every staged run.", _where)
+    made = command(commands, "where", "What became of a message, in every staged run.", _where)
     made.add_argument("message_id", metavar="MESSAGE_ID")
     _staged(made, one_run=False)
 
@@ -221,92 +222,8 @@ def _where(given: argparse.Namespace) -> int:
         return where(given)
 
 
-def _add_queue(commands: Any) -> None:
-    text = "Serve a queue of the embedded broker."
-    queue = commands.add_parser("queue", help=text, description=text, allow_abbrev=False)
-    actions = queue.add_subparsers(metavar="ACTION", required=True)
-    made = {}
-    for name, text in (
-        ("list", "List the queues of a file, with how full each is."),
-        ("send", "Send the lines of a file, or of standard input, as messages."),
-        ("depth", "How many messages are ready, delayed, leased and dead."),
-        ("dead", "List dead letters, in order of their death."),
-        ("requeue", "Put dead letters back into the queue, on their first attempt."),
-        ("purge", "Delete messages for good."),
-    ):
-        made[name] = _command(actions, name, text, _queue)
-        made[name].set_defaults(action=name)
-        file = made[name].add_mutually_exclusive_group(required=True)
-        file.add_argument("--path", metavar="FILE", help="the queue file")
-        file.add_argument("--conn-id", metavar="ID", help="the Airflow connection that names it")
-        if name != "list":
-            made[name].add_argument(
-                "--queue", required=True, metavar="NAME", help="the queue's name"
-            )
-    made["send"].add_argument("input", nargs="?", default="-", metavar="INPUT", help="- for stdin")
-    made["dead"].add_argument(
-        "--limit", type=_positive, default=100, metavar="N", help="100 by default"
-    )
-    made["dead"].add_argument(
-        "--by-reason", action="store_true", help="how many there are of each reason instead"
-    )
-    what = made["purge"].add_mutually_exclusive_group(required=True)
-    what.add_argument("--dead", action="store_true", help="the dead letters")
-    what.add_argument("--ready", action="store_true", help="all messages that no run holds")
-    for name in ("requeue", "purge"):
-        made[name].add_argument(
-            "--message-id",
-            action="extend",
-            nargs="+",
-            metavar="ID",
-            help="only these dead letters; all of them by default",
-        )
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got: {text!r}")
-    return int(text)
-
-
-def _queue(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.queue import queue
-
-    return queue(given)
-
-
-def _add_rabbitmq(commands: Any) -> None:
-    text = "Look at a RabbitMQ."
-    rabbitmq = commands.add_parser("rabbitmq", help=text, description=text, allow_abbrev=False)
-    made = _command(
-        rabbitmq.add_subparsers(metavar="ACTION", required=True),
-        "check",
-        "Whether a policy or a setting of the broker loses or delays messages that a run holds:"
-        " log in, and look at every queue that a pipeline uses.",
-        _rabbitmq,
-    )
-    which = made.add_mutually_exclusive_group(required=True)
-    which.add_argument("--queue", metavar="NAME", help="the source queue")
-    which.add_argument("--pipeline", metavar="REF", help="pkg.module:Class, or a reference as JSON")
-    made.add_argument(
-        "--conn-id",
-        metavar="ID",
-        help="the Airflow connection; rabbitmq_default, or the pipeline's, by default",
-    )
-    made.add_argument(
-        "--dead-letter", metavar="NAME", help="the queue of dead letters, if it is your own"
-    )
-
-
-def _rabbitmq(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.rabbitmq import check
-
-    with logging_at(logging.WARNING):
-        return check(given)
-
-
 def _add_crash_test(commands: Any) -> None:
-    made = _command(
+    made = command(
         commands,
         "crash-test",
         "Run a pipeline over an embedded queue again and again: each time it is killed, fails or"
@@ -328,7 +245,7 @@ def _add_crash_test(commands: Any) -> None:
     what = made.add_mutually_exclusive_group()
     what.add_argument("--messages", metavar="FILE", help="one message a line")
     what.add_argument(
-        "--count", type=_positive, default=12, metavar="N", help="the numbers from 0; 12 by default"
+        "--count", type=positive, default=12, metavar="N", help="the numbers from 0; 12 by default"
     )
     made.add_argument(
         "--families",
@@ -353,7 +270,7 @@ def _add_crash_test(commands: Any) -> None:
     )
     made.add_argument("--seed", type=int, default=1, metavar="N", help="of what is chosen")
     made.add_argument(
-        "--jobs", type=_positive, default=1, metavar="N", help="cases at a time; 1 by default"
+        "--jobs", type=positive, default=1, metavar="N", help="cases at a time; 1 by default"
     )
     made.add_argument(
         "--only",
@@ -376,7 +293,7 @@ def _share(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return 0 if text == "0" else positive(text)
 
 
 def _crash_test(given: argparse.Namespace) -> int:
@@ -384,50 +301,3 @@ def _crash_test(given: argparse.Namespace) -> int:
 
     with logging_at(logging.WARNING):
         return crash_test(given)
-
-
-def _add_kafka(commands: Any) -> None:
-    text = "Look at a group of Apache Kafka, and put it right."
-    kafka = commands.add_parser("kafka", help=text, description=text, allow_abbrev=False)
-    actions = kafka.add_subparsers(metavar="ACTION", required=True)
-    for name, text in (
-        ("show", "Each partition of the group: what is finished, who holds what, what waits."),
-        ("check", "What the next run would refuse or warn of; nothing is changed."),
-        ("adopt", "Have this staging folder keep a group that another one keeps."),
-        ("reset", "Have the group begin anew, once, by its offset_reset_policy."),
-    ):
-        made = _command(actions, name, text, _kafka)
-        made.set_defaults(action=name)
-        made.add_argument(
-            "--pipeline",
-            required=True,
-            metavar="REF",
-            help="pkg.module:Class, or a reference as JSON",
-        )
-        made.add_argument(
-            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-        )
-        made.add_argument(
-            "--staging",
-            metavar="URI",
-            help="the staging root; Airflow's [broadway] staging by default",
-        )
-        if name in ("adopt", "reset"):
-            made.add_argument(
-                "--group", required=True, metavar="NAME", help="the group's name, to confirm it"
-            )
-        if name == "reset":
-            made.add_argument(
-                "--to",
-                metavar="WHERE",
-                help="earliest, latest, or an instant with its time zone; the pipeline's"
-                " offset_reset_policy by default",
-            )
-
-
-def _kafka(given: argparse.Namespace) -> int:
-    from airflow_broadway.cli.kafka import kafka
-
-    # What the client logs of its connections stands in the one error, and findings say the rest.
-    with logging_at(logging.CRITICAL):
-        return kafka(given)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many, table
 from airflow_broadway.producers.sqlite.options import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
-from airflow_broadway.producers.sqlite.records import DeadLetter
 
 __all__ = ["queue"]
 
@@ -149,7 +149,7 @@ def _dead(opened: SqliteQueue, given: argparse.Namespace) -> int:
             each.message_id,
             each.attempt,
             each.stage or None,
-            each.died_at.isoformat(timespec="seconds"),
+            each.died_at and each.died_at.isoformat(timespec="seconds"),
             cut(each.reason),
         )
         for each in found

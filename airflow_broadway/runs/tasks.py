@@ -20,6 +20,7 @@ from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.sources.dead_letters import send_back
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
@@ -74,7 +75,7 @@ class ProcessTask:
         self._source = source or RunSource()
         #: The pipeline with the producer that serves the source.
         self._served = with_source(pipeline, self._source)
-        env = producer_env(
+        self._env = producer_env(
             self._served,
             ports,
             generation=uuid.uuid4().hex,
@@ -85,7 +86,7 @@ class ProcessTask:
         self._process = Process(
             run,
             self._served,
-            env=env,
+            env=self._env,
             budget=budget,
             rate_state=StagedRateState(run),
             ports=ports,
@@ -98,6 +99,7 @@ class ProcessTask:
         """
         sweep(self._run, self._pipeline, self._task, self._ports, self._source)
         remove_old_runs(self._run, self._pipeline)
+        send_back(self._served, self._env)
         reference = self._process.run()
         metrics = Metrics(
             self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id

@@ -27,6 +27,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports, Task, producer_env
+from airflow_broadway.runs.sources.dead_letters import send_back
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.rate_state import StagedRateState
@@ -100,6 +101,7 @@ class UnstagedTask:
             index=self._index,
             store=run.store,
         )
+        send_back(pipeline, env)
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
         local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)

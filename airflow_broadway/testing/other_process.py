@@ -117,10 +117,20 @@ def _drain(harness: Harness, generation: str) -> None:
     _say({"ids": drained})
 
 
+def _requeue(harness: Harness) -> None:
+    """Send all dead letters back."""
+    letters = harness.producer().dead_letters(harness.env("letters"))
+    _say("go")
+    moved = letters.requeue()
+    _say({"count": moved.count})
+    sys.stdin.readline()
+
+
 _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "hold": _hold,
     "settle": _settle,
     "drain": _drain,
+    "requeue": _requeue,
 }
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.kafka_harness import KafkaHarness
 from tests.kafka_server import KafkaServer, MockKafka
 
@@ -45,3 +45,24 @@ class TestInOrder(CustodyContract):
     @pytest.fixture
     def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
         return harness_of(kafka_mock, tmp_path, "partition")
+
+
+class TestDeadLetters(DeadLettersContract):
+    """They lie in a log: what is sent back is another message of its topic."""
+
+    keeps_id: ClassVar[bool] = False
+
+    @pytest.fixture
+    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_mock, tmp_path, "none")
+
+
+@pytest.mark.slow
+class TestDeadLettersThatStay(DeadLettersContract):
+    """On a peer that has retention and a disk."""
+
+    keeps_id: ClassVar[bool] = False
+
+    @pytest.fixture
+    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_noida, tmp_path, "none")

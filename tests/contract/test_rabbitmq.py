@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
-from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.rabbitmq_harness import RabbitHarness
 from tests.rabbitmq_fixtures import wanted_server
 
@@ -31,6 +32,14 @@ def harness_of(
 
 
 class TestRabbitMQ(CustodyContract):
+    @pytest.fixture
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
+        return harness_of(request, tmp_path, "classic", "broker")
+
+
+class TestDeadLetters(DeadLettersContract):
+    letters_killed: ClassVar[int] = 150
+
     @pytest.fixture
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> RabbitHarness:
         return harness_of(request, tmp_path, "classic", "broker")

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from tests.contract.sqlite_harness import SqliteHarness
 
 
 class TestSqlite(CustodyContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqliteHarness:
+        return SqliteHarness(str(tmp_path / "queue.db"))
+
+
+class TestDeadLetters(DeadLettersContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> SqliteHarness:
         return SqliteHarness(str(tmp_path / "queue.db"))

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.producers.sqs import letters
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.harness import Harness
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.rabbitmq_fixtures import in_ci
@@ -48,6 +49,24 @@ class TestSqs(SqsContract):
     @pytest.mark.slow
     def test_two_processes_at_once_never_get_the_same_message(self, harness: Harness) -> None:
         super().test_two_processes_at_once_never_get_the_same_message(harness)
+
+
+@pytest.fixture
+def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto asks all of its servers at once."""
+    monkeypatch.setattr(letters, "_WAIT_SECONDS", 0)
+
+
+@pytest.mark.usefixtures("answers_at_once")
+class TestDeadLetters(DeadLettersContract):
+    #: SQS gives each message that it is sent an id of its own.
+    keeps_id: ClassVar[bool] = False
+    letters_killed: ClassVar[int] = 60
+    hidden_seconds: ClassVar[float] = 301.0
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> SqsHarness:
+        return harness_of(tmp_path)
 
 
 class _Many(SqsContract):

@@ -12,6 +12,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = [
     "concepts.md",
+    "dead-letters.md",
     "embedded-queue.md",
     "kafka.md",
     "rabbitmq.md",

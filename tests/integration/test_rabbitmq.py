@@ -63,7 +63,10 @@ def test_a_message_that_killed_its_process_alone_is_set_aside_and_told(
         assert source.stop() == []
         assert source.lease.state["set_aside"] == {"crashed": 1}
 
-    assert "Message killer is a dead letter, unprocessed: its process died 7 times" in caplog.text
+    assert (
+        "Message killer is a dead letter, unprocessed: crashed: its process died 7 times"
+        in caplog.text
+    )
     found = place.first(place.queues.dead)
     assert found[1] == b"boom"
 

@@ -12,9 +12,10 @@ from datetime import datetime
 from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.protocol import Custodian, Delivery, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide
-from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.pipeline_options import RateLimiting, RetryPolicy
@@ -203,6 +204,14 @@ class Producer(Options):
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         """How full the queue is, or ``None`` where the broker does not say."""
         return None
+
+    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
+        """Open the place where this producer's dead letters lie, for people.
+
+        :param place: A queue or topic to look into instead of the producer's own.
+        :raises ProducerError: If there is none, or nobody knows where it is.
+        """
+        raise ProducerError(f"{type(self).__name__} has no dead letters that can be looked at")
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
         """Called once when a pipeline with this producer has been built, in every process.

@@ -19,7 +19,7 @@ from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.silence import silence_error
 
-__all__ = ["LogReader", "Why", "headers_of", "send"]
+__all__ = ["LogReader", "Why", "headers_of", "is_ours", "send"]
 
 #: What our headers begin with; those of an earlier letter, sent again by somebody, give way.
 _OURS: Final = ("__connect.errors.", "broadway.")
@@ -32,6 +32,11 @@ _SILENCE_TIMEOUT: Final = 20.0
 #: Seconds that letters may take to be confirmed.
 _CONFIRM_TIMEOUT: Final = 60.0
 _TOO_LARGE: Final = ("MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a header says why a message is a dead letter, or was one."""
+    return name.startswith(_OURS)
 
 
 class Why(NamedTuple):

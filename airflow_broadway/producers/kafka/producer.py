@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.options import options
@@ -34,3 +35,8 @@ class KafkaProducer(KafkaOptions):
         from airflow_broadway.producers.kafka.inspect import depth
 
         return depth(self, env)
+
+    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
+        from airflow_broadway.producers.kafka.letters import KafkaDeadLetters
+
+        return KafkaDeadLetters(self, env, place)

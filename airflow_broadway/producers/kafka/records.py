@@ -17,7 +17,10 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.schema.json_text import BASE64
 from airflow_broadway.producers.kafka.options import key_group
 
-__all__ = ["Records", "as_text"]
+__all__ = ["REQUEUED", "Records", "as_text"]
+
+#: The header of a message that was a dead letter and was sent back: its id at that time.
+REQUEUED: Final = "broadway.requeued"
 
 #: The kind of an instant that is none.
 _NO_TIME: Final = 0
@@ -72,6 +75,7 @@ class Records:
                 key = key_of(key)
             if known is not None:
                 attempt, redelivered = next(known)
+            again = bool(headers) and any(name == REQUEUED for name, _ in headers)
             if self._by_key and key is not None:
                 ref = AckRef(None, self._generation, Delivery(receipt=key_group(key)))
             elif self._by_key:
@@ -91,7 +95,7 @@ class Records:
                     message_id=f"{prefix}{offset}",
                     batch_key=batch_key,
                     attempt=attempt,
-                    redelivered=redelivered,
+                    redelivered=redelivered or again,
                     received_at=at,
                     position=position,
                     size=0 if value is None else len(value),

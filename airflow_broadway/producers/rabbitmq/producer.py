@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
@@ -48,6 +49,11 @@ class RabbitMQProducer(RabbitMQOptions):
         from airflow_broadway.producers.rabbitmq.inspect import depth
 
         return depth(self.shards(), env)
+
+    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
+        from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters
+
+        return RabbitDeadLetters(self.shards(), env, place)
 
     # -- verdicts ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
@@ -21,10 +22,12 @@ from airflow_broadway.core.custody.protocol import (
     Source,
 )
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.polling_source import PollingSource
+from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
 from airflow_broadway.producers.sqlite.options import SqliteOptions, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.producers.sqlite.records import KIND
@@ -64,10 +67,34 @@ class SqliteProducer(SqliteOptions):
         with self.open_queue(env) as queue:
             return queue.depth()
 
+    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
+        queue = self.open_queue(env)
+        _check_there(queue)
+        if place not in (None, queue.name):
+            raise ProducerError(
+                f"the dead letters of the queue {queue.name!r} lie with it, and not in {place!r}:"
+                " leave the place out"
+            )
+        return SqliteDeadLetters(queue)
+
     def leases(self, env: ProducerEnv) -> list[Lease]:
         """The open leases of this queue, with their owners, for sweeps."""
         with self.open_queue(env) as queue:
             return [record.lease for record in queue.leases()]
+
+
+def _check_there(queue: SqliteQueue) -> None:
+    """Refuse a file or a name that nothing was ever sent to: a mistyped one looks empty.
+
+    :raises ProducerError: Naming the queues that there are.
+    """
+    names = queue.names()
+    if names is None:
+        raise ProducerError(f"there is no queue file {queue.path}: correct the path")
+    if queue.name not in names:
+        raise ProducerError(
+            f"the queue file {queue.path} has no queue {queue.name!r}; it has {names}"
+        )
 
 
 def _warn_if_unknown(queue: SqliteQueue) -> None:

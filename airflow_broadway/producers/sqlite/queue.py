@@ -14,10 +14,12 @@ import secrets
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Entry, QueueDepth, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
@@ -28,7 +30,6 @@ from airflow_broadway.producers.sqlite.database import Database, transaction
 from airflow_broadway.producers.sqlite.receive import Portion, receive
 from airflow_broadway.producers.sqlite.records import (
     KIND,
-    DeadLetter,
     LeaseRecord,
     QueueRow,
     from_micros,
@@ -272,40 +273,57 @@ class SqliteQueue:
 
     # --------------------------------------------------------------- dead letters and clearing up
 
-    def dead_letters(self, *, limit: int | None = 100, offset: int = 0) -> list[DeadLetter]:
+    def dead_letters(
+        self,
+        *,
+        limit: int | None = 100,
+        offset: int = 0,
+        choice: Choice = EVERY,
+        after: DeadLetter | None = None,
+    ) -> list[DeadLetter]:
         """The messages set aside, in order of their death.
 
         :param limit: The most to return; ``None`` for all.
         :param offset: How many to pass over.
+        :param choice: Only these.
+        :param after: Only those behind this one.
         """
         with self._opened() as opened:
-            return [] if opened is None else dead_letters.letters(*opened, limit, offset)
+            if opened is None:
+                return []
+            return dead_letters.letters(*opened, self.name, choice, limit, offset, after)
 
     def dead_reasons(self) -> list[tuple[str, str, int]]:
         """Of the dead letters each (reason, stage, how many), the most frequent first."""
         with self._opened() as opened:
             return [] if opened is None else dead_letters.reasons(*opened)
 
-    def dead_among(self, message_ids: Iterable[str]) -> set[str]:
-        """Those of some ids that are dead letters of this queue."""
+    def dead_among(self, message_ids: Iterable[str], *, choice: Choice = EVERY) -> set[str]:
+        """Those of some ids that are dead letters of this queue, and among ``choice``."""
+        choice = replace(choice, ids=frozenset(message_ids))
         with self._opened() as opened:
-            return set() if opened is None else dead_letters.among(*opened, message_ids)
+            return set() if opened is None else dead_letters.among(*opened, choice)
 
-    def requeue_dead(self, message_ids: Iterable[str] | None = None, *, delay: float = 0.0) -> int:
+    def requeue_dead(
+        self, which: Iterable[str] | Choice | None = None, *, delay: float = 0.0
+    ) -> int:
         """Put dead letters back into the queue, on their first attempt, under their old ids.
 
-        :param message_ids: Which; ``None`` for all.  Ids that are not dead are passed over.
+        :param which: Their ids, or a choice; ``None`` for all.  Ids that are not dead are passed
+            over.
         :param delay: Seconds until they are ready.
         :return: How many came back.
         """
         ready_at = self._now() + settling.micros_of(delay)
         with self._opened() as opened:
-            return 0 if opened is None else dead_letters.requeue(*opened, message_ids, ready_at)
+            if opened is None:
+                return 0
+            return dead_letters.requeue(*opened, _choice_of(which), ready_at)
 
-    def purge_dead(self, message_ids: Iterable[str] | None = None) -> int:
-        """Delete dead letters for good, by id or (``None``) all; return how many."""
+    def purge_dead(self, which: Iterable[str] | Choice | None = None) -> int:
+        """Delete dead letters for good, by id, by choice or (``None``) all; return how many."""
         with self._opened() as opened:
-            return 0 if opened is None else dead_letters.purge(*opened, message_ids)
+            return 0 if opened is None else dead_letters.purge(*opened, _choice_of(which))
 
     def purge(self) -> int:
         """Delete for good all messages that nobody holds; return how many."""
@@ -338,3 +356,9 @@ class SqliteQueue:
         tag = secrets.token_hex(8)
         db.execute("INSERT INTO queues (name, tag) VALUES (?, ?)", (self.name, tag))
         return QueueRow(db.execute("SELECT last_insert_rowid()").fetchone()[0], tag)
+
+
+def _choice_of(which: Iterable[str] | Choice | None) -> Choice:
+    if which is None or isinstance(which, Choice):
+        return which or EVERY
+    return Choice(ids=frozenset(which))

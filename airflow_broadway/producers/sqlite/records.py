@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
 
-__all__ = ["KIND", "DeadLetter", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
+__all__ = ["KIND", "LeaseRecord", "QueueRow", "from_micros", "ranges", "to_micros"]
 
 #: The kind of the queue's leases.
 KIND: Final = "sqlite"
@@ -42,26 +41,6 @@ class QueueRow(NamedTuple):
         if row[0] == "0":  # one row has one id
             return None
         return int(row)
-
-
-class DeadLetter(NamedTuple):
-    """A message set aside, and why.
-
-    :param reason: At most 2,048 bytes of UTF-8.
-    :param stage: Where it failed: ``"process"``, ``"batch"`` or ``"secure"``; ``""`` if not said.
-    :param attempt: The attempt that was its last.
-    :param generation: The execution that gave it up.
-    """
-
-    message_id: str
-    body: bytes
-    attributes: Mapping[str, Any]
-    reason: str
-    stage: str
-    attempt: int
-    enqueued_at: datetime
-    died_at: datetime
-    generation: str
 
 
 class LeaseRecord(NamedTuple):

@@ -4,6 +4,10 @@
 ``broadway_queue`` stand beside the message's own attributes.  A message may have ten: where there
 is no room for five, ``broadway`` has all of them as JSON; a tenth attribute of the message's own
 then moves into ``broadway`` too.
+
+A letter that is sent back becomes a new message to SQS.  So it has ``broadway_requeued``, the id
+that it had, and is received as redelivered; where ten attributes leave no room that is in
+``broadway``, too.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
@@ -23,12 +27,17 @@ from airflow_broadway.producers.sqs.limits import (
     unsendable,
 )
 
-__all__ = ["letter", "requests", "size_of"]
+__all__ = ["Why", "letter", "received_again", "requests", "sent_back", "size_of", "why_of"]
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
-    f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason")
+    f"broadway_{name}" for name in ("message_id", "queue", "attempt", "stage", "reason", "requeued")
 )
+#: Where it is said if there is no room; and where it says so of a message that was sent back.
+_PACKED: Final = "broadway"
+_REQUEUED: Final = "broadway_requeued"
+#: What boto3 takes of an attribute.
+_ATTRIBUTE: Final = ("DataType", "StringValue", "BinaryValue")
 #: Bytes of the reason where the message has no room for more.
 _SHORT: Final = 64
 
@@ -87,7 +96,7 @@ def _attributes(
     moved = {name: _plain(value) for name, value in own.items() if name not in kept}
     if moved:
         packed["attributes"] = moved
-    return {**kept, "broadway": _string(json.dumps(packed, ensure_ascii=False))}
+    return {**kept, _PACKED: _string(json.dumps(packed, ensure_ascii=False))}
 
 
 def _string(value: str) -> dict[str, Any]:
@@ -139,3 +148,105 @@ def requests(
         made[-1].append((key, entry))
         room -= size
     return made
+
+
+# -- a letter, read --------------------------------------------------------------------------------
+
+
+class Why(NamedTuple):
+    """What a letter says of itself; ``""`` and 1 where it does not.
+
+    :param own: The message's own attributes, as boto3 takes them.
+    """
+
+    message_id: str
+    queue: str
+    reason: str
+    stage: str
+    attempt: int
+    own: dict[str, dict[str, Any]]
+
+
+def why_of(attributes: Mapping[str, Any]) -> Why:
+    """Read the attributes of a letter, whoever sent it.
+
+    :param attributes: As boto3 gives them.
+    """
+    packed = _packed_of(attributes)
+    own = {
+        name: {key: each[key] for key in _ATTRIBUTE if key in each}
+        for name, each in attributes.items()
+        if name not in _OURS and not (name == _PACKED and packed)
+    }
+    moved = packed.get("attributes")
+    for name, each in moved.items() if isinstance(moved, dict) else ():
+        own[name] = _attribute(each)
+
+    def said(name: str) -> str:
+        value = attributes.get(f"broadway_{name}", {}).get("StringValue", packed.get(name, ""))
+        return value if isinstance(value, str) else ""
+
+    attempt = said("attempt")
+    return Why(
+        said("message_id"),
+        said("queue"),
+        said("reason"),
+        said("stage"),
+        int(attempt) if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10 else 1,
+        own,
+    )
+
+
+def sent_back(raw: Mapping[str, Any], why: Why, message_id: str, *, fifo: bool) -> dict[str, Any]:
+    """The entry of ``SendMessageBatch`` that sends a letter back, without its ``Id``.
+
+    :param raw: The letter as SQS hands it out.
+    :param message_id: What the message was called.
+    :param fifo: Whether it goes to a FIFO queue.
+    """
+    system: Mapping[str, str] = raw.get("Attributes") or {}
+    attributes = dict(why.own)
+    if len(attributes) < MAX_ATTRIBUTES:
+        attributes[_REQUEUED] = _string(message_id)
+    else:
+        name = list(attributes)[-1]
+        packed = {"requeued": message_id, "attributes": {name: _plain(attributes.pop(name))}}
+        attributes[_PACKED] = _string(json.dumps(packed, ensure_ascii=False))
+    made: dict[str, Any] = {"MessageBody": raw["Body"], "MessageAttributes": attributes}
+    if system.get("AWSTraceHeader"):
+        header = {"DataType": "String", "StringValue": system["AWSTraceHeader"]}
+        made["MessageSystemAttributes"] = {"AWSTraceHeader": header}
+    if fifo:
+        made["MessageGroupId"] = system.get("MessageGroupId") or "broadway"
+        # The letter's own: by that of the message SQS might take it for one that was just sent.
+        made["MessageDeduplicationId"] = raw["MessageId"]
+    return made
+
+
+def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The attributes of a message that was a dead letter and was sent back, as they were at first;
+    ``None``: it never was one.
+    """
+    if _REQUEUED not in attributes and _PACKED not in attributes:
+        return None
+    packed = _packed_of(attributes)
+    if "requeued" in packed:
+        moved = packed.get("attributes")
+        own = {name: each for name, each in attributes.items() if name != _PACKED}
+        back = moved.items() if isinstance(moved, dict) else ()
+        return own | {name: _attribute(each) for name, each in back}
+    return attributes if _REQUEUED in attributes else None
+
+
+def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said where there was no room; empty if nothing is, or somebody else's."""
+    text = attributes.get(_PACKED, {}).get("StringValue")
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict) or not {"message_id", "requeued"} & value.keys():
+        return {}
+    return value

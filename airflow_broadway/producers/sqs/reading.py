@@ -12,11 +12,13 @@ from typing import Any, Final
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.sqs.dead_letters import received_again
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 from airflow_broadway.producers.sqs.options import SYSTEM_ATTRIBUTES, SqsOptions
 
 __all__ = [
     "Reader",
+    "as_json",
     "asked",
     "group_of",
     "receives_of",
@@ -102,8 +104,12 @@ class Reader:
     ) -> Message:
         """The message.
 
+        :param redelivered: As SQS counts; one that was a dead letter is redelivered too.
         :raises Exception: Any, if SQS's answer lacks what every message has.
         """
+        again = received_again(raw.get("MessageAttributes") or {})
+        if again is not None:
+            raw, redelivered = {**raw, "MessageAttributes": again}, True
         body = raw["Body"].encode("utf-8", "surrogatepass")
         delivery = Delivery(payload=body, properties=_properties_of(raw))
         return Message(
@@ -194,6 +200,12 @@ def _text(value: bytes) -> str:
 
 
 def _properties_of(raw: Mapping[str, Any]) -> str:
+    """What a dead letter of the message keeps, as text."""
+    kept = as_json(raw)
+    return json.dumps(kept, separators=(",", ":")) if kept else "{}"
+
+
+def as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a dead letter of the message keeps, as JSON: attributes, group, deduplication id."""
     system = _system(raw)
     kept: dict[str, Any] = {}
@@ -202,4 +214,4 @@ def _properties_of(raw: Mapping[str, Any]) -> str:
     for name in ("MessageGroupId", "MessageDeduplicationId", "AWSTraceHeader"):
         if system.get(name):
             kept[name] = _as_text(system[name])
-    return json.dumps(kept, separators=(",", ":")) if kept else "{}"
+    return kept

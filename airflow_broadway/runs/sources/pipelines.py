@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.model.run_source import LIVE, LOG, RunSource
+from airflow_broadway.core.model.run_source import DEAD_LETTERS, LIVE, LOG, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
@@ -32,6 +32,7 @@ def _itself(producer: Producer, source: RunSource) -> Producer:
 #: The producer that serves a source, made of the pipeline's own.
 _PRODUCERS: Final[Mapping[str, Callable[[Producer, RunSource], Producer]]] = {
     LIVE: _itself,
+    DEAD_LETTERS: _itself,  # they are sent back first: see .dead_letters
     LOG: _itself,
 }
 

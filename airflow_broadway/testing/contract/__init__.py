@@ -15,7 +15,8 @@ The author of a producer inherits it and gives it a harness::
         def harness(self, tmp_path):
             return MyHarness(str(tmp_path))
 
-``docs/producers.md`` is the guide.  pytest must be installed.  For readable failures the suite's
+One that sets messages aside inherits ``DeadLettersContract`` too.  ``docs/producers.md`` is the
+guide.  pytest must be installed.  For readable failures the suite's
 own ``conftest.py`` says
 ``pytest.register_assert_rewrite("airflow_broadway.testing.contract")``.
 """
@@ -23,6 +24,7 @@ own ``conftest.py`` says
 from __future__ import annotations
 
 from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.testing.contract.dead_letters import DeadLettersContract
 from airflow_broadway.testing.contract.killing import Killing
 from airflow_broadway.testing.contract.lapsing import Lapsing
 from airflow_broadway.testing.contract.receiving import Receiving
@@ -30,7 +32,7 @@ from airflow_broadway.testing.contract.settling import Settling
 from airflow_broadway.testing.contract.traffic import Traffic
 from airflow_broadway.testing.harness import Harness, ids, settlement_of
 
-__all__ = ["CustodyContract", "Harness", "entry_of", "ids", "settlement_of"]
+__all__ = ["CustodyContract", "DeadLettersContract", "Harness", "entry_of", "ids", "settlement_of"]
 
 
 class CustodyContract(Killing, Traffic, Lapsing, Settling, Receiving):

@@ -13,12 +13,12 @@ from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 
-__all__ = ["Getter"]
+__all__ = ["ACKS_AT_ONCE", "Getter"]
 
 #: Acknowledgements at a time.  A quorum queue is sent the first 32 of a channel that it has not yet
 #: carried out; the others the broker keeps back, and forgets if the channel is closed before they
 #: are due (probed with RabbitMQ 3.10.8).
-_ACKS_AT_ONCE = 15
+ACKS_AT_ONCE = 15
 
 
 class Getter:
@@ -77,10 +77,10 @@ class Getter:
     def ack(self) -> None:
         """Acknowledge what was kept, and no other."""
         kept, self._kept = self._kept, []
-        for start in range(0, len(kept), _ACKS_AT_ONCE):
+        for start in range(0, len(kept), ACKS_AT_ONCE):
             if start and not self._caught_up():
                 return
-            self._ack(kept[start : start + _ACKS_AT_ONCE])
+            self._ack(kept[start : start + ACKS_AT_ONCE])
 
     def _ack(self, tags: list[int]) -> None:
         raw = self._channel.raw

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pika import SelectConnection
     from pika.connection import Parameters
 
-__all__ = ["Delivered", "FrameReader", "Parser", "connection_class", "split_route"]
+__all__ = ["Delivered", "FrameReader", "Parser", "connection_class", "join_route", "split_route"]
 
 
 class Delivered(NamedTuple):
@@ -42,6 +42,12 @@ def split_route(route: bytes) -> tuple[str, str]:
     first = 1 + route[0] if route else 0
     exchange, key = route[1:first], route[first + 1 :]
     return exchange.decode("utf-8", "backslashreplace"), key.decode("utf-8", "backslashreplace")
+
+
+def join_route(exchange: str, key: str) -> bytes:
+    """The route that :func:`split_route` reads; what is longer than AMQP allows is cut."""
+    parts = (each.encode("utf-8", "replace")[:255] for each in (exchange, key))
+    return b"".join(bytes([len(raw)]) + raw for raw in parts)
 
 
 #: type, channel, size, class id, method id, length of the consumer tag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from airflow_broadway.core.clock import Clock
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import Held
@@ -28,12 +29,17 @@ class Quarantine:
     """Publishes what is set aside, each message with why; for the connection's thread.
 
     :param dead: Exchange and routing key of dead letters.
+    :param source: The queue that they come from.
     """
 
-    def __init__(self, generation: str, ids: Ids, dead: tuple[str, str]) -> None:
+    def __init__(
+        self, generation: str, ids: Ids, dead: tuple[str, str], source: str, clock: Clock
+    ) -> None:
         self._generation = generation
         self._ids = ids
         self._dead = dead
+        self._source = source
+        self._clock = clock
 
     def oversized(self, channel: ConfirmChannel, delivered: Delivered, reason: str) -> None:
         """Make a dead letter of a message that is too large for a bundle."""
@@ -44,7 +50,9 @@ class Quarantine:
 
     def crashed(self, channel: ConfirmChannel, held: Held) -> None:
         """Make a dead letter of a message that killed its process while it was alone there."""
-        reason = f"its process died {held.crashes} times, at last with nothing else to handle"
+        reason = (
+            f"crashed: its process died {held.crashes} times, at last with nothing else to handle"
+        )
         aside = Aside(held.message_id, "crashed", reason)
         mark = Mark(held.message_id, self._generation, held.attempt)
         self._publish(channel, self._dead, held, mark, reason, "crashed", None, aside)
@@ -56,8 +64,8 @@ class Quarantine:
         mark = Mark(self._ids.fresh(), self._generation, 1)
         self._publish(channel, ("", queue), delivered, mark, reason, "returns", delivered.tag, None)
 
-    @staticmethod
     def _publish(
+        self,
         channel: ConfirmChannel,
         place: tuple[str, str],
         message: Content,
@@ -68,5 +76,11 @@ class Quarantine:
         load: Any,
     ) -> None:
         limit = channel.channel.connection.max_properties
-        properties = dead_lettered(message, mark, reason=reason, stage=stage, limit=limit)
+        extra = {
+            "x-broadway-queue": self._source,
+            "x-broadway-dead-at": self._clock.now().isoformat(),
+        }
+        properties = dead_lettered(
+            message, mark, reason=reason, stage=stage, extra=extra, limit=limit
+        )
         channel.publish(*place, properties, message.body, key=mark.message_id, tag=tag, load=load)

@@ -83,7 +83,7 @@ class Session:
         self._bundler = bundler
         self._buffer = buffer
         self._marked = MarkedMessages(env.generation, ids, Turns(journal))
-        self._quarantine = Quarantine(env.generation, ids, topology.dead)
+        self._quarantine = Quarantine(env.generation, ids, topology.dead, options.queue, env.clock)
         self.returned = ReturnsReader(
             options.max_crashes, topology, journal, ids, self._quarantine, bundler, buffer
         )

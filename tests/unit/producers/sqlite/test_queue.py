@@ -155,7 +155,7 @@ def test_a_dead_letter_keeps_what_is_needed_to_judge_it(
 
     assert letter.message_id == key
     assert letter.body == b"\xfe"
-    assert letter.attributes == {"origin": "JFK"}
+    assert letter.properties == {"origin": "JFK"}
     assert letter.reason == "é" * 1022 + "…"
     assert (letter.stage, letter.attempt, letter.generation) == ("batch", 1, "g1")
     assert (letter.enqueued_at, letter.died_at) == (sent, clock.now())

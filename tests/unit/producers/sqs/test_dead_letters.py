@@ -10,7 +10,14 @@ import pytest
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Verdict
-from airflow_broadway.producers.sqs.dead_letters import letter, requests, size_of
+from airflow_broadway.producers.sqs.dead_letters import (
+    letter,
+    received_again,
+    requests,
+    sent_back,
+    size_of,
+    why_of,
+)
 from airflow_broadway.producers.sqs.limits import MAX_BODY, unsendable
 
 
@@ -106,3 +113,42 @@ def test_requests_hold_ten_entries_and_a_quarter_of_a_megabyte() -> None:
     large = {str(number): {"MessageBody": "x" * 100_000} for number in range(5)}
     large["whole"] = {"MessageBody": "x" * MAX_BODY}
     assert [len(each) for each in requests(large)] == [2, 2, 1, 1]
+
+
+# -- sent back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 5, 9, 10])
+def test_what_is_sent_back_has_its_own_attributes(count: int) -> None:
+    # Given a letter, whose message may have had as many attributes as there is room for
+    sent = letter(entry(attributes=count), "orders", fifo=True)
+    raw = {
+        "MessageId": "the letter's",
+        "Body": sent["MessageBody"],
+        "MessageAttributes": sent["MessageAttributes"],
+        "Attributes": {"MessageGroupId": sent["MessageGroupId"]},
+    }
+
+    # When it is read, and sent back
+    why = why_of(raw["MessageAttributes"])
+    back = sent_back(raw, why, why.message_id, fifo=True)
+
+    # Then it says what it was, and its message has its own attributes, and is known to come again
+    assert (why.message_id, why.queue, why.attempt) == ("id-1", "orders", 3)
+    assert (why.reason, why.stage) == ("too late", "process")
+    assert len(back["MessageAttributes"]) <= 10
+    assert (back["MessageGroupId"], back["MessageDeduplicationId"]) == ("g", "the letter's")
+    received = received_again(back["MessageAttributes"])
+    assert received is not None
+    own = {name: each for name, each in received.items() if name != "broadway_requeued"}
+    assert {n: e.get("StringValue", e.get("BinaryValue")) for n, e in own.items()} == {
+        f"a{number}": b"\x00" if number == count - 1 else f"v{number}" for number in range(count)
+    }
+
+
+def test_an_attribute_of_somebody_elses_is_no_mark_of_ours() -> None:
+    for text in ("no JSON", "[1]", '{"reason": "x"}', "[" * 100_000):
+        foreign = {"broadway": {"DataType": "String", "StringValue": text}}
+        assert received_again(foreign) is None
+        assert why_of(foreign).own == foreign
+    assert received_again({"other": {"DataType": "String", "StringValue": "1"}}) is None

@@ -1,0 +1,253 @@
+"""The arguments of the commands that look after brokers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from datetime import datetime
+from typing import Any
+
+from airflow_broadway.cli.output import logging_at
+
+__all__ = [
+    "add_dead_letters",
+    "add_kafka",
+    "add_queue",
+    "add_rabbitmq",
+    "command",
+    "positive",
+]
+
+
+def command(commands: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
+    """A parser of one command; its ``handler`` carries it out."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.set_defaults(handler=handler)
+    return made
+
+
+def add_dead_letters(commands: Any) -> None:
+    """The arguments of ``dead-letters``."""
+    text = "Look at a pipeline's dead letters, send them back, delete them."
+    letters = commands.add_parser("dead-letters", help=text, description=text, allow_abbrev=False)
+    actions = letters.add_subparsers(metavar="ACTION", required=True)
+    for name, text in (
+        ("list", "List them, about in order of their death; they stay where they are."),
+        ("show", "Show some whole: why they died, their properties and payload."),
+        ("requeue", "Send them back where they came from, on their first attempt."),
+        ("delete", "Delete them for good."),
+    ):
+        made = command(actions, name, text, _dead_letters)
+        made.set_defaults(action=name)
+        made.add_argument(
+            "--pipeline",
+            required=True,
+            metavar="REF",
+            help="pkg.module:Class, or a reference as JSON",
+        )
+        made.add_argument(
+            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+        )
+        made.add_argument(
+            "--staging",
+            metavar="URI",
+            help="the staging root; Airflow's [broadway] staging by default",
+        )
+        made.add_argument(
+            "--place", metavar="NAME", help="the queue or topic, if it is not the pipeline's own"
+        )
+        if name == "show":
+            made.add_argument("message_id", nargs="+", metavar="MESSAGE_ID")
+            made.add_argument(
+                "--as",
+                dest="format",
+                choices=("text", "json", "hex"),
+                default="text",
+                help="how to print payloads; text by default",
+            )
+            made.add_argument(
+                "--bytes",
+                type=positive,
+                default=2_000,
+                metavar="N",
+                help="of each payload, at most; 2,000 by default",
+            )
+            continue
+        which = made.add_argument_group("which; all that is given must apply")
+        which.add_argument(
+            "--message-id", action="extend", nargs="+", metavar="ID", help="those of these ids"
+        )
+        which.add_argument(
+            "--reason", default="", metavar="TEXT", help="those whose reason contains it"
+        )
+        which.add_argument("--stage", default="", metavar="STAGE", help="those that failed in it")
+        for option, text in (("--since", "from this instant on"), ("--until", "before it")):
+            which.add_argument(
+                option, type=_instant, metavar="INSTANT", help=f"those set aside {text}"
+            )
+        if name == "list":
+            made.add_argument(
+                "--limit", type=positive, default=100, metavar="N", help="100 by default"
+            )
+        else:
+            which.add_argument("--all", action="store_true", help="every one")
+
+
+def _dead_letters(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.dead_letters import dead_letters
+
+    # What a broker's client logs stands in the one error.
+    with logging_at(logging.CRITICAL):
+        return dead_letters(given)
+
+
+def _instant(text: str) -> datetime:
+    """An instant with its time zone."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise argparse.ArgumentTypeError(
+            "expected an instant with its time zone, such as 2026-01-31T12:00:00+00:00, got:"
+            f" {text!r}"
+        )
+    return found
+
+
+def add_queue(commands: Any) -> None:
+    """The arguments of ``queue``."""
+    text = "Serve a queue of the embedded broker."
+    queue = commands.add_parser("queue", help=text, description=text, allow_abbrev=False)
+    actions = queue.add_subparsers(metavar="ACTION", required=True)
+    made = {}
+    for name, text in (
+        ("list", "List the queues of a file, with how full each is."),
+        ("send", "Send the lines of a file, or of standard input, as messages."),
+        ("depth", "How many messages are ready, delayed, leased and dead."),
+        ("dead", "List dead letters, in order of their death."),
+        ("requeue", "Put dead letters back into the queue, on their first attempt."),
+        ("purge", "Delete messages for good."),
+    ):
+        made[name] = command(actions, name, text, _queue)
+        made[name].set_defaults(action=name)
+        file = made[name].add_mutually_exclusive_group(required=True)
+        file.add_argument("--path", metavar="FILE", help="the queue file")
+        file.add_argument("--conn-id", metavar="ID", help="the Airflow connection that names it")
+        if name != "list":
+            made[name].add_argument(
+                "--queue", required=True, metavar="NAME", help="the queue's name"
+            )
+    made["send"].add_argument("input", nargs="?", default="-", metavar="INPUT", help="- for stdin")
+    made["dead"].add_argument(
+        "--limit", type=positive, default=100, metavar="N", help="100 by default"
+    )
+    made["dead"].add_argument(
+        "--by-reason", action="store_true", help="how many there are of each reason instead"
+    )
+    what = made["purge"].add_mutually_exclusive_group(required=True)
+    what.add_argument("--dead", action="store_true", help="the dead letters")
+    what.add_argument("--ready", action="store_true", help="all messages that no run holds")
+    for name in ("requeue", "purge"):
+        made[name].add_argument(
+            "--message-id",
+            action="extend",
+            nargs="+",
+            metavar="ID",
+            help="only these dead letters; all of them by default",
+        )
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, as an argument."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got: {text!r}")
+    return int(text)
+
+
+def _queue(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.queue import queue
+
+    return queue(given)
+
+
+def add_rabbitmq(commands: Any) -> None:
+    """The arguments of ``rabbitmq``."""
+    text = "Look at a RabbitMQ."
+    rabbitmq = commands.add_parser("rabbitmq", help=text, description=text, allow_abbrev=False)
+    made = command(
+        rabbitmq.add_subparsers(metavar="ACTION", required=True),
+        "check",
+        "Whether a policy or a setting of the broker loses or delays messages that a run holds:"
+        " log in, and look at every queue that a pipeline uses.",
+        _rabbitmq,
+    )
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--queue", metavar="NAME", help="the source queue")
+    which.add_argument("--pipeline", metavar="REF", help="pkg.module:Class, or a reference as JSON")
+    made.add_argument(
+        "--conn-id",
+        metavar="ID",
+        help="the Airflow connection; rabbitmq_default, or the pipeline's, by default",
+    )
+    made.add_argument(
+        "--dead-letter", metavar="NAME", help="the queue of dead letters, if it is your own"
+    )
+
+
+def _rabbitmq(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.rabbitmq import check
+
+    with logging_at(logging.WARNING):
+        return check(given)
+
+
+def add_kafka(commands: Any) -> None:
+    """The arguments of ``kafka``."""
+    text = "Look at a group of Apache Kafka, and put it right."
+    kafka = commands.add_parser("kafka", help=text, description=text, allow_abbrev=False)
+    actions = kafka.add_subparsers(metavar="ACTION", required=True)
+    for name, text in (
+        ("show", "Each partition of the group: what is finished, who holds what, what waits."),
+        ("check", "What the next run would refuse or warn of; nothing is changed."),
+        ("adopt", "Have this staging folder keep a group that another one keeps."),
+        ("reset", "Have the group begin anew, once, by its offset_reset_policy."),
+    ):
+        made = command(actions, name, text, _kafka)
+        made.set_defaults(action=name)
+        made.add_argument(
+            "--pipeline",
+            required=True,
+            metavar="REF",
+            help="pkg.module:Class, or a reference as JSON",
+        )
+        made.add_argument(
+            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+        )
+        made.add_argument(
+            "--staging",
+            metavar="URI",
+            help="the staging root; Airflow's [broadway] staging by default",
+        )
+        if name in ("adopt", "reset"):
+            made.add_argument(
+                "--group", required=True, metavar="NAME", help="the group's name, to confirm it"
+            )
+        if name == "reset":
+            made.add_argument(
+                "--to",
+                metavar="WHERE",
+                help="earliest, latest, or an instant with its time zone; the pipeline's"
+                " offset_reset_policy by default",
+            )
+
+
+def _kafka(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.kafka import kafka
+
+    # What the client logs of its connections stands in the one error, and findings say the rest.
+    with logging_at(logging.CRITICAL):
+        return kafka(given)

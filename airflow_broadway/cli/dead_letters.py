@@ -1,0 +1,245 @@
+"""``airflow-broadway dead-letters``: the messages that a pipeline's broker has set aside."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any
+
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.dag_folders import add_dag_folders
+from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.cli.output import CommandError, cut, say, say_json
+from airflow_broadway.cli.replay import read_reference
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, DeadLetters, Moved
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import load_ref, make_ref
+from airflow_broadway.core.text import many, table
+
+__all__ = ["dead_letters"]
+
+#: Bytes in a line of ``--as hex``.
+_HEX_BYTES = 16
+
+
+def dead_letters(given: argparse.Namespace) -> int:
+    """Carry out one of the commands; 1 if there is something to look at."""
+    with _opened(given) as place:
+        code: int = _ACTIONS[given.action](place, given)
+        return code
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def _list(place: DeadLetters, given: argparse.Namespace) -> int:
+    with _walk(place, _choice(given)) as letters:
+        found = list(islice(letters, given.limit))
+        more = next(letters, None) is not None
+    if given.json:
+        say_json([_json(each, body=False) for each in found])
+        return 0
+    if not found:
+        say(f"No dead letters in {place.place}.")
+        return 0
+    rows = (
+        (
+            each.message_id,
+            each.attempt,
+            each.stage or None,
+            None if each.died_at is None else each.died_at.isoformat(timespec="seconds"),
+            len(each.body),
+            cut(each.reason) or None,
+        )
+        for each in found
+    )
+    heads = ("message id", "attempt", "stage", "died at", "bytes", "reason")
+    say(f"In {place.place}:", "", *table(heads, rows))
+    if more:
+        say("", f"These are the first {len(found)}: --limit shows more.")
+    return 0
+
+
+def _show(place: DeadLetters, given: argparse.Namespace) -> int:
+    """1 if one of the ids is none of theirs."""
+    found: dict[str, DeadLetter] = {}
+    wanted = dict.fromkeys(given.message_id)
+    with _walk(place, Choice(ids=frozenset(wanted))) as letters:
+        for each in letters:
+            found.setdefault(each.message_id, each)
+            if len(found) == len(wanted):
+                break
+    unknown = [each for each in wanted if each not in found]
+    if given.json:
+        say_json([_json(found[each], body=True) for each in wanted if each in found])
+    else:
+        for number, key in enumerate(each for each in wanted if each in found):
+            say(*([""] if number else []), *_shown(found[key], given))
+    if unknown and not given.json:
+        say(_UNKNOWN.format(place.place, ", ".join(unknown)))
+    return int(bool(unknown))
+
+
+_UNKNOWN = "No dead letters of {}, or no more: {}."
+
+
+def _requeue(place: DeadLetters, given: argparse.Namespace) -> int:
+    moved = place.requeue(_chosen(given))
+    return _say_moved(given, moved, place, "requeued", "Sent {} back from {}.")
+
+
+def _delete(place: DeadLetters, given: argparse.Namespace) -> int:
+    moved = place.delete(_chosen(given))
+    return _say_moved(given, moved, place, "deleted", "Deleted {} of {}.")
+
+
+def _say_moved(
+    given: argparse.Namespace, moved: Moved, place: DeadLetters, word: str, text: str
+) -> int:
+    """Print what was done; 1 if letters that were named are not there, or some had to stay."""
+    if given.json:
+        say_json({word: moved.count, "unknown": moved.unknown, "refused": dict(moved.refused)})
+    else:
+        say(text.format(many(moved.count, "dead letter"), place.place))
+        if moved.unknown:
+            say(_UNKNOWN.format("it", ", ".join(moved.unknown)))
+        for key, why in moved.refused.items():
+            say(f"{key} stays: {cut(why, 300)}")
+    return int(bool(moved.unknown or moved.refused))
+
+
+# -- which letters ---------------------------------------------------------------------------------
+
+
+def _choice(given: argparse.Namespace) -> Choice:
+    return Choice(
+        ids=frozenset(given.message_id) if given.message_id else None,
+        reason=given.reason,
+        stage=given.stage,
+        since=given.since,
+        until=given.until,
+    )
+
+
+def _chosen(given: argparse.Namespace) -> Choice:
+    """Which ones are to be moved.
+
+    :raises CommandError: If nothing is chosen, and ``--all`` not said; or both.
+    """
+    choice = _choice(given)
+    if given.all == (choice != Choice()):
+        raise CommandError(
+            "--all takes every dead letter, and --message-id, --reason, --stage, --since and"
+            " --until choose some: give the one or the other"
+        )
+    return choice
+
+
+@contextmanager
+def _walk(place: DeadLetters, choice: Choice) -> Iterator[Iterator[DeadLetter]]:
+    """The chosen letters; those that are not read are others' again when it ends."""
+    letters: Any = place.letters(choice)
+    with closing(letters):
+        yield letters
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
+    about = {
+        "message id": letter.message_id,
+        "from": letter.origin,
+        "reason": letter.reason,
+        "stage": letter.stage,
+        "attempt": letter.attempt,
+        "sent at": letter.enqueued_at,
+        "died at": letter.died_at,
+        "generation": letter.generation,
+        "properties": json.dumps(letter.properties, ensure_ascii=False, default=str),
+    }
+    lines = [f"{name + ':':<12}{value}" for name, value in about.items() if value not in ("", None)]
+    body = letter.body[: given.bytes]
+    lines.append(f"{'payload:':<12}{many(len(letter.body), 'byte')}")
+    if len(body) < len(letter.body):
+        lines[-1] += f", of which these are the first {len(body):,} (--bytes shows more)"
+    return [*lines, *_payload(body, letter.body, given.format)]
+
+
+def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
+    if form == "hex":
+        return [
+            f"{at:08x}  {body[at : at + _HEX_BYTES].hex(' ')}"
+            for at in range(0, len(body), _HEX_BYTES)
+        ]
+    if form == "json":
+        try:
+            text = json.dumps(json.loads(whole), indent=2, ensure_ascii=False)
+        except (ValueError, RecursionError) as error:
+            raise CommandError(f"a payload is no JSON ({error}): --as text or --as hex") from None
+        if len(body) < len(whole):
+            text = text.encode()[: len(body)].decode("utf-8", "ignore")
+        return text.split("\n")
+    return body.decode("utf-8", "backslashreplace").split("\n")
+
+
+def _json(letter: DeadLetter, *, body: bool) -> dict[str, Any]:
+    value = letter._asdict()
+    raw: bytes = value.pop("body")
+    value["bytes"] = len(raw)
+    if body:
+        try:
+            value["body"] = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            value["body_base64"] = base64.b64encode(raw).decode("ascii")
+    return value
+
+
+# -- what is looked at -----------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
+    """The place that the arguments name."""
+    add_dag_folders()
+    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
+    producer = _connected(pipeline.producer, given)
+    store = open_store(given.staging)
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        connections=AirflowConnections(),
+        staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
+    )
+    with closing(producer.dead_letters(env, place=given.place)) as letters:
+        yield letters
+
+
+def _connected(producer: Producer, given: argparse.Namespace) -> Producer:
+    """The pipeline's producer, as the arguments want it.
+
+    :raises CommandError: If one of its options is a template, which only a task can fill in.
+    """
+    names = [each.name for each in fields(producer)]
+    for name in names:
+        value = getattr(producer, name)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, str) and "{{" in each:
+                raise CommandError(
+                    f"the producer of {given.pipeline} has the template {name}={each!r}: give"
+                    ' --pipeline as JSON, with {"class": …, "options": {"producer": {…}}}'
+                )
+    if given.conn_id is None:
+        return producer
+    if "conn_id" not in names:
+        raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
+    changed: Producer = replace(producer, conn_id=given.conn_id)  # type: ignore[call-arg]
+    return changed
+
+
+_ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "delete": _delete}

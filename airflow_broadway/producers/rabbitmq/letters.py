@@ -1,0 +1,316 @@
+"""The dead letters of a RabbitMQ producer, for people.
+
+Letters are got one at a time, and those that stay go back into their place when the channel closes:
+while they are looked at nobody else sees them.  One is acknowledged once its message is confirmed
+in the queue that it came from, so that whoever is killed leaves it in both at most.  What is sent
+back carries its mark, and is received as redelivered, on its first attempt, under its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import Any, Final, NamedTuple
+
+from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
+from airflow_broadway.producers.rabbitmq.amqp.get import ACKS_AT_ONCE, Getter
+from airflow_broadway.producers.rabbitmq.amqp.properties import (
+    decode,
+    entries_of,
+    fields_of,
+    join_entries,
+    join_fields,
+    json_value,
+)
+from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
+from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
+from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
+from airflow_broadway.producers.rabbitmq.bundle import Held
+from airflow_broadway.producers.rabbitmq.marks import (
+    Mark,
+    mark_of,
+    publication_key,
+    republished,
+    restored,
+)
+from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
+
+__all__ = ["RabbitDeadLetters"]
+
+#: The header in which a quorum queue counts how often it delivered a message before.
+_COUNT: Final = b"x-delivery-count"
+#: Who is said to have released a letter that bears no mark.
+_NOBODY: Final = "dead-letters"
+
+
+class _Place(NamedTuple):
+    """A queue of dead letters.
+
+    :param source: The queue to which a letter goes back that does not say where it came from.
+    """
+
+    address: Address
+    queue: str
+    source: str
+
+
+class RabbitDeadLetters:
+    """Those of all queues that a producer drains.
+
+    A :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
+
+    :param all_options: Of each queue that is drained.
+    :param place: The queue to look into, instead of where the options send dead letters.
+    :raises ProducerError: If they go to an exchange, and ``place`` says not where from there.
+    """
+
+    def __init__(
+        self, all_options: Sequence[RabbitMQOptions], env: ProducerEnv, place: str | None
+    ) -> None:
+        found = [
+            _Place(address_for(each, env), place or _queue_of(each), each.queue)
+            for each in all_options
+        ]
+        self._places = list({(each.address.shown, each.queue): each for each in found}.values())
+
+    @property
+    def place(self) -> str:
+        return ", ".join(f"queue {each.queue!r}" for each in self._places)
+
+    def count(self) -> int:
+        total = 0
+        for place in self._places:
+            with _connected(place) as connection:
+                total += queue_calls.depth(connection, place.queue) or 0
+        return total
+
+    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
+        for place in self._places:
+            with _connected(place) as connection:
+                for _, letter in _each(Getter(connection, place.queue), connection, place):
+                    if choice.takes(letter):
+                        yield letter
+
+    def requeue(self, choice: Choice = EVERY) -> Moved:
+        moving = Moving(choice)
+        for place in self._places:
+            with _connected(place) as connection:
+                _Requeueing(connection, place, moving).run()
+        return moving.result()
+
+    def delete(self, choice: Choice = EVERY) -> Moved:
+        moving = Moving(choice)
+        for place in self._places:
+            with _connected(place) as connection:
+                getter = Getter(connection, place.queue)
+                kept = 0
+                for delivered, letter in _each(getter, connection, place):
+                    if moving.takes(letter):
+                        getter.keep(delivered.tag)
+                        moving.count += 1
+                        kept += 1
+                        if kept % ACKS_AT_ONCE == 0:
+                            getter.ack()
+                getter.ack()
+                getter.close()
+        return moving.result()
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
+
+
+def _queue_of(options: RabbitMQOptions) -> str:
+    """The queue of a producer's dead letters.
+
+    :raises ProducerError: If nobody knows which it is.
+    """
+    given: Any = options.dead_letter
+    if given is None:
+        return QueueNames(options.queue).dead
+    if isinstance(given, Mapping):
+        raise ProducerError(
+            f"the dead letters of {options.queue!r} go to the exchange {given.get('exchange')!r},"
+            " which does not say into which queues it puts them: name the queue as the place"
+        )
+    return str(given)
+
+
+@contextmanager
+def _connected(place: _Place) -> Iterator[ConnectionThread]:
+    connection = ConnectionThread.to(place.address)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _each(
+    getter: Getter, connection: ConnectionThread, place: _Place
+) -> Iterator[tuple[Delivered, DeadLetter]]:
+    """The letters that are there now; what is not acknowledged goes back with the connection."""
+    for _ in range(queue_calls.depth(connection, place.queue) or 0):
+        delivered = getter.next()
+        if delivered is None:  # somebody else was faster
+            break
+        yield delivered, _letter(delivered, place)
+
+
+class _Requeueing:
+    """Sends the letters of one place back.
+
+    They are acknowledged in small portions, each behind its confirms: see :class:`Getter`.
+    """
+
+    def __init__(self, connection: ConnectionThread, place: _Place, moving: Moving) -> None:
+        self._connection = connection
+        self._place = place
+        self._moving = moving
+        self._publisher = Publisher(connection, publication_key)
+        #: Under way: message id → delivery tags of its letters.
+        self._sent: dict[str, list[int]] = {}
+
+    def run(self) -> None:
+        getter = Getter(self._connection, self._place.queue)
+        for delivered, letter in _each(getter, self._connection, self._place):
+            if self._moving.takes(letter):
+                self._send(delivered, letter)
+                if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
+                    self._confirm(getter)
+        self._confirm(getter)
+        getter.close()
+
+    def _send(self, delivered: Delivered, letter: DeadLetter) -> None:
+        key = letter.message_id
+        try:
+            properties = _sent_back(delivered, key, self._connection.max_properties)
+        except ProducerError as error:
+            self._moving.refused[key] = str(error)
+            return
+        self._publisher.publish("", letter.origin, properties, delivered.body, key=key)
+        self._sent.setdefault(key, []).append(delivered.tag)
+
+    def _confirm(self, getter: Getter) -> None:
+        refused = self._publisher.flush()
+        for key, tags in self._sent.items():
+            if key in refused:
+                self._moving.refused[key] = f"RabbitMQ refused: {refused[key]}"
+                continue
+            for tag in tags:
+                getter.keep(tag)
+            self._moving.count += len(tags)
+        self._sent.clear()
+        getter.ack()
+
+
+# -- one letter ------------------------------------------------------------------------------------
+
+
+def _letter(delivered: Delivered, place: _Place) -> DeadLetter:
+    mark = mark_of(delivered.properties)
+    properties = _decoded(delivered.properties)
+    headers = properties.get("headers") or {}
+    death = _death(headers)
+    attempt = headers.get("x-broadway-attempt")
+    return DeadLetter(
+        message_id=mark.message_id if mark else _made_id(delivered),
+        body=delivered.body,
+        properties=_shown(delivered),
+        reason=str(headers.get("x-broadway-reason") or death.get("reason") or ""),
+        stage=str(headers.get("x-broadway-stage") or ""),
+        attempt=attempt if isinstance(attempt, int) else 1,
+        enqueued_at=_instant(properties.get("timestamp")),
+        died_at=_instant(headers.get("x-broadway-dead-at") or death.get("time")),
+        generation=mark.released_by if mark else "",
+        origin=str(headers.get("x-broadway-queue") or death.get("queue") or place.source),
+    )
+
+
+def _made_id(delivered: Delivered) -> str:
+    """A name for a letter without a mark: the same as long as it lies there."""
+    digest = hashlib.blake2b(_uncounted(delivered.properties), digest_size=12)
+    digest.update(delivered.body)
+    return f"unmarked-{digest.hexdigest()}"
+
+
+def _uncounted(properties: bytes) -> bytes:
+    """The properties without what a quorum queue adds to them at each look."""
+    try:
+        fields = fields_of(properties)
+        headers = entries_of(fields.get("headers"))
+    except ProducerError:
+        return properties
+    kept = [each for each in headers if each[0] != _COUNT]
+    if len(kept) == len(headers):
+        return properties
+    fields["headers"] = join_entries(kept)
+    return join_fields({n: raw for n, raw in fields.items() if n != "headers" or kept})
+
+
+def _decoded(properties: bytes) -> dict[str, Any]:
+    try:
+        return decode(properties)
+    except ProducerError:
+        return {}
+
+
+def _death(headers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The last death that was no step of our own delays; empty if there is none."""
+    found = headers.get("x-death")
+    for each in found if isinstance(found, list) else ():
+        if isinstance(each, Mapping) and not str(each.get("queue", "")).startswith("broadway."):
+            return each
+    return {}
+
+
+def _instant(value: object) -> datetime | None:
+    if isinstance(value, datetime):
+        return value
+    try:
+        if isinstance(value, int):
+            return datetime.fromtimestamp(value, timezone.utc)
+        found = datetime.fromisoformat(str(value))
+    except (ValueError, OverflowError, OSError):
+        return None
+    return found if found.tzinfo else None
+
+
+def _original(delivered: Delivered) -> tuple[bytes, bytes]:
+    """Route and properties of the message when it was first received."""
+    was = _uncounted(delivered.properties)
+    route, properties = restored(delivered.route, was, trusted=True)
+    if mark_of(delivered.properties) is None:  # the broker itself set it aside
+        death = _death(_decoded(delivered.properties).get("headers") or {})
+        keys = death.get("routing-keys")
+        if death.get("exchange") is not None and isinstance(keys, list) and keys:
+            route = join_route(str(death["exchange"]), str(keys[0]))
+    return route, properties
+
+
+def _shown(delivered: Delivered) -> dict[str, Any]:
+    """Route and properties as they were, for people."""
+    try:
+        route, properties = _original(delivered)
+        shown: dict[str, Any] = json_value(decode(properties))
+    except ProducerError as error:
+        return {"unreadable": str(error)}
+    exchange, key = split_route(route)
+    return {"exchange": exchange, "routing_key": key, **shown}
+
+
+def _sent_back(delivered: Delivered, message_id: str, limit: int) -> bytes:
+    """The properties with which a letter is sent back.
+
+    :raises ProducerError: If there is no room for the mark, without which nobody could tell that it
+        may come twice.
+    """
+    route, properties = _original(delivered)
+    mark = mark_of(delivered.properties) or Mark(message_id, _NOBODY, 1)
+    held = Held(message_id, 1, 0, True, route, properties, delivered.body)
+    return republished(held, mark._replace(attempt=1), limit=limit)

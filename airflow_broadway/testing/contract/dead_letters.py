@@ -1,0 +1,257 @@
+"""The contract of dead letters: looked at, sent back, deleted, and whoever dies at it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, DeadLetters
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
+from airflow_broadway.testing.other_process import Child
+
+__all__ = ["DeadLettersContract"]
+
+
+class DeadLettersContract(ContractBase):
+    """What every place for dead letters promises; a subclass gives the ``harness`` fixture."""
+
+    #: Whether a message keeps its id when it is sent back.
+    keeps_id: ClassVar[bool] = True
+    #: Seconds for which who looks at letters, and is killed, hides them from others.
+    hidden_seconds: ClassVar[float] = 0.0
+    #: Letters that are sent back while who does so is killed.
+    letters_killed: ClassVar[int] = 300
+
+    @contextmanager
+    def opened(self, harness: Harness) -> Iterator[DeadLetters]:
+        """The place, closed in the end."""
+        with closing(harness.producer().dead_letters(harness.env("letters"))) as letters:
+            yield letters
+
+    def die(
+        self, harness: Harness, sent: Sequence[bytes], *, reason: str = "Boom: why"
+    ) -> list[Message]:
+        """Send messages, and set them aside; every other one fails in a batch, on its attempt."""
+        harness.send(sent)
+        lease, messages = self.hold(harness, f"died of {reason}")
+        assert len(messages) == len(sent)
+        stages = ("process", "batch")
+        verdicts = {
+            m.message_id: Verdict(Action.DEAD_LETTER, 0.0, reason, stages[place % 2])
+            for place, m in enumerate(messages)
+        }
+        report = self.settle(harness, lease, settlement_of(messages, verdicts))
+        assert report.dead_lettered == len(sent), report
+        return messages
+
+    def listed(self, harness: Harness, choice: Choice | None = None) -> list[DeadLetter]:
+        with self.opened(harness) as place:
+            return list(place.letters(choice or Choice()))
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def test_no_letters_are_none(self, harness: Harness) -> None:
+        self.die(harness, bodies(1))
+        with self.opened(harness) as place:
+            place.delete()
+            assert place.count() == 0
+            assert list(place.letters()) == []
+            assert place.requeue() == place.delete()
+            assert place.requeue().count == 0
+
+    def test_a_letter_says_what_it_was_and_why_it_died(self, harness: Harness) -> None:
+        sent = bodies(4)
+        before = harness.clock.now()
+        messages = self.die(harness, sent)
+
+        found = {each.message_id: each for each in self.listed(harness)}
+
+        assert sorted(found) == sorted(ids(messages))
+        for place, message in enumerate(messages):
+            letter = found[message.message_id]
+            assert letter.body == message.data
+            assert (letter.reason, letter.attempt) == ("Boom: why", 1)
+            assert letter.stage == ("batch" if place % 2 else "process")
+            assert letter.origin
+            assert letter.died_at is not None
+            assert abs(letter.died_at - before) < timedelta(seconds=60)
+        with self.opened(harness) as place_of:
+            assert place_of.count() == 4
+            assert place_of.place
+
+    def test_letters_are_chosen_by_id_reason_stage_and_time(self, harness: Harness) -> None:
+        messages = self.die(harness, bodies(4), reason="Boom: one")
+        others = self.die(harness, bodies(2, start=10), reason="Crash: other")
+        now = harness.clock.now()
+
+        def chosen(**choice: object) -> list[bytes]:
+            found = self.listed(harness, Choice(**choice))  # type: ignore[arg-type]
+            return sorted(each.body for each in found)
+
+        assert chosen(reason="Crash") == sorted(m.data for m in others)
+        assert chosen(reason="nothing like it") == []
+        assert len(chosen(stage="batch")) == 3
+        assert chosen(stage="batch", reason="Crash") == [others[1].data]
+        named = frozenset({messages[0].message_id, others[0].message_id, "no-such-0-1"})
+        assert chosen(ids=named) == sorted([messages[0].data, others[0].data])
+        assert len(chosen(since=now - timedelta(hours=1), until=now + timedelta(hours=1))) == 6
+        assert chosen(until=now - timedelta(hours=1)) == []
+        assert chosen(since=now + timedelta(hours=1)) == []
+
+    def test_who_only_looks_leaves_all_in_place(self, harness: Harness) -> None:
+        self.die(harness, bodies(30))
+        with self.opened(harness) as place:
+            some = place.letters()
+            next(some)
+            some.close()  # type: ignore[attr-defined]
+
+        first = self.listed(harness)
+        second = self.listed(harness)
+
+        assert len(first) == 30
+        assert sorted(ids_of(first)) == sorted(ids_of(second))
+        with self.opened(harness) as place:
+            assert place.count() == 30
+            assert place.requeue().count == 30
+
+    # -- sending back --------------------------------------------------------------------------
+
+    def test_what_is_sent_back_comes_as_it_was_on_its_first_attempt(self, harness: Harness) -> None:
+        messages = self.die(harness, bodies(25))
+
+        with self.opened(harness) as place:
+            moved = place.requeue()
+
+        assert (moved.count, moved.unknown, dict(moved.refused)) == (25, (), {})
+        assert self.listed(harness) == []
+        again = self.rest_of_queue(harness)
+        assert sorted(m.data for m in again) == sorted(m.data for m in messages)
+        assert all(m.redelivered and m.attempt == 1 for m in again)
+        if self.keeps_id:
+            assert sorted(ids(again)) == sorted(ids(messages))
+
+    def test_it_may_die_again_and_be_sent_back_again(self, harness: Harness) -> None:
+        [first] = self.die(harness, bodies(1))
+        for _ in range(2):
+            with self.opened(harness) as place:
+                assert place.requeue().count == 1
+            [again] = self.die_again(harness)
+            assert (again.data, again.attempt, again.redelivered) == (first.data, 1, True)
+        [letter] = self.listed(harness)
+        assert (letter.body, letter.reason) == (first.data, "again")
+
+    def die_again(self, harness: Harness) -> list[Message]:
+        """Set aside whatever the queue holds."""
+        lease, messages = self.hold(harness, f"again {random.random()}")
+        verdict = Verdict(Action.DEAD_LETTER, 0.0, "again", "process")
+        verdicts = dict.fromkeys(ids(messages), verdict)
+        self.settle(harness, lease, settlement_of(messages, verdicts))
+        return messages
+
+    def test_only_those_that_are_chosen_are_sent_back(self, harness: Harness) -> None:
+        messages = self.die(harness, bodies(20))
+        wanted = frozenset(ids(messages[5:8])) | {"no-such-0-1"}
+
+        with self.opened(harness) as place:
+            moved = place.requeue(Choice(ids=wanted))
+
+        assert (moved.count, moved.unknown) == (3, ("no-such-0-1",))
+        assert len(self.listed(harness)) == 17
+        again = self.rest_of_queue(harness)
+        assert sorted(m.data for m in again) == sorted(m.data for m in messages[5:8])
+
+    def test_what_others_deleted_meanwhile_is_unknown_and_nothing_else_is_touched(
+        self, harness: Harness
+    ) -> None:
+        messages = self.die(harness, bodies(6))
+        gone = frozenset(ids(messages[:2]))
+        with self.opened(harness) as one, self.opened(harness) as other:
+            assert len(list(one.letters())) == 6
+            assert other.delete(Choice(ids=gone)).count == 2
+
+            moved = one.requeue(Choice(ids=gone))
+            rest = one.delete(Choice(ids=gone))
+
+        assert (moved.count, moved.unknown) == (0, tuple(sorted(gone)))
+        assert (rest.count, rest.unknown) == (0, tuple(sorted(gone)))
+        assert len(self.listed(harness)) == 4
+        assert self.rest_of_queue(harness) == []
+
+    def test_what_is_deleted_is_gone_for_good(self, harness: Harness) -> None:
+        messages = self.die(harness, bodies(12))
+        with self.opened(harness) as place:
+            assert place.delete(Choice(stage="batch")).count == 6
+            assert place.count() == 6
+            assert place.delete().count == 6
+            assert place.count() == 0
+        assert self.rest_of_queue(harness) == []
+        assert len(messages) == 12
+
+    # -- while others are at work --------------------------------------------------------------
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_killed_while_sending_back_nothing_is_lost_and_a_double_is_marked(
+        self, harness: Harness, seed: int
+    ) -> None:
+        sent = bodies(self.letters_killed)
+        self.die(harness, sent)
+        with Child(harness, "requeue") as child:
+            child.line()
+            time.sleep(random.Random(seed).uniform(0.0, 0.15))
+            child.kill()
+        harness.pass_time(self.hidden_seconds)
+
+        with self.opened(harness) as place:
+            assert dict(place.requeue().refused) == {}
+
+        assert self.listed(harness) == []
+        again = Counter(m.data for m in self.all_of_queue(harness))
+        assert sorted(again) == sent
+        # A letter is in both places at most: nothing comes a third time.
+        assert set(again.values()) <= {1, 2}
+
+    def all_of_queue(self, harness: Harness) -> list[Message]:
+        """Everything that can be received, run by run; all of it is marked."""
+        found: list[Message] = []
+        while messages := self.rest_of_queue(harness, f"rest {len(found)}"):
+            assert all(message.redelivered for message in messages)
+            found += messages
+        return found
+
+    def test_two_who_send_back_at_once_lose_nothing(self, harness: Harness) -> None:
+        sent = bodies(60)
+        self.die(harness, sent)
+        with Child(harness, "requeue") as child, self.opened(harness) as place:
+            child.line()
+            place.requeue()
+            child.line()
+        harness.pass_time(self.hidden_seconds)
+        with self.opened(harness) as place:
+            place.requeue()
+
+        assert sorted({m.data for m in self.all_of_queue(harness)}) == sent
+        assert self.listed(harness) == []
+
+    def test_messages_that_arrive_meanwhile_are_left_alone(self, harness: Harness) -> None:
+        messages = self.die(harness, bodies(20))
+        with harness.publish_meanwhile() as published, self.opened(harness) as place:
+            while len(published) < 3:
+                time.sleep(0.01)
+            assert place.requeue().count == 20
+
+        found = self.rest_of_queue(harness)
+        assert sorted(m.data for m in found) == sorted([*(m.data for m in messages), *published])
+
+
+def ids_of(letters: Sequence[DeadLetter]) -> list[str]:
+    return [letter.message_id for letter in letters]

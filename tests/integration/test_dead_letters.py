@@ -1,0 +1,165 @@
+"""Dead letters at real brokers: what is theirs alone; the rest is ``DeadLettersContract``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pika
+import pytest
+
+from airflow_broadway.core.custody.dead_letters import Choice
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import MockKafka
+from tests.rabbitmq_place import Place
+
+pytestmark = pytest.mark.broker
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
+
+
+# -- RabbitMQ --------------------------------------------------------------------------------------
+
+
+def test_rabbitmq_sends_back_route_headers_and_properties(place: Place) -> None:
+    # Given a message that came by an exchange, and died
+    place.declare()
+    exchange = f"{place.name}-shop"
+    with place.channel() as channel:
+        channel.exchange_declare(exchange, "topic")
+        channel.queue_bind(place.name, exchange, "orders.#")
+        channel.confirm_delivery()
+        about = pika.BasicProperties(
+            user_id="guest", type="created", headers={"colour": "red"}, priority=3
+        )
+        channel.basic_publish(exchange, "orders.eu.created", b"order", about)
+    options: dict[str, Any] = {
+        "metadata": ["exchange", "routing_key", "headers", "type", "priority", "user_id"]
+    }
+    [first], _ = place.settle("g1", {0: DEAD}, **options)
+
+    # When it is looked at, and sent back
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        [letter] = letters.letters()
+        moved = letters.requeue()
+
+    # Then it was shown as it came, and comes as it did
+    assert (letter.properties["exchange"], letter.properties["routing_key"]) == (
+        exchange,
+        "orders.eu.created",
+    )
+    assert letter.properties["headers"] == {"colour": "red"}
+    assert (letter.reason, letter.stage) == ("ValueError: why", "process")
+    assert (letter.origin, letter.generation) == (place.name, "g1")
+    assert moved.count == 1
+    [again], _ = place.settle("g2", **options)
+    assert again.message_id == first.message_id
+    assert dict(again.metadata) == dict(first.metadata)
+    assert (again.attempt, again.redelivered) == (1, True)
+
+
+def test_rabbitmqs_own_dead_letters_are_known_by_their_deaths(place: Place) -> None:
+    # Given a queue whose dead letters the broker itself sets aside: they bear no mark
+    dead = f"{place.name}-graves"
+    place.server.declare(dead, **{"x-queue-type": "quorum"})
+    place.declare(**{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead})
+    place.send(b"one", b"two")
+    with place.channel() as channel:
+        for _ in range(2):
+            method, _, _ = channel.basic_get(place.name)
+            channel.basic_reject(method.delivery_tag, requeue=False)
+
+    with closing(place.producer(dead_letter=dead).dead_letters(place.env())) as letters:
+        one, two = letters.letters()
+        moved = letters.requeue(Choice(ids=frozenset({one.message_id})))
+        left = list(letters.letters())
+
+    assert {one.body, two.body} == {b"one", b"two"}
+    assert one.message_id != two.message_id
+    assert (one.reason, one.origin, one.died_at is not None) == ("rejected", place.name, True)
+    assert (moved.count, [each.body for each in left]) == (1, [two.body])
+    [again], _ = place.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
+    assert (again.data, again.redelivered) == (one.body, True)
+    assert again.metadata["routing_key"] == place.name
+
+
+def test_what_cannot_go_back_stays_and_says_why(place: Place) -> None:
+    place.declare()
+    place.send(b"a", b"b")
+    place.settle("g1", {0: DEAD, 1: DEAD})
+    with place.channel() as channel:
+        channel.queue_delete(place.name)
+
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        moved = letters.requeue()
+
+        assert moved.count == 0
+        assert all("NO_ROUTE" in why for why in moved.refused.values())
+        assert len(moved.refused) == letters.count() == 2
+
+
+def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place: Place) -> None:
+    place.declare()
+    producer = place.producer(dead_letter={"exchange": "graves"})
+    with pytest.raises(ProducerError, match=r"go to the exchange 'graves'.*name the queue"):
+        producer.dead_letters(place.env())
+    with closing(producer.dead_letters(place.env(), place=place.name)) as letters:
+        assert letters.place == f"queue {place.name!r}"
+
+
+# -- Kafka -----------------------------------------------------------------------------------------
+
+
+def died(group: KafkaGroup, **about: Any) -> None:
+    producer = group.kafka.producer()
+    producer.produce(group.topic, b"body", b"key", **about)
+    producer.flush(30)
+    lease, [message] = group.hold("g1")
+    group.settle(lease, [message], {message.message_id: DEAD})
+
+
+def test_kafka_sends_back_to_the_partition_with_key_and_headers(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path, order="none")
+    own: list[Any] = [("trace", b"\xff"), ("none", None)]
+    died(group, headers=own, partition=0)
+
+    with closing(group.producer().dead_letters(group.env("letters"))) as letters:
+        [letter] = letters.letters()
+        assert letters.requeue().count == 1
+
+    assert (letter.origin, letter.properties["key"]) == (group.topic, "key")
+    assert (letter.reason, letter.stage, letter.attempt) == ("ValueError: why", "process", 1)
+    _, [again] = group.hold("g2")
+    assert again.metadata["partition"] == 0
+    assert again.metadata["key"] == "key"
+    assert again.metadata["headers"] == [
+        ["trace", "base64:/w=="],
+        ["none", None],
+        ["broadway.requeued", letter.message_id],
+    ]
+    assert (again.redelivered, again.attempt) == (True, 1)
+
+
+def test_without_staging_nobody_would_know_what_was_sent_back(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path, order="none")
+    died(group, partition=0)
+    group.staging = None
+    with closing(group.producer().dead_letters(group.env("letters"))) as letters:
+        assert letters.count() == len(list(letters.letters())) == 1
+        with pytest.raises(ProducerError, match="pipeline's staging folder"):
+            letters.requeue()
+
+
+def test_a_topic_of_dead_letters_that_is_not_there_is_named(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path)
+    with pytest.raises(ProducerError, match=r"there is no topic 'no-such' for dead letters .*"):
+        group.producer().dead_letters(group.env("letters"), place="no-such")

@@ -1,0 +1,183 @@
+"""``airflow-broadway dead-letters``; the commands of ``docs/dead-letters.md`` run as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.producers.sqlite import SqliteQueue
+from tests.cli_runs import ran
+
+Capsys = pytest.CaptureFixture[str]
+GUIDE = Path(__file__).parents[3] / "docs" / "dead-letters.md"
+MODULE = """
+from airflow_broadway import Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path={path!r})
+
+    def handle_message(self, processor, message, context):
+        return message
+
+
+class Templated(Orders):
+    producer = SqliteProducer(queue="{{{{ params.queue }}}}", path={path!r})
+"""
+ME = ("--pipeline", "shop.orders:Orders")
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteQueue:
+    """The queue of a pipeline that can be imported."""
+    path = str(tmp_path / "queue.db")
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").write_text("")
+    (tmp_path / "shop" / "orders.py").write_text(MODULE.format(path=path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("shop", "shop.orders"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{tmp_path}/staging")
+    made = SqliteQueue(path, "orders")
+    made.send([b"the first"])
+    made.settle("g", Settlement(rest=Verdict(Action.ACK)))
+    return made
+
+
+def kill(queue: SqliteQueue, *bodies: bytes, reason: str = "ValueError: why") -> list[str]:
+    """Dead letters; their ids."""
+    queue.purge()
+    queue.send(bodies)
+    name = uuid.uuid4().hex
+    ids = [message.message_id for message in queue.receive(name, len(bodies))]
+    queue.settle(name, Settlement(rest=Verdict(Action.DEAD_LETTER, 0.0, reason, "process")))
+    return ids
+
+
+def guide() -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("airflow-broadway dead-letters ")]
+
+
+def test_the_commands_of_the_guide_run(queue: SqliteQueue, capsys: Capsys) -> None:
+    lines = guide()
+    assert len(lines) == 11
+    for line in lines:
+        [key, _] = kill(queue, b'{"n": 1}', b"{}")
+        words = shlex.split(line.replace("3f2a90c1d4e5b607-1042", key))[1:]
+        done = ran(capsys, *words)
+        assert (done.code, done.err) == (0, ""), line
+        assert done.out
+        queue.purge_dead()
+
+
+def test_letters_are_listed_with_what_people_choose_by(queue: SqliteQueue, capsys: Capsys) -> None:
+    first, second = kill(queue, b"one", b"three")
+    [third] = kill(queue, b"x", reason="KeyError: 'y'")
+
+    done = ran(capsys, "dead-letters", "list", *ME)
+
+    head, first_row, *_ = done.out.splitlines()[2:]
+    assert head.split() == ["MESSAGE", "ID", "ATTEMPT", "STAGE", "DIED", "AT", "BYTES", "REASON"]
+    assert first_row.split()[:3] == [first, "1", "process"]
+    assert first_row.endswith("3  ValueError: why")
+    limited = ran(capsys, "dead-letters", "list", *ME, "--limit", "2").out
+    assert limited.endswith("These are the first 2: --limit shows more.\n")
+    chosen = ran(capsys, "dead-letters", "list", *ME, "--reason", "KeyError", "--json").json
+    assert [(each["message_id"], each["bytes"]) for each in chosen] == [(third, 1)]
+    assert "body" not in chosen[0]
+    none = ran(capsys, "dead-letters", "list", *ME, "--message-id", second, "--reason", "KeyError")
+    assert (none.code, none.out.startswith("No dead letters in queue 'orders'")) == (0, True)
+
+
+def test_a_payload_is_shown_as_text_json_or_hex(queue: SqliteQueue, capsys: Capsys) -> None:
+    good, bad = kill(queue, b'{"b": [1, "\xc3\xbc"]}', b"\x00\xffab")
+
+    def shown(key: str, *options: str) -> str:
+        return ran(capsys, "dead-letters", "show", *ME, key, *options).out
+
+    text = shown(good)
+    assert "reason:     ValueError: why\n" in text
+    assert text.endswith('payload:    16 bytes\n{"b": [1, "ü"]}\n')
+    assert shown(good, "--as", "json").endswith('{\n  "b": [\n    1,\n    "ü"\n  ]\n}\n')
+    assert shown(bad, "--as", "hex").endswith("00000000  00 ff 61 62\n")
+    refused = ran(capsys, "dead-letters", "show", *ME, bad, "--as", "json")
+    assert refused.code == 2
+    assert "a payload is no JSON" in refused.err
+    both = ran(capsys, "dead-letters", "show", *ME, good, bad, "--json").json
+    assert [each.get("body") for each in both] == ['{"b": [1, "ü"]}', None]
+    assert both[1]["body_base64"] == "AP9hYg=="
+
+
+def test_a_payload_is_cut_and_nothing_in_it_reaches_the_terminal(
+    queue: SqliteQueue, capsys: Capsys
+) -> None:
+    long, hostile = kill(queue, b"x" * 5_000, b"\x1b[2J\xe2\x80\xae evil \xff\r\n2nd")
+    cut = ran(capsys, "dead-letters", "show", *ME, long).out
+    assert cut.endswith("x" * 2_000 + "\n")
+    assert "5,000 bytes, of which these are the first 2,000 (--bytes shows more)\n" in cut
+    assert ran(capsys, "dead-letters", "show", *ME, long, "--bytes", "5000").out.count("x") == 5_000
+    shown = ran(capsys, "dead-letters", "show", *ME, hostile).out
+    assert shown.endswith("\\x1b[2J\\u202e evil \\xff\\r\n2nd\n")
+
+
+def test_ids_that_are_none_are_named(queue: SqliteQueue, capsys: Capsys) -> None:
+    [key] = kill(queue, b"a")
+    named = ("--message-id", key, "no-such-1")
+
+    shown = ran(capsys, "dead-letters", "show", *ME, key, "no-such-1")
+    moved = ran(capsys, "dead-letters", "requeue", *ME, *named)
+    again = ran(capsys, "dead-letters", "delete", *ME, *named, "--json")
+
+    assert (shown.code, moved.code, again.code) == (1, 1, 1)
+    assert shown.out.endswith(": no-such-1.\n")
+    assert moved.out.splitlines()[1] == "No dead letters of it, or no more: no-such-1."
+    assert again.json == {"deleted": 0, "unknown": sorted([key, "no-such-1"]), "refused": {}}
+    assert queue.depth().ready == 1
+
+
+def test_nothing_is_moved_without_a_choice(queue: SqliteQueue, capsys: Capsys) -> None:
+    kill(queue, b"a")
+    for action in ("requeue", "delete"):
+        for more in ((), ("--all", "--reason", "x")):
+            refused = ran(capsys, "dead-letters", action, *ME, *more)
+            assert refused.code == 2
+            assert "give the one or the other" in refused.err
+    assert queue.depth().dead == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", *ME, "--since", "2026-01-31T12:00:00"], "an instant with its time zone"),
+        (["list", *ME, "--place", "elsewhere"], "lie with it, and not in 'elsewhere'"),
+        (["list", *ME, "--conn-id", "no_such"], "nothing beside 'path'"),
+        (["list", "--pipeline", "shop.orders:Templated"], "has the template queue="),
+        (["list", "--pipeline", "shop.orders:Nothing"], "Nothing"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    queue: SqliteQueue, capsys: Capsys, words: list[str], said: str
+) -> None:
+    refused = ran(capsys, "dead-letters", *words)
+    assert refused.code == 2
+    assert said in refused.err
+    assert refused.err.count("\n") == 1
+
+
+def test_a_pipeline_with_a_template_is_given_as_json(queue: SqliteQueue, capsys: Capsys) -> None:
+    [key] = kill(queue, b"a")
+    options = {"producer": {"queue": "orders"}}
+    reference = json.dumps({"class": "shop.orders:Templated", "options": options})
+    found = ran(capsys, "dead-letters", "list", "--pipeline", reference, "--json").json
+    assert [each["message_id"] for each in found] == [key]
