@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -50,6 +51,8 @@ def identity_of(producer: PubSubOptions, env: ProducerEnv) -> Identity:
     :raises ConnectionMissing: If there are none, or they cannot be read; no secret is in it.
     """
     connection = _connection(producer, env)
+    if connection is None:
+        log.info("There is no connection: Application Default Credentials are used.")
     extra = {} if connection is None else _fields(connection.extra)
     scopes = _listed(extra.get("scope") or extra.get("scopes")) or [_SCOPE]
     try:
@@ -99,10 +102,14 @@ def _credentials(
     config = extra.get("credential_config_file")
     if not config:
         found = of_any.default(scopes=scopes)
-    elif isinstance(config, Mapping) or config.lstrip()[:1] == "{":
-        found = of_any.load_credentials_from_dict(_parsed(config), scopes=scopes)
     else:
-        found = of_any.load_credentials_from_file(config, scopes=scopes)
+        with warnings.catch_warnings():
+            # It warns of configurations from strangers; a connection is the user's own.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if isinstance(config, Mapping) or config.lstrip()[:1] == "{":
+                found = of_any.load_credentials_from_dict(_parsed(config), scopes=scopes)
+            else:
+                found = of_any.load_credentials_from_file(config, scopes=scopes)
     return found
 
 
@@ -150,7 +157,6 @@ def _connection(producer: PubSubOptions, env: ProducerEnv) -> Connection | None:
     except ConnectionMissing:
         if conn_id != DEFAULT_CONNECTION:
             raise
-        log.info("There is no connection %r: Application Default Credentials are used.", conn_id)
         return None
     if found.conn_type not in ("google_cloud_platform", "gcpubsub", "generic", ""):
         raise ConnectionMissing(

@@ -1,0 +1,88 @@
+"""Ordering keys: what comes again holds back what follows it in its key, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdict
+from tests.unit.producers.pubsub.kit import Place, place
+
+RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+
+
+def put(at: Place) -> None:
+    """``a1 b1 a2 b2 a3 b3``, in the keys a and b."""
+    for number in (1, 2, 3):
+        for key in "ab":
+            at.put(f"{key}{number}", ordering_key=key)
+
+
+def lanes(found: list[str]) -> dict[str, list[str]]:
+    return {key: [each for each in found if each[0] == key] for key in "ab"}
+
+
+@pytest.mark.parametrize("exactly_once", [False, True])
+@pytest.mark.parametrize("verdict", [RETRY, RELEASE, RETRY._replace(delay=60.0), LEAVE])
+def test_what_comes_again_holds_back_the_later_ones_of_its_key(
+    verdict: Verdict, exactly_once: bool, tmp_path: Path
+) -> None:
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        found = run.take()
+
+        report = run.settle(found, {"a2": verdict})
+
+        # a1 and all of b are done; a3 was handled, and is handled again in order.
+        assert (report.acked, report.lapsed, report.failed) == (4, 0, 0)
+        assert report.requeued + report.released + report.left == 2
+        if verdict.delay or verdict is LEAVE:
+            assert at.waiting() == []
+            at.clock.advance(verdict.delay or 600.0)
+        assert at.waiting() == ["a2", "a3"]
+
+
+@pytest.mark.parametrize("exactly_once", [False, True])
+def test_what_is_done_with_holds_nothing_back(exactly_once: bool, tmp_path: Path) -> None:
+    """Acknowledgements go out in order, those of dead letters among them."""
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
+    with place(tmp_path, **settings) as at:
+        dead = at.server.topic()
+        grave = at.server.subscription(dead)
+        put(at)
+        run = at.begin(message_ordering=True, dead_letter=dead, on_failure="dead_letter")
+        before = at.broker.requests["Acknowledge"]
+
+        report = run.settle(run.take(), {"a2": DEAD, "b1": DEAD})
+
+        assert report == SettleReport(acked=4, dead_lettered=2)
+        assert at.broker.requests["Acknowledge"] - before == 1
+        assert at.left() == 0
+        letters = at.server.drain(grave)
+        assert sorted((each.data, each.ordering_key) for each in letters) == [
+            (b"a2", "a"),
+            (b"b1", "b"),
+        ]
+
+
+def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
+    with place(tmp_path, enable_message_ordering=True) as at:
+        at.put("x", "y", "z")
+        run = at.begin(message_ordering=True)
+        found = run.take()
+        assert [run.producer.group_of(each) for each in found] == [None] * 3
+        assert run.settle(found, {"x": RETRY}) == SettleReport(acked=2, requeued=1)
+
+
+def test_a_key_is_one_partition_of_the_processors(tmp_path: Path) -> None:
+    from airflow_broadway.producers.pubsub.options import partition_of
+
+    with place(tmp_path, enable_message_ordering=True) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        found = run.take()
+        assert {run.producer.group_of(each) for each in found} == {"a", "b"}
+        assert len({partition_of(each) for each in found}) == 2
