@@ -20,7 +20,7 @@ from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.producers.kafka.table import Table
 from airflow_broadway.testing.clock import SkippingClock
 from airflow_broadway.testing.harness import settlement_of
-from tests.kafka_server import KafkaServer
+from tests.kafka_server import QUICK, KafkaServer
 
 __all__ = ["KafkaGroup"]
 
@@ -49,24 +49,26 @@ class KafkaGroup:
             "hosts": self.kafka.bootstrap,
             "conn_id": None,
             "fetch_config": FetchConfig(max_wait_time=0.02),
+            "settings": QUICK,
             **self.options,
             **options,
         }
         return KafkaProducer(**about)
 
-    def env(self, generation: str, index: int = 0) -> ProducerEnv:
+    def env(self, generation: str, index: int | None = None) -> ProducerEnv:
         return ProducerEnv(
             pipeline="flights",
             generation=generation,
             owner={"dag_id": "flights", "run_id": "manual", "task_id": "process"},
-            index=index,
+            index=index or 0,
+            alone=index is None,
             clock=self.clock,
             staging=self.staging,
         )
 
     @contextmanager
     def source(
-        self, generation: str = "", *, index: int = 0, **options: Any
+        self, generation: str = "", *, index: int | None = None, **options: Any
     ) -> Iterator[KafkaSource]:
         env = self.env(generation or uuid.uuid4().hex, index)
         source = self.producer(**options).source(env)

@@ -27,7 +27,8 @@ class BroadwayProcessorOperator(PullOperator):
 
     :param pipeline: A :class:`Broadway` subclass, an instance, or its import path such as
         ``"shop.orders:Orders"``. (templated)
-    :param producer_index: Which of the producers this is, from 0.
+    :param producer_index: Which of the producers this is, from 0; unless given it is the only one,
+        and receives all.
     :param max_messages: Stop after this many messages of this task; ``None``: no bound. (templated)
     :param max_bytes: Stop once payloads of this many bytes were received. (templated)
     :param max_seconds: Stop pulling after this many seconds, even if messages remain. (templated)

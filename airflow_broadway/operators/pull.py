@@ -111,7 +111,7 @@ class PullOperator(BaseOperator):
         self,
         *,
         pipeline: Any,
-        producer_index: int = 0,
+        producer_index: int | None = None,
         max_messages: int | str | None = BUDGET_DEFAULTS["max_messages"],
         max_bytes: int | str | None = BUDGET_DEFAULTS["max_bytes"],
         max_seconds: float | str | None = BUDGET_DEFAULTS["max_seconds"],

@@ -89,21 +89,22 @@ def producer_env(
     *,
     generation: str = "",
     owner: Mapping[str, Any] | None = None,
-    index: int = 0,
+    index: int | None = None,
     store: Store | None = None,
     clock: Clock | None = None,
 ) -> ProducerEnv:
     """What a producer of the pipeline is opened in.
 
     :param generation: The execution that receives; empty for a custodian, whose leases name theirs.
-    :param index: Which of the producers it is, from 0.
+    :param index: Which of the producers it is, from 0; ``None``: the only one of its run.
     :param store: The staging root, where producers keep what they note between runs.
     """
     return ProducerEnv(
         pipeline=pipeline.name,
         generation=generation,
         owner=dict(owner or {}),
-        index=index,
+        index=index or 0,
+        alone=index is None,
         clock=clock or SystemClock(),
         connections=ports.connections,
         interval=pipeline.run.source.interval,

@@ -52,7 +52,7 @@ class ProcessTask:
     """Clears up after others, receives within a budget, handles each message, stages the results.
 
     :param pipeline: As it is loaded: with its own producer.
-    :param index: Which of the pipeline's producers it is, from 0.
+    :param index: Which of the pipeline's producers it is, from 0; ``None``: the only one.
     :param source: Where the messages come from; the live queue unless given.
     :raises RequestRefused: If nothing serves the source.
     """
@@ -64,7 +64,7 @@ class ProcessTask:
         task: Task,
         ports: Ports,
         *,
-        index: int = 0,
+        index: int | None = None,
         budget: Budget,
         source: RunSource | None = None,
     ) -> None:

@@ -54,7 +54,7 @@ class UnstagedResult(NamedTuple):
 class UnstagedTask:
     """Receives within a budget, handles, batches and settles, all in this task.
 
-    :param index: Which of the pipeline's producers it is, from 0.
+    :param index: Which of the pipeline's producers it is, from 0; ``None``: the only one.
     :param source: Where the messages come from; the live queue unless given.
     :param fail_when: See :func:`airflow_broadway.core.custody.run_summary.failures_trouble`.
     """
@@ -66,7 +66,7 @@ class UnstagedTask:
         task: Task,
         ports: Ports,
         *,
-        index: int = 0,
+        index: int | None = None,
         budget: Budget,
         fail_when: Any = "all",
         source: RunSource | None = None,

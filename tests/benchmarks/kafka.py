@@ -13,7 +13,8 @@ message, with all of its threads.
 Stages are measured at librdkafka's mock cluster, which waits before it says that nothing has come,
 as Kafka does.  noida-db says so at once, and client and server ask and answer without end: 8 us of
 the client's time for a message, and a core of two for both.  The mock keeps 5 MB of a partition, so
-the larger sizes, and the runs, are noida-db's.
+the larger sizes, and the runs, are noida-db's; that answers a fetch with all there is, whatever is
+asked for, and the client must be told to take it, and hold it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ MADE_UP = "tests.benchmarks.made_up:OnNothing"
 #: What is compared with what.
 OF = {"source": "ceiling", "process": "made_up", "process.shared": "made_up"}
 DAGS = Path(__file__).parent / "dags"
+#: noida-db answers with all that there is of a topic.
+LARGE_ANSWERS = {"receive.message.max.bytes": 1_000_000_000}
 #: The topic of the Dag.
 TOPIC = "bench"
 
@@ -112,6 +115,7 @@ def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict
         "topics": [topic],
         "group_id": uuid.uuid4().hex,
         "order": order,
+        "settings": LARGE_ANSWERS,
     }
     return {"folder": str(folder), "ref": {"class": PIPELINE, "options": {"producer": options}}}
 
@@ -230,7 +234,7 @@ def airflow_with(server: NoidaKafka, folder: Path) -> Any:
     """A real Airflow whose connection leads to the server."""
     env = airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS)
     env["PYTHONPATH"] += f":{DAGS.parents[2] / 'dags'}"
-    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection())
+    env["AIRFLOW_CONN_BENCH_KAFKA"] = json.dumps(server.connection(**LARGE_ANSWERS))
     parts = ("api-server", "scheduler", "dag-processor")
     return LocalAirflow(env, folder / "logs", components=parts)
 

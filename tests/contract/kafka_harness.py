@@ -13,6 +13,7 @@ import confluent_kafka
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
 from airflow_broadway.testing.harness import Harness
+from tests.kafka_server import QUICK
 
 __all__ = ["KafkaHarness"]
 
@@ -40,6 +41,7 @@ class KafkaHarness(Harness):
             order=self._order,
             lease=self.lease,
             fetch_config=FetchConfig(max_wait_time=0.02),
+            settings=QUICK,
         )
 
     def env(self, generation: str) -> ProducerEnv:

@@ -34,7 +34,9 @@ class Backfill(KafkaGroup):
         self.run_id = "backfill__1"
 
     @contextmanager
-    def source(self, generation: str = "", *, index: int = 0, **options: Any) -> Iterator[Any]:
+    def source(
+        self, generation: str = "", *, index: int | None = None, **options: Any
+    ) -> Iterator[Any]:
         low, high = (NOON + timedelta(minutes=each) for each in self.minutes)
         env = self.env(generation or f"{self.run_id} {datetime.now(UTC)}", index)
         env = dataclasses.replace(

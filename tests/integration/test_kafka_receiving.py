@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway import Broadway
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import ProcessTask
+from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
 from tests.kafka_fixtures import on_peers
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import RETENTION, TRANSACTIONS, KafkaServer, MockKafka
@@ -420,3 +427,21 @@ def test_an_instant_of_the_log_is_utc(kafka: KafkaServer, tmp_path: Path) -> Non
     [message] = group.drain()
 
     assert before < message.metadata["ts"] / 1000 < before + 120
+
+
+@pytest.mark.parametrize("index", [None, 0, 1])
+@pytest.mark.parametrize("kind", [ProcessTask, UnstagedTask])
+def test_a_task_that_is_not_mapped_reads_all_partitions(
+    kafka_mock: MockKafka, tmp_path: Path, kind: Any, index: int | None
+) -> None:
+    # Given a producer for two tasks, and an operator that is one of them, or the only one
+    group = KafkaGroup(kafka_mock, tmp_path, partitions=3, concurrency=2)
+    group.fill(9)
+    pipeline = type("Orders", (Broadway,), {"producer": group.producer()})()
+    store = Store.open(f"file://{tmp_path}/staging")
+    run = StagedRun(store, pipeline="Orders", dag_id="d", run_id="r")
+    task = Task(dag_id="d", run_id="r", task_id="t")
+
+    done = kind(run, pipeline, task, Ports(), index=index, budget=Budget()).run()
+
+    assert done.reference["received"] == {None: 9, 0: 6, 1: 3}[index]

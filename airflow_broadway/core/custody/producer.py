@@ -74,6 +74,8 @@ class ProducerEnv:
     :param generation: The execution of a process task; unique for ever.
     :param owner: For people and sweeps: dag_id, run_id, task_id, map_index, try_number.
     :param index: Which of ``concurrency`` producers this is, from 0.
+    :param alone: Whether there are no others in this run, whatever ``concurrency`` says: it is to
+        receive all.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
     :param interval: The data interval of a backfill, of which the source hands out each message and
@@ -86,6 +88,7 @@ class ProducerEnv:
     generation: str = "local"
     owner: dict[str, Any] = field(default_factory=dict)
     index: int = 0
+    alone: bool = True
     clock: Clock = field(default_factory=SystemClock)
     connections: Connections = field(default_factory=NoConnections)
     staging: str | None = None

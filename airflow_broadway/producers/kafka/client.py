@@ -369,9 +369,12 @@ class Cluster:
     def unavailable(self, doing: str) -> ProducerUnavailable:
         """The error of a cluster that says nothing."""
         self._listen()
-        last = self._seen[-1] if self._seen else None
-        why = "" if last is None else f" (the client says: {last.str()})"
-        return ProducerUnavailable(f"{doing} {self.where}: nobody answers{why}")
+        return ProducerUnavailable(f"{doing} {self.where}: nobody answers{self.last_word()}")
+
+    def last_word(self) -> str:
+        """What the client said last of its connections, for the end of a sentence; or nothing."""
+        last = next((e for e in reversed(self._seen) if e.name() != "_ALL_BROKERS_DOWN"), None)
+        return "" if last is None else f" (the client says: {last.str()})"
 
     def _listen(self) -> None:
         """Hear what the client has to say of its connections: it tells only who polls."""

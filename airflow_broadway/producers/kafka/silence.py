@@ -68,8 +68,11 @@ def silence_error(cluster: Cluster, place: Place, position: int, doing: str) -> 
         return cluster.unavailable(doing)
     if end <= position:
         return cluster.unavailable(doing)
+    why = cluster.last_word() or (
+        ": it seems that a batch of messages there is damaged in its head; nothing behind it can be"
+        " received"
+    )
     return ProducerUnavailable(
         f"{doing} {cluster.where}: the broker answers, but nothing comes of {place[0]}-{place[1]}"
-        f" from offset {position} on, and its end is at {end}: it seems that a batch of messages"
-        " there is damaged in its head; nothing behind it can be received"
+        f" from offset {position} on, and its end is at {end}{why}"
     )

@@ -72,8 +72,7 @@ class KafkaSource:
         self._cluster_id, partitions = self._cluster.metadata()
         for text in missing_topics(producer, self._cluster, partitions):
             raise ProducerError(text)
-        # A run in one process, without a staging folder, has one source.
-        concurrency = producer.concurrency if env.staging is not None else 1
+        concurrency = 1 if env.alone else producer.concurrency
         self._places = own_places(partitions, env.index % concurrency, concurrency)
         files = group_files(env.staging, self._cluster_id, producer.group_id)
         #: Where the tables of a backfill are; empty in a live run.

@@ -165,6 +165,12 @@ def test_a_class_given_to_a_mapped_operator_is_stored_as_its_reference_only(oper
     assert " at 0x" not in text
 
 
+@pytest.mark.parametrize("operator", [BroadwayProcessorOperator, BroadwayRunOperator])
+def test_an_operator_is_one_of_several_producers_only_if_it_is_told_which(operator: Any) -> None:
+    assert operator(task_id="all", pipeline=PythonOrders).producer_index is None
+    assert operator(task_id="one", pipeline=PythonOrders, producer_index=0).producer_index == 0
+
+
 def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
     dag = PythonOrders(producer={"queue": "orders-{{ var.value.env }}"}).dag("orders")
 
