@@ -13,12 +13,14 @@ from airflow_broadway.core.model.acks import ack_immediately
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import (
+    Archive,
     Batcher,
     Processors,
     RateLimiting,
     RetryPolicy,
 )
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.model.run_source import Interval, RunSource
 from airflow_broadway.core.version import __version__ as __version__
 from airflow_broadway.pipeline import Broadway
 from airflow_broadway.types import PythonBatch, SparkBatch
@@ -27,16 +29,19 @@ if TYPE_CHECKING:
     from airflow_broadway.spark.results import failed
 
 __all__ = [
+    "Archive",
     "BatchInfo",
     "BatchMode",
     "Batcher",
     "Broadway",
+    "Interval",
     "Message",
     "Processors",
     "PythonBatch",
     "RateLimiting",
     "RetryPolicy",
     "RunInfo",
+    "RunSource",
     "SparkBatch",
     "Trigger",
     "ack_immediately",

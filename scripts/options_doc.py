@@ -11,6 +11,7 @@ from typing import Any
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.pipeline_options import (
+    Archive,
     Batcher,
     Processors,
     RateLimiting,
@@ -79,6 +80,12 @@ PIPELINE: list[tuple[str, str, str, str]] = [
         ),
     ),
     (
+        "archive",
+        "`Archive(…)` or None",
+        "`None`",
+        "Keeps what is received, so that [a past interval can be run again](backfills.md).",
+    ),
+    (
         "partition_by",
         "a function of one argument or None",
         "`None`",
@@ -135,6 +142,7 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Retries", "`producer = …Producer(retry=RetryPolicy(…))`", RetryPolicy),
     ("Rate limiting", "`producer = …Producer(rate_limiting=RateLimiting(…))`", RateLimiting),
     ("Processors", "`processors = Processors(…)`", Processors),
+    ("Archive", "`archive = Archive(…)`", Archive),
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
 ]
 

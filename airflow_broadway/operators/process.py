@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
+from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.text import many
 from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
 
@@ -61,7 +62,10 @@ class BroadwayProcessorOperator(PullOperator):
             budget=budget_of(self, context, source),
             source=source,
         )
-        reference, timed_out, trouble = self._task.run()
+        try:
+            reference, timed_out, trouble = self._task.run()
+        except RequestRefused as error:  # another try would find the same
+            raise AirflowFailException(str(error)) from None
         if timed_out:
             # A retry would void what was published: later tasks get the reference all the same.
             context["ti"].xcom_push(key="return_value", value=reference)

@@ -91,6 +91,8 @@ def budget_of(operator: Any, context: Context, source: RunSource | None = None) 
     read = check_budgets(operator.task_id, given, rendered=True)
     if source is not None and source.is_whole:
         read.update(max_messages=None, max_bytes=None, max_seconds=None)
+        if not source.asks_broker:  # nothing is there to be waited for
+            read.update(wait_seconds=0.0, idle_seconds=0.0)
     if operator.execution_timeout is not None:
         bound = 0.8 * operator.execution_timeout.total_seconds()
         read["max_seconds"] = min(bound, read["max_seconds"] or bound)

@@ -80,6 +80,7 @@ def keep_report(
         "reasons": list(reasons),
         "failed_tasks": list(failed_tasks),
         "errors": sorted({error for each in generations for error in each["errors"]}),
+        **_about_source(records, run),
         "at": at.isoformat(),
     }
     run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
@@ -93,6 +94,17 @@ def keep_report(
     for record in settled:
         run.forget_open(record.generation)
     return report
+
+
+def _about_source(records: Sequence[GenerationRecord], run: StagedRun) -> dict[str, Any]:
+    """Where the messages came from, and what is known to be missing; empty of the live queue."""
+    sources = [record.source for record in records if record.source]
+    if not sources:
+        return {}
+    notes: list[str] = []
+    for record in records:
+        notes += [each for each in run.lease(record).state.get("notes", ()) if each not in notes]
+    return {"source": sources[-1], "notes": notes}
 
 
 def kept_report(run: StagedRun) -> dict[str, Any] | None:

@@ -108,5 +108,6 @@ def producer_env(
         clock=clock or SystemClock(),
         connections=ports.connections,
         interval=pipeline.run.source.interval,
+        store=store,
         staging=None if store is None else f"{store.uri.rstrip('/')}/{pipeline.name}",
     )

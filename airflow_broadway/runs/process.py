@@ -7,7 +7,7 @@ messages that their lease gives back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
@@ -20,10 +20,11 @@ from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Sett
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import settling_trouble
 from airflow_broadway.core.custody.verdicts import RELEASE
-from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.manifest import Manifest, Staged
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.run_source import LIVE
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
@@ -35,6 +36,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.runs.chunk_stager import ChunkStager
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
+from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.writer import ProcessWriter
@@ -79,6 +81,7 @@ class Process:
         self.trouble = ""
         self._receiving: Receiving | None = None
         self._renewed: Lease | None = None
+        self._archive: ArchiveWriter | NoArchive = NoArchive()
 
     def stop(self, reason: str) -> None:
         """Stop pulling: what was handed out is finished within the pipeline's ``shutdown``, what is
@@ -109,6 +112,7 @@ class Process:
                 with (
                     self._renewer(source) as renewer,
                     ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
+                    self._archive_writer() as self._archive,
                 ):
                     stager = ChunkStager(self._pipeline, writer, self._settle_at_once)
                     receiving = self._handle_all(source, stager)
@@ -129,6 +133,14 @@ class Process:
             source.close()
         self._finish(manifest)
         return self._reference(manifest)
+
+    def _archive_writer(self) -> ArchiveWriter | NoArchive:
+        """What keeps messages as they are received; of a run from the queue alone."""
+        pipeline = self._pipeline
+        if pipeline.archive is None or pipeline.run.source.kind != LIVE:
+            return NoArchive()
+        stem = f"{self._env.generation}/archive"
+        return ArchiveWriter(self._run.files, stem, pipeline.producer, pipeline.archive)
 
     def _renewer(self, source: Source) -> LeaseRenewer:
         producer = self._pipeline.producer
@@ -182,6 +194,14 @@ class Process:
         stager.give_back([*rest, *receiving.stop()])
         if receiving.error is not None:
             raise receiving.error
+        run_source = self._pipeline.run.source
+        if not run_source.asks_broker and receiving.ended != "empty":
+            raise PipelineError(
+                f"the source {run_source.kind!r} was not read to its end (stopped by"
+                f" {receiving.ended or self._stop.reason()!r}, after"
+                f" {many(receiving.received, 'message')}): nothing of it counts; a task with an"
+                " execution_timeout needs a longer one"
+            )
         self.timed_out = self._stop.reason() == "interrupted"
         return receiving
 
@@ -199,7 +219,17 @@ class Process:
             yield from pool.map([], wait=lambda: STOP_CHECK_INTERVAL)
 
     def _open_receiving(self, source: Source, acknowledger: RunAcknowledger) -> Receiving:
-        producer = self._pipeline.producer
+        producer, archive = self._pipeline.producer, self._archive
+
+        def accept(messages: Sequence[Message]) -> list[Message]:
+            archive.add(messages)
+            return [
+                message.with_acknowledger(
+                    AckRef(acknowledger, self._env.generation, message.acknowledger.data)
+                )
+                for message in messages
+            ]
+
         return Receiving(
             source,
             self._budget,
@@ -207,12 +237,7 @@ class Process:
             limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
             demand=demand_of(self._pipeline),
             transformer=producer.transformer,
-            accept=lambda messages: [
-                message.with_acknowledger(
-                    AckRef(acknowledger, self._env.generation, message.acknowledger.data)
-                )
-                for message in messages
-            ],
+            accept=accept,
             stop=self._stop.reason,
         )
 
@@ -247,6 +272,7 @@ class Process:
             failed=stager.failed,
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
+            archived=self._archive.close().to_json(),
             stopped=receiving.ended or self._stop.reason(),
             started_at=started.isoformat(),
             ended_at=self._clock.now().isoformat(),

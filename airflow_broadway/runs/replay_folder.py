@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,12 +17,10 @@ from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import RequestRefused
-from airflow_broadway.core.formats.files import make_folders, new_file
 from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.runs.inspect import REPLAY_MARK, StagedBatch
-from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -106,7 +102,8 @@ def _copy(
     used = _used(batches)
     places = {index: place for place, index in enumerate(used)}
     for index in used:
-        _link(run, target, f"{plan.path}/{plan.data[index]}")
+        path = f"{plan.path}/{plan.data[index]}"
+        run.files.copy(path, target.files, path)
     lines = [
         dataclasses.replace(batch, files=[places[index] for index in batch.files]).dumps()
         for batch in batches
@@ -125,19 +122,3 @@ def _copy(
     )
     target.files.write_lines(f"{plan.path}/plan.jsonl", [made.dumps(), *lines])
     return made
-
-
-def _link(run: StagedRun, target: StagedRun, path: str) -> None:
-    source, copy = run.files.full(path), target.files.full(path)
-    with translated(f"copy {path}", run.store.uri):
-        if not run.store.local:
-            run.store.fs.cp_file(source, copy)
-            return
-        make_folders(os.path.dirname(copy))
-        try:
-            os.link(source, copy)
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without links
-            with open(source, "rb") as old, new_file(copy) as new:
-                shutil.copyfileobj(old, new)

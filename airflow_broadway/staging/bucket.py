@@ -118,6 +118,9 @@ class Bucket:
         file: IO[bytes] = self._fs.open(path, "rb", cache_type="none")
         return file
 
+    def copy(self, path: str, target: str) -> None:
+        self._fs.cp_file(path, target)
+
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(path)

@@ -30,6 +30,10 @@ from airflow_broadway.staging.errors import SETTING, cannot
 __all__ = ["Disk"]
 
 
+#: Bytes that are copied at a time.
+_BLOCK = 1024 * 1024
+
+
 class _DiskSink:
     """A file being written under its own name; see :class:`airflow_broadway.staging.store.Sink`."""
 
@@ -109,6 +113,20 @@ class Disk:
     def source(self, path: str) -> IO[bytes]:
         with _no_such_file():
             return open(path, "rb")
+
+    def copy(self, path: str, target: str) -> None:
+        folder = os.path.dirname(target)
+        self._make_folder(folder)
+        try:
+            os.link(path, target)
+            sync_folder(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links
+            with open(path, "rb") as old:
+                self.create(target, iter(lambda: old.read(_BLOCK), b""))
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):

@@ -24,13 +24,26 @@ __all__ = ["AT", "SOURCE", "merged", "only_bytes"]
 #: a generation), and the index of its generation.
 AT, SOURCE = "_at", "source"
 
+#: Positions in a chunk, where chunks go by position.
+CHUNK = 64
 
-def merged(folder: Folder, sources: Sequence[Sequence[str]]) -> Iterator[pa.Table]:
+
+def merged(
+    folder: Folder, sources: Sequence[Sequence[str]], *, disorder: int = 0
+) -> Iterator[pa.Table]:
     """Stream the messages of all sources in order, as tables of some ten thousand rows at most.
 
     :param sources: The message files of each generation.
+    :param disorder: Greater than 0: go within a generation by position alone, by how its source
+        gave messages and not by how its processors took them.  None was staged later than so many
+        positions after its place.
     """
-    streams = [_source(folder, index, files) for index, files in enumerate(sources)]
+    streams = [
+        _source_by_position(folder, index, files, disorder)
+        if disorder
+        else _source(folder, index, files)
+        for index, files in enumerate(sources)
+    ]
     if len(streams) == 1:
         yield from streams[0]
         return
@@ -96,6 +109,35 @@ def _source(folder: Folder, index: int, paths: Sequence[str]) -> Iterator[pa.Tab
                     yield table
     if held is not None:
         yield _stamped(held, index, latest)[0]
+
+
+def _source_by_position(
+    folder: Folder, index: int, paths: Sequence[str], disorder: int
+) -> Iterator[pa.Table]:
+    """The same, as a function of the messages alone, however quick any processor was."""
+    held: pa.Table | None = None
+    latest: int | None = None
+    for path in paths:
+        with ParquetFile(folder, path) as file:
+            for group in range(file.groups):
+                table = file.read(group)
+                table = _in_place(table if held is None else pa.concat_tables([held, table]))
+                last = table["position"][-1].as_py()
+                sure = pc.less(table["chunk"], (last - disorder) // CHUNK)
+                held, table = table.filter(pc.invert(sure)), table.filter(sure)
+                if table.num_rows:
+                    table, latest = _stamped(table, index, latest)
+                    yield table
+    if held is not None and held.num_rows:
+        yield _stamped(held, index, latest)[0]
+
+
+def _in_place(table: pa.Table) -> pa.Table:
+    """The rows by position, in chunks of so many positions."""
+    table = table.take(pc.sort_indices(table, sort_keys=[("position", "ascending")]))
+    place = table.column_names.index("chunk")
+    chunks = pc.divide(table["position"], CHUNK)  # of integers it is one
+    return table.set_column(place, table.schema.field(place), chunks)
 
 
 def _stamped(table: pa.Table, source: int, latest: int | None) -> tuple[pa.Table, int]:

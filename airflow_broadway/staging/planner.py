@@ -26,6 +26,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.receiving import demand_of
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
@@ -42,6 +43,10 @@ log = logging.getLogger(__name__)
 
 #: Spark batches of one batcher in one run beyond which a plan warns.
 MANY_BATCHES = 1000
+
+#: Positions by which messages may be out of order, where their source has one.  Processors of
+#: another machine may take more at a time than those here would.
+LEAST_DISORDER = 16_384
 
 #: Bytes of a plan's lines that memory holds until the plan is written.
 _LINES_IN_MEMORY = 8 * 1024 * 1024
@@ -133,6 +138,10 @@ class _Planning:
         self._manifests = manifests
         self._path = path
         self._messages = 0
+        # Where the source has an order of its own, batches are a function of it: processors may
+        # change the order within what they take at a time.
+        ordered = all(each.lease["state"].get("ordered") for each in manifests)
+        self._disorder = max(LEAST_DISORDER, 4 * demand_of(pipeline)) if ordered else 0
 
     def make(self, again: list[int]) -> BatchPlan:
         """Write data files and plan.
@@ -153,7 +162,7 @@ class _Planning:
         with tempfile.SpooledTemporaryFile(max_size=_LINES_IN_MEMORY) as file:
             lines = _Lines(file)
             try:
-                for table in merged(files, sources):
+                for table in merged(files, sources, disorder=self._disorder):
                     marked = _redelivered(table, again)
                     self._messages += marked.num_rows
                     if data.add(marked, batching.add(marked)):

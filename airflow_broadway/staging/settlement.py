@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
@@ -81,15 +81,18 @@ def settle_generation(
     *,
     progress: Progress | None = None,
     by: str = "",
+    between: Callable[[SettleReport], None] = lambda report: None,
 ) -> SettleReport:
     """Settle one generation at its broker, once.
 
-    The intent is written down, the custodian settles, the report is written down.  After a crash
+    The intent is written down, the custodian settles, ``between`` is called, the report is written
+    down.  After a crash
     between any two of these it is called again.  Whoever calls it, and however often, gets the one
     report that was written first.
 
     :param progress: Of :func:`build_settlement`; kept in the journal.
     :param by: Who settles, for people: the task and its try.
+    :param between: What belongs to the settlement besides, safe to repeat.
     :raises BroadwayError: Whatever the custodian raises; the generation then counts as unsettled.
     """
     done = settled_journal(run, record.generation)
@@ -106,4 +109,5 @@ def settle_generation(
     if not run.files.create(paths.intent(record.generation), json.dumps(intent)):
         log.info("generation %s: settling was begun before; going on", record.generation)
     report = custodian.settle(run.lease(record), settlement)
+    between(report)
     return record_settled(run, record, report, progress=progress, by=by).report

@@ -99,6 +99,13 @@ class Backend(Protocol):
         """Open a file for reading in any order."""
         ...
 
+    def copy(self, path: str, target: str) -> None:
+        """Have a file under another name too, durably; a link to it where there are links.
+
+        ``FileNotFoundError`` if it is not there; one that has the name already stays.
+        """
+        ...
+
     def remove(self, path: str) -> None: ...
     def remove_tree(self, path: str) -> None: ...
 
@@ -327,6 +334,14 @@ class Folder:
         """Open a file for reading in any order."""
         with translated(f"read {path}", self.store.uri):
             return self._backend.source(self.full(path))
+
+    def copy(self, path: str, folder: Folder, target: str) -> None:
+        """Have a file in another folder of this root too.
+
+        :raises FileNotFoundError: If it is not there.
+        """
+        with translated(f"copy {path}", self.store.uri):
+            self._backend.copy(self.full(path), folder.full(target))
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""

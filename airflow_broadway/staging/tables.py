@@ -8,7 +8,8 @@ in order of batch, with the columns that Spark's ``handle_batch`` sees.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.ddl import parse_schema
-from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
+from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, array_of, arrow_struct
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.store import Folder, Sink
 
@@ -28,8 +29,13 @@ __all__ = [
     "TableFiles",
     "data_schema",
     "holds",
+    "instants",
+    "maps",
     "message_schema",
 ]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 
 INSTANT = pa.timestamp("us", tz="UTC")
 METADATA = pa.map_(pa.string(), pa.string())
@@ -38,10 +44,13 @@ METADATA = pa.map_(pa.string(), pa.string())
 FILE_BYTES = 128 * 1024 * 1024
 #: Columns of high cardinality, for which a dictionary only costs.
 _NO_DICTIONARY = frozenset(
-    {"message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt", "_payload"}
+    {
+        *("message_id", "data_bytes", "data_json", "position", "size", "_size", "_receipt"),
+        *("_payload", "payload", "enqueued_at", "metadata"),
+    }
 )
 #: Columns with statistics: readers look at their bounds, or their nulls, before they read.
-_STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source")
+_STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source", "time")
 
 
 def _data_fields(batcher: Batcher) -> list[pa.Field[Any]]:
@@ -279,6 +288,37 @@ class ParquetFile:
         """Close the file; safe to repeat."""
         self._file.close()
         self._source.close()
+
+
+def instants(values: Sequence[datetime | None]) -> pa.Array[Any]:
+    """A column of instants."""
+    made: list[int | None] = []
+    last: datetime | None = None
+    microseconds: int | None = None
+    for value in values:
+        if value is not last:  # one receive gives many messages one instant
+            last = value
+            microseconds = None if value is None else (value - _EPOCH) // _MICROSECOND
+        made.append(microseconds)
+    column: pa.Array[Any] = array_of(made, pa.int64()).view(INSTANT)
+    return column
+
+
+def maps(rows: Sequence[Mapping[str, str]]) -> pa.Array[Any]:
+    """A column of maps from text to text."""
+    offsets: list[int] = [0]
+    keys: list[str] = []
+    items: list[str] = []
+    for row in rows:
+        if row:
+            keys.extend(row)
+            items.extend(row.values())
+        offsets.append(len(keys))
+    text = pa.string()
+    start: Any = array_of(offsets, pa.int32())
+    given = array_of(keys, text), array_of(items, text)
+    made: pa.Array[Any] = pa.MapArray.from_arrays(start, *given)
+    return made
 
 
 def holds(ranges: Sequence[Sequence[int]], first: int, last: int) -> bool:

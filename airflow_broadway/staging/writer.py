@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from airflow_broadway.staging.arrow_schema import array_of, columns_from_rows
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
-from airflow_broadway.staging.tables import INSTANT, TableFiles, message_schema
+from airflow_broadway.staging.tables import TableFiles, instants, maps, message_schema
 
 __all__ = ["ProcessWriter"]
 
@@ -34,8 +33,6 @@ __all__ = ["ProcessWriter"]
 GROUP_ROWS = 16_384
 GROUP_BYTES = 8 * 1024 * 1024
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _PLAIN = Delivery()
 
 
@@ -192,10 +189,10 @@ class _MessageFiles:
             "batch_key": [row.key for row in rows],
             "flush": [message.batch_mode is BatchMode.FLUSH for message in messages],
             "partition": [row.partition for row in rows],
-            "metadata": _maps([row.metadata for row in rows]),
+            "metadata": maps([row.metadata for row in rows]),
             "attempt": [message.attempt for message in messages],
             "redelivered": [message.redelivered for message in messages],
-            "received_at": _instants(messages),
+            "received_at": instants([message.received_at for message in messages]),
             "position": [message.position for message in messages],
             "chunk": self._chunks,
             "size": [message.size for message in messages],
@@ -248,35 +245,6 @@ class _MessageFiles:
             return self._plain_kept
         kept: bool = self._producer.may_publish(delivery)
         return kept
-
-
-def _instants(messages: list[Message]) -> pa.Array[Any]:
-    values: list[int] = []
-    last: datetime | None = None
-    microseconds = 0
-    for message in messages:
-        if message.received_at is not last:  # one receive gives many messages one instant
-            last = message.received_at
-            microseconds = (last - _EPOCH) // _MICROSECOND
-        values.append(microseconds)
-    instants: pa.Array[Any] = array_of(values, pa.int64()).view(INSTANT)
-    return instants
-
-
-def _maps(rows: list[dict[str, str]]) -> pa.Array[Any]:
-    offsets: list[int] = [0]
-    keys: list[str] = []
-    items: list[str] = []
-    for row in rows:
-        if row:
-            keys.extend(row)
-            items.extend(row.values())
-        offsets.append(len(keys))
-    text = pa.string()
-    start: Any = array_of(offsets, pa.int32())
-    given = array_of(keys, text), array_of(items, text)
-    made: pa.Array[Any] = pa.MapArray.from_arrays(start, *given)
-    return made
 
 
 class _EntriesFile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar, Protocol
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -64,6 +64,9 @@ def _never() -> bool:
 
 
 _NO_DELIVERY = Delivery()
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+#: From here on a number of seconds would be the year 5138, and is one of milliseconds.
+_MILLISECONDS = 100_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,7 @@ class ProducerEnv:
         receive all.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
+    :param store: The staging root itself, for a source that no broker serves.
     :param interval: The data interval of a backfill, of which the source hands out each message and
         no other: from the first instant to before the second; ``None``: what waits.
     :param stopping: Whether the run is to stop: a source then waits for nothing that takes
@@ -92,6 +96,7 @@ class ProducerEnv:
     clock: Clock = field(default_factory=SystemClock)
     connections: Connections = field(default_factory=NoConnections)
     staging: str | None = None
+    store: Any = field(default=None, repr=False, compare=False)
     interval: tuple[datetime, datetime] | None = None
     stopping: Callable[[], bool] = field(default=_never, repr=False, compare=False)
 
@@ -114,6 +119,8 @@ class Producer(Options):
     keeps_payload: ClassVar[bool] = False
     #: Whether a past interval can be read again, so that runs of type backfill are served.
     backfills: ClassVar[bool] = False
+    #: Where in a message's metadata stands when the broker took it; empty where it does not say.
+    sent_at: ClassVar[tuple[str, ...]] = ()
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
 
@@ -215,6 +222,23 @@ class Producer(Options):
         :raises ProducerError: If there is none, or nobody knows where it is.
         """
         raise ProducerError(f"{type(self).__name__} has no dead letters that can be looked at")
+
+    def enqueued_at(self, message: Message) -> datetime | None:
+        """When the broker took a message, as received; ``None`` where it does not say."""
+        if not self.sent_at:
+            return None
+        value: Any = message.metadata
+        for name in self.sent_at:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if type(value) is str:
+            try:
+                return datetime.fromisoformat(value)
+            except ValueError:
+                return None
+        # Brokers count from 1970, in seconds or in milliseconds.
+        if type(value) is not int or value <= 0:
+            return None
+        return _EPOCH + timedelta(milliseconds=value if value >= _MILLISECONDS else value * 1000)
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
         """Called once when a pipeline with this producer has been built, in every process.

@@ -77,6 +77,11 @@ class SettleReport:
         """Messages accounted for."""
         return sum(getattr(self, name) for name in _COUNTS)
 
+    @property
+    def final(self) -> int:
+        """Messages that are settled for good: their broker delivers them no more."""
+        return self.acked + self.dead_lettered
+
     def classes(self, *, still_leased: int = 0) -> dict[str, int]:
         """How many messages are in each of :data:`CLASSES`.
 

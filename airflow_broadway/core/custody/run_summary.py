@@ -119,9 +119,23 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             f"The sum does not balance: {_n(totals['received'])} received,"
             f" {_n(totals['accounted'])} accounted for."
         )
+    lines += _source_lines(report)
     lines += [f"Failed task: {name}." for name in report.get("failed_tasks", [])]
     lines += [f"Error: {printable(error)}" for error in report.get("errors", [])]
     return lines
+
+
+def _source_lines(report: Mapping[str, Any]) -> list[str]:
+    """Where the messages came from, if not from the queue, and what is missing."""
+    source = report.get("source")
+    if not source:
+        return []
+    what = f"Source: {source['kind']}"
+    if source.get("interval"):
+        what += f", {' to '.join(source['interval'])}"
+    if source.get("run_id"):
+        what += f" {source['run_id']}"
+    return [f"{what}.", *(f"Note: {printable(each)}." for each in report.get("notes", ()))]
 
 
 def _n(number: int) -> str:

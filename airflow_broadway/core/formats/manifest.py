@@ -53,6 +53,7 @@ class Manifest(Staged):
     :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
         ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop from outside.
+    :param archived: Its files for the archive, which get there when it is settled.
     :param seconds: Seconds spent in receiving (``receive``), and in all (``total``).
     """
 
@@ -68,11 +69,15 @@ class Manifest(Staged):
     started_at: str
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
+    archived: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
     def dumps(self) -> str:
         """Return it as JSON, with its seal."""
-        return sealed(asdict(self), sort_keys=True)
+        value = asdict(self)
+        if not self.archived:  # as releases wrote it that have no archive
+            del value["archived"]
+        return sealed(value, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Manifest:

@@ -235,6 +235,7 @@ class KafkaOptions(Producer):
     """The options of :class:`~airflow_broadway.producers.kafka.KafkaProducer`."""
 
     kind: ClassVar[str] = "kafka"
+    sent_at: ClassVar[tuple[str, ...]] = ("ts",)
     backfills: ClassVar[bool] = True
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,

@@ -135,6 +135,7 @@ class RabbitMQOptions(Producer):
     """
 
     kind: ClassVar[str] = "rabbitmq"
+    sent_at: ClassVar[tuple[str, ...]] = ("timestamp",)
     keeps_payload: ClassVar[bool] = True
     renews: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {

@@ -119,6 +119,7 @@ class SqsOptions(Producer):
     """The options of :class:`~airflow_broadway.producers.sqs.SqsProducer`."""
 
     kind: ClassVar[str] = "sqs"
+    sent_at: ClassVar[tuple[str, ...]] = ("attributes", "sent_timestamp")
     keeps_payload: ClassVar[bool] = True
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,

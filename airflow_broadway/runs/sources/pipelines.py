@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.model.run_source import DEAD_LETTERS, LIVE, LOG, RunSource
+from airflow_broadway.core.model.run_source import ARCHIVE, DEAD_LETTERS, LIVE, LOG, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
@@ -25,15 +25,23 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 __all__ = ["Custodians", "pipeline_of", "source_of", "with_source"]
 
 
-def _itself(producer: Producer, source: RunSource) -> Producer:
-    return producer
+def _its_own(pipeline: Pipeline, source: RunSource) -> Producer:
+    own: Producer = pipeline.producer
+    return own
 
 
-#: The producer that serves a source, made of the pipeline's own.
-_PRODUCERS: Final[Mapping[str, Callable[[Producer, RunSource], Producer]]] = {
-    LIVE: _itself,
-    DEAD_LETTERS: _itself,  # they are sent back first: see .dead_letters
-    LOG: _itself,
+def _of_archive(pipeline: Pipeline, source: RunSource) -> Producer:
+    from airflow_broadway.runs.sources.archived import of_archive
+
+    return of_archive(pipeline, source)
+
+
+#: The producer that serves a source, made of the pipeline as it is loaded.
+_PRODUCERS: Final[Mapping[str, Callable[[Pipeline, RunSource], Producer]]] = {
+    ARCHIVE: _of_archive,
+    DEAD_LETTERS: _its_own,  # they are sent back first: see .dead_letters
+    LIVE: _its_own,
+    LOG: _its_own,
 }
 
 
@@ -51,7 +59,7 @@ def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
             f"nothing serves the source {source.kind!r} of the producer {pipeline.producer.kind!r}"
         )
     made = copy.copy(pipeline)
-    made.producer = serve(pipeline.producer, source)
+    made.producer = serve(pipeline, source)
     made.run = replace(pipeline.run, source=source)
     return made
 

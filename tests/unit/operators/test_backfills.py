@@ -125,7 +125,9 @@ def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, max_bytes=7)
     made, source = context("backfill"), RunSource(kind="archive", interval=HOUR)
 
-    assert budget_of(operator, made, source) == Budget(idle_seconds=1.0)
+    assert budget_of(operator, made, source) == Budget()
+    log = RunSource(kind="log", interval=HOUR)
+    assert budget_of(operator, made, log) == Budget(idle_seconds=1.0)
     assert budget_of(operator, made).max_messages == 5
     assert budget_of(operator, made, RunSource(kind="dead_letters")).max_messages == 5
     limited = BroadwayProcessorOperator(

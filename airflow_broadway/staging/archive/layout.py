@@ -1,0 +1,131 @@
+"""Where an archive's files lie, and what they hold.
+
+::
+
+    <root>/<pipeline>/_archive/
+        archive.json                          when it was begun, and by which time it keeps
+        date=2013-01-01/hour=05/*.parquet     messages whose time is in that hour (UTC)
+        index/<generation>.json               which of these files count (created exclusively)
+        removed/*.json                        what retention, or somebody, has removed
+        failed/<generation>.jsonl             what failed in runs that no broker serves
+
+A file counts once an index names it.  So the messages of one execution are seen together or not at
+all, and what somebody who died has left is seen by nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import pyarrow as pa
+
+from airflow_broadway.core.formats.layout import VERSION, load
+from airflow_broadway.core.formats.sums import sealed
+from airflow_broadway.staging.names import encode_name
+from airflow_broadway.staging.store import Folder, Store
+from airflow_broadway.staging.tables import INSTANT
+
+__all__ = [
+    "BEGUN",
+    "COLUMNS",
+    "FAILED",
+    "HOUR",
+    "INDEX",
+    "REMOVED",
+    "Index",
+    "archive_folder",
+    "hour_of",
+    "index_path",
+    "partition_of",
+    "start_of",
+]
+
+BEGUN: Final = "archive.json"
+INDEX: Final = "index"
+REMOVED: Final = "removed"
+FAILED: Final = "failed"
+
+#: Microseconds in an hour.
+HOUR: Final = 3_600_000_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+#: ``form`` says what the payload was: null for bytes, "text" for text in UTF-8, "value" for another
+#: plain value (:mod:`airflow_broadway.core.schema.plain`).  ``batch_key`` is null for the default.
+_FIELDS: Final[list[pa.Field[Any]]] = [
+    pa.field("time", INSTANT, nullable=False),
+    pa.field("message_id", pa.string(), nullable=False),
+    pa.field("payload", pa.binary(), nullable=False),
+    pa.field("form", pa.string()),
+    pa.field("metadata", pa.string(), nullable=False),
+    pa.field("received_at", INSTANT, nullable=False),
+    pa.field("enqueued_at", INSTANT),
+    pa.field("batch_key", pa.string()),
+    pa.field("attempt", pa.int32(), nullable=False),
+    pa.field("redelivered", pa.bool_(), nullable=False),
+    pa.field("position", pa.int64(), nullable=False),
+    pa.field("size", pa.int64(), nullable=False),
+    pa.field("source", pa.string(), nullable=False),
+]
+#: The columns of an archived message.
+COLUMNS: Final = pa.schema(_FIELDS, metadata={b"airflow-broadway.version": str(VERSION).encode()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What of an archive counts for one generation.
+
+    :param files: The path of each file, and how many messages it has.
+    :param untimed: Messages that gave no time of their own, and are kept by ``received_at``.
+    :param why: Why, of the first of them.
+    :param at: When it was written, as ISO 8601 text.
+    """
+
+    generation: str
+    dag_id: str
+    run_id: str
+    files: dict[str, int]
+    untimed: int = 0
+    why: str = ""
+    at: str = ""
+    version: int = VERSION
+
+    def dumps(self) -> str:
+        """Return it as JSON, with its seal."""
+        return sealed(asdict(self), sort_keys=True)
+
+    @classmethod
+    def loads(cls, text: str, path: str) -> Index:
+        """Read what :meth:`dumps` wrote; errors as of :func:`read_json`."""
+        return load(cls, text, path)
+
+
+def archive_folder(store: Store, pipeline: str) -> Folder:
+    """The archive of a pipeline; it need not be there."""
+    return store.folder(f"{encode_name(pipeline)}/_archive")
+
+
+def index_path(generation: str) -> str:
+    """Where a generation's index is."""
+    return f"{INDEX}/{generation}.json"
+
+
+def hour_of(instant: datetime) -> int:
+    """The hour in which an instant lies, counted from 1970."""
+    return (instant - _EPOCH) // timedelta(hours=1)
+
+
+def start_of(hour: int) -> datetime:
+    """When an hour begins."""
+    return _EPOCH + timedelta(hours=hour)
+
+
+def partition_of(hour: int) -> str:
+    """The folder of an hour."""
+    return start_of(hour).strftime("date=%Y-%m-%d/hour=%H")
+
+
+def parsed(value: dict[str, Any], name: str) -> datetime:
+    """An instant of a JSON object."""
+    return datetime.fromisoformat(value[name])

@@ -1,0 +1,178 @@
+"""Runs of a pipeline with an archive, as plain steps: live ones, and runs of what is past."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway import Archive, Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
+from airflow_broadway.core.reference import load_ref, make_ref
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import BatchTask, ProcessTask
+from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Folder, Store
+
+NINE = datetime(2013, 1, 1, 9, tzinfo=UTC)
+
+
+def scheduled(message: Message) -> datetime:
+    """The time that a message tells of itself: so many minutes after nine."""
+    return NINE + timedelta(minutes=json.loads(message.data)["minute"])
+
+
+def upper(message: Message) -> Message:
+    """A transformer, of which the archive is to see nothing."""
+    return message.put_data(message.data.upper())
+
+
+class Minutes(Broadway):
+    """Writes each batch into a file of its own; says what its callbacks saw of the run."""
+
+    producer = SqliteProducer(
+        queue="minutes",
+        path="/replaced",
+        transformer=upper,
+        retry=RetryPolicy(max_attempts=2, backoff=0.0, jitter=0.0),
+    )
+    processors = Processors(concurrency=2, max_demand=4)
+    batchers = {"default": Batcher(engine="python", batch_size=4, batch_timeout=None)}
+    archive = Archive(time=scheduled)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        found = json.loads(message.data.lower())
+        if found.get("fails") == "process":
+            return message.failed("sour")
+        return message.put_data({**found, "metadata": dict(message.metadata)})
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        source = self.run.source
+        made = {
+            "batch_id": batch_info.batch_id,
+            "run_id": self.run.run_id,
+            "source": source.kind,
+            "interval": None if source.interval is None else str(source.interval),
+            "rows": [[each.message_id, each.data["minute"]] for each in messages],
+            "redelivered": batch_info.redelivered,
+        }
+        folder = Path(context["sink"]) / self.run.run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{batch_info.batch_id}.json").write_text(json.dumps(made))
+        return [each.failed("spilt") if each.data.get("fails") else each for each in messages]
+
+
+class World:
+    """A queue, a staging root and a sink below a folder."""
+
+    def __init__(self, folder: Path, pipeline: type[Broadway] = Minutes, **options: Any) -> None:
+        self.folder = folder
+        self.store = Store.open(f"file://{folder}/staging")
+        self.ref = make_ref(pipeline)
+        self.ref["options"] = {
+            "producer": {"path": str(folder / "queue.db")},
+            "context": {"sink": str(folder / "sink")},
+            **options,
+        }
+        self.over: set[str] = set()
+
+    @property
+    def archive(self) -> Folder:
+        return archive_folder(self.store, self.pipeline("any").name)
+
+    def pipeline(self, run_id: str) -> Broadway:
+        made = load_ref(self.ref, RunInfo(dag_id="d", run_id=run_id))
+        assert isinstance(made, Broadway)
+        return made
+
+    def queue(self) -> SqliteQueue:
+        return SqliteQueue(self.folder / "queue.db", "minutes")
+
+    def send(self, *messages: Mapping[str, Any]) -> None:
+        with self.queue() as queue:
+            queue.send([json.dumps(each).encode() for each in messages])
+
+    def minutes(self, *minutes: int) -> None:
+        self.send(*({"minute": minute} for minute in minutes))
+
+    def run(self, run_id: str, source: RunSource | None = None, clock: Clock | None = None) -> Run:
+        return Run(self, run_id, source or RunSource(), clock)
+
+    def backfill(self, run_id: str, start: int = 0, end: int = 60) -> dict[str, Any]:
+        """A whole run of the minutes from ``start`` to before ``end``."""
+        return self.run(run_id, of_minutes(start, end)).all()
+
+    def sink(self, run_id: str) -> list[dict[str, Any]]:
+        """What a run wrote, batch by batch."""
+        files = (self.folder / "sink" / run_id).glob("*.json")
+        found = [json.loads(each.read_text()) for each in files]
+        return sorted(found, key=lambda each: (each["rows"][0][1], each["batch_id"]))
+
+    def rows(self, run_id: str) -> list[int]:
+        return [minute for batch in self.sink(run_id) for _, minute in batch["rows"]]
+
+
+def of_minutes(start: int, end: int) -> RunSource:
+    """The archive's minutes after nine."""
+    first, last = (NINE + timedelta(minutes=each) for each in (start, end))
+    return RunSource(kind=ARCHIVE, interval=Interval(first, last))
+
+
+class Run:
+    """One run, task by task."""
+
+    def __init__(self, world: World, run_id: str, source: RunSource, clock: Clock | None) -> None:
+        self.world = world
+        self.run_id = run_id
+        self.source = source
+        self.pipeline = world.pipeline(run_id)
+        self.ports = Ports(is_over=world.over.__contains__)
+        self.staged = StagedRun(
+            world.store, pipeline=self.pipeline.name, dag_id="d", run_id=run_id, clock=clock
+        )
+        self.references: list[dict[str, Any]] = []
+
+    def task(self, task_id: str, index: int = -1) -> Task:
+        return Task(dag_id="d", run_id=self.run_id, task_id=task_id, map_index=index)
+
+    def process(self, index: int = 0) -> dict[str, Any]:
+        made = ProcessTask(
+            self.staged,
+            self.pipeline,
+            self.task("process", index),
+            self.ports,
+            index=index,
+            budget=Budget(),
+            source=self.source,
+        )
+        self.references.append(made.run().reference)
+        return self.references[-1]
+
+    def batch(self, batcher: str = "default") -> Any:
+        made = BatchTask(
+            self.staged, self.pipeline, self.task(f"batch.{batcher}"), self.ports, batcher=batcher
+        )
+        plan = made.plan(self.references, label="1")
+        return None if plan is None else made.handle(plan)
+
+    def ack(self) -> dict[str, Any]:
+        watcher = RunWatcher(self.staged, self.pipeline, ports=self.ports)
+        try:
+            watcher.settle(final=True)
+            return watcher.report(failed_tasks=())
+        finally:
+            watcher.close()
+
+    def all(self) -> dict[str, Any]:
+        self.process()
+        self.batch()
+        self.world.over.add(self.run_id)
+        return self.ack()

@@ -1,0 +1,337 @@
+"""The archive: what a run received is kept once it is settled, and an interval is run again."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Archive, Interval, Message, RunSource
+from airflow_broadway.core.errors import PipelineError, RequestRefused, StagingError
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.sources.archived import PastProducer
+from airflow_broadway.runs.tasks import ProcessTask
+from airflow_broadway.staging.archive.failed import failures
+from airflow_broadway.staging.archive.layout import hour_of
+from airflow_broadway.staging.archive.reader import look
+from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_backfill_gets_what_was_received_before_any_code_of_the_users(world: World) -> None:
+    # Given messages that live runs handled, out of order
+    world.minutes(7, 3, 65, 5)
+    world.run("live").all()
+
+    # When an hour of them is run again
+    report = world.backfill("again")
+
+    # Then callbacks get the same, and know what it is
+    assert report["totals"]["received"] == report["totals"]["acked"] == 3
+    assert report["balanced"]
+    [batch] = world.sink("again")
+    assert [minute for _, minute in batch["rows"]] == [3, 5, 7]
+    assert batch["source"] == "archive"
+    assert batch["interval"] == str(of_minutes(0, 60).interval)
+    assert batch["redelivered"] == 3
+    live = {row[1]: row[0] for each in world.sink("live") for row in each["rows"]}
+    assert {minute: key for key, minute in batch["rows"]} == {
+        minute: live[minute] for minute in (3, 5, 7)
+    }
+    # And the queue was not asked for anything
+    with world.queue() as queue:
+        assert queue.depth() == (0, 0, 0, 0, None)
+
+
+def test_two_backfills_make_the_same_batches_whatever_was_delivered_how(world: World) -> None:
+    for minutes in ((9, 1, 8), (2, 7), (3, 6, 4, 5)):
+        world.minutes(*minutes)
+        world.run(f"live{minutes[0]}").all()
+
+    world.backfill("first")
+    world.ref["options"]["processors"] = {"concurrency": 3, "max_demand": 2}
+    world.backfill("second")
+
+    first, second = world.sink("first"), world.sink("second")
+    assert world.rows("first") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [(each["batch_id"], each["rows"]) for each in first] == [
+        (each["batch_id"], each["rows"]) for each in second
+    ]
+    assert len(first) == 3
+
+
+def test_order_is_that_of_the_archive_though_processors_part_the_messages(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, Parted)
+    world.minutes(*range(20))
+    world.run("live").all()
+
+    world.backfill("again")
+
+    assert world.rows("again") == list(range(20))
+
+
+class Parted(Minutes):
+    @staticmethod
+    def partition_by(message: Message) -> int:
+        return len(message.message_id) + int(message.message_id[-1], 36)
+
+
+def test_nothing_is_seen_before_it_is_settled_and_then_all_at_once(world: World) -> None:
+    world.minutes(1, 61, 2)
+    run = world.run("live")
+    run.process()
+    assert look(world.archive).messages == 0
+
+    run.batch()
+    run.ack()
+
+    found = look(world.archive)
+    assert found.messages == 3
+    assert [sum(files.values()) for files in found.hours.values()] == [2, 1]
+
+
+def test_what_the_queue_delivers_again_is_archived_by_the_run_that_settles_it(
+    world: World,
+) -> None:
+    # Given a message that fails, and is tried again, and one that is given back
+    world.send({"minute": 1, "fails": "batch"}, {"minute": 2})
+    world.run("one").all()
+    assert look(world.archive).messages == 1
+    dead = world.run("two")
+    dead.process()  # and no more: its message goes back
+    world.over.add("two")
+
+    # When later runs settle them for good
+    world.run("three").all()
+    world.run("four").all()
+
+    # Then each is there once
+    assert look(world.archive).messages == 2
+    world.backfill("again")
+    assert world.rows("again") == [1, 2]
+
+
+def test_a_run_that_died_before_its_manifest_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.minutes(1, 2)
+    monkeypatch.setattr("airflow_broadway.runs.process.Process._publish", _dies)
+    with pytest.raises(KeyboardInterrupt):
+        world.run("dead").process()
+    monkeypatch.undo()
+
+    world.run("live").all()
+
+    assert look(world.archive).messages == 2
+
+
+def _dies(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_fails_in_a_backfill_is_kept_beside_the_archive(world: World) -> None:
+    world.send({"minute": 1}, {"minute": 2, "fails": "process"}, {"minute": 3, "fails": "batch"})
+    for run_id in ("one", "two"):
+        world.run(run_id).all()
+
+    report = world.backfill("again")
+
+    assert report["totals"]["dead_lettered"] == 2
+    assert report["totals"]["acked"] == 1
+    assert report["balanced"]
+    found = {each["reason"]: each for each in failures(world.archive)}
+    assert {reason: each["stage"] for reason, each in found.items()} == {
+        "sour": "process",
+        "spilt": "batch",
+    }
+    assert {each["run_id"] for each in found.values()} == {"again"}
+    assert found["sour"]["time"] == (NINE + timedelta(minutes=2)).isoformat()
+    # Settling it once more writes the same.
+    world.run("again", of_minutes(0, 60)).ack()
+    assert len(list(failures(world.archive))) == 2
+
+
+def test_a_backfill_that_is_cleared_reads_anew_and_makes_the_same(world: World) -> None:
+    world.minutes(1, 2, 3)
+    world.run("live").all()
+    run = world.run("again", of_minutes(0, 60))
+    run.process()
+    run.references.clear()
+    run.process()
+    run.batch()
+    report = run.ack()
+
+    assert report["totals"]["released"] == 3
+    assert report["totals"]["acked"] == 3
+    assert world.rows("again") == [1, 2, 3]
+
+
+def test_a_backfill_sweeps_no_live_run_and_a_live_run_sweeps_a_backfill(world: World) -> None:
+    world.minutes(1)
+    world.run("live").all()
+    world.minutes(2)
+    world.run("dead").process()
+    world.run("past", of_minutes(0, 60)).process()
+    world.over |= {"dead", "past"}
+
+    world.backfill("again")
+    with world.queue() as queue:
+        assert queue.depth().leased == 1
+
+    world.run("live2").all()
+    with world.queue() as queue:
+        assert queue.depth()[:3] == (0, 0, 0)
+    dead = world.run("past").staged
+    assert [each.state for each in dead.generations()] == ["settled"]
+
+
+def test_an_interval_that_is_not_read_to_its_end_counts_for_nothing(world: World) -> None:
+    world.minutes(1, 2, 3)
+    world.run("live").all()
+    run = world.run("again", of_minutes(0, 60))
+    task = ProcessTask(
+        run.staged,
+        run.pipeline,
+        run.task("process"),
+        run.ports,
+        budget=Budget(max_messages=2),
+        source=run.source,
+    )
+
+    with pytest.raises(PipelineError, match=r"not read to its end.*'max_messages', after 2"):
+        task.run()
+
+    assert [each.state for each in run.staged.generations()] == ["settled"]
+
+
+def test_messages_without_a_time_of_their_own_are_kept_and_told(world: World) -> None:
+    world.send({"minute": 1}, {"minute": "soon"}, {"minute": "late"})
+    world.run("live").all()
+
+    found = look(world.archive)
+    assert found.messages == 3
+    [(why, count)] = found.untimed.items()
+    assert count == 2
+    assert why.startswith("TypeError")
+
+
+@pytest.mark.parametrize(
+    ("gives", "why"),
+    [
+        (NINE.replace(tzinfo=None), "ValueError: expected an aware datetime, got one without"),
+        ("nine", "TypeError: expected an aware datetime, got: 'nine'"),
+        (None, "TypeError: expected an aware datetime, got: None"),
+    ],
+)
+def test_what_is_no_instant_is_no_time(tmp_path: Path, gives: Any, why: str) -> None:
+    class Odd(Minutes):
+        name = "Minutes"
+        archive = Archive(time=lambda message: gives)
+
+    world = World(tmp_path)
+    run = world.run("live")
+    run.pipeline.archive = Odd.archive
+    world.minutes(1)
+    run.all()
+
+    [told] = look(world.archive).untimed
+    assert told.startswith(why)
+
+
+def test_an_archive_by_the_brokers_time_has_it(tmp_path: Path) -> None:
+    world = World(tmp_path, archive={"time": "enqueued_at"}, pipeline=Minutes)
+    world.minutes(1)
+    world.run("live").all()
+
+    found = look(world.archive)
+    assert found.messages == 1
+    assert not found.untimed
+
+
+# -- gaps ------------------------------------------------------------------------------------------
+
+
+def notes(report: dict[str, Any]) -> str:
+    return "; ".join(report["notes"])
+
+
+def test_what_is_missing_of_an_interval_is_told_in_the_report(world: World) -> None:
+    assert "nothing was archived yet" in notes(world.backfill("early"))
+    world.minutes(1)
+    world.run("live").all()
+
+    assert notes(world.backfill("fine")) == ""
+    assert "nothing is archived of it" in notes(world.backfill("none", 120, 180))
+    [path] = look(world.archive).hours[hour_of(NINE)]
+    other = Path(world.store.root) / world.archive.path / path
+    other.with_name(other.name.replace("00000", "00001")).write_bytes(other.read_bytes())
+    other.unlink()
+    assert "1 file of it are gone" in notes(world.backfill("lost"))
+
+
+def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path, archive={"time": "received_at"})
+    world.minutes(1)
+    world.run("live").all()
+
+    assert "the archive was begun only at" in notes(world.backfill("old"))
+    from datetime import UTC, datetime
+
+    now = datetime.now(UTC)
+    source = RunSource(kind="archive", interval=Interval(now, now + timedelta(hours=2)))
+    assert "it is not over yet" in notes(world.run("now", source).all())
+
+
+def test_a_gap_is_refused_before_anything_is_handled_where_the_user_asks_for_it(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, archive={"on_gap": "refuse"})
+    world.minutes(1)
+    world.run("live").all()
+    world.backfill("fine")
+
+    with pytest.raises(RequestRefused, match=r"is not whole.*nothing is archived of it.*on_gap"):
+        world.run("again", of_minutes(120, 180)).process()
+    assert not world.run("again").staged.generations()
+
+
+def test_an_archive_of_a_newer_version_is_one_clear_error(world: World) -> None:
+    world.minutes(1)
+    world.run("live").all()
+    [name] = world.archive.list("index")
+    index = json.loads(world.archive.read(f"index/{name}"))
+    del index["seal"]
+    world.archive.replace(f"index/{name}", json.dumps({**index, "version": 99}))
+
+    with pytest.raises(StagingError, match="has format version 99; this release reads up to"):
+        world.run("again", of_minutes(0, 60)).process()
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+def test_a_past_source_has_the_options_of_the_pipelines_own(world: World) -> None:
+    pipeline = world.pipeline("r")
+    past = PastProducer(pipeline, of_minutes(0, 60))
+
+    assert past.transformer is upper
+    assert past.retry == pipeline.producer.retry
+    assert (past.kind, past.renews, past.keeps_payload) == ("archive", False, False)
+
+
+def test_only_the_first_of_several_producers_reads(world: World) -> None:
+    world.minutes(1, 2)
+    world.run("live").all()
+    run = world.run("again", of_minutes(0, 60))
+
+    assert run.process(1)["received"] == 0
+    assert run.process(0)["received"] == 2
