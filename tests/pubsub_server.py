@@ -23,7 +23,7 @@ from scripts.local_airflow import free_port
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["PROJECT", "Emulator", "PubSubServer", "StubServer", "find_emulator"]
+__all__ = ["PROJECT", "Emulator", "PubSubServer", "Remote", "StubServer", "find_emulator"]
 
 PROJECT = "broadway-tests"
 
@@ -63,6 +63,11 @@ class PubSubServer(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End it, with all it holds."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The producer's options by which it comes here."""
+        return {"conn_id": None, "endpoint": f"http://{self.host}", "receive_timeout": 1.0}
 
     # -- what tests ask ------------------------------------------------------------------------
 
@@ -219,3 +224,30 @@ class StubServer(PubSubServer):
 
     def stop(self) -> None:
         self._stub.stop()
+
+    def held(self, subscription: str) -> list[Any]:
+        """Every message that is left, oldest first, and none taken."""
+        with self.broker.changed:
+            return [each.message for each in self.broker.subscriptions[subscription].left.values()]
+
+    def attempts(self, subscription: str) -> dict[str, int]:
+        """How often each message that is left has been delivered, by its id."""
+        with self.broker.changed:
+            left = self.broker.subscriptions[subscription].left.values()
+            return {str(held.message.message_id): held.attempts for held in left}
+
+
+class Remote(PubSubServer):
+    """A server that runs already, as another process knows it."""
+
+    kind = "remote"
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    def stop(self) -> None:
+        """Leave it to whoever started it."""

@@ -36,6 +36,7 @@ IMPLEMENTED = {
     "prepare_messages",
     "processor",
     "producer",
+    "pubsub",
     "rabbitmq",
     "rate_limiting",
     "sqs",

@@ -19,6 +19,7 @@ from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.testing import DummyProducer, PipelineDriver, test_batch, test_message
 from tests.conformance.observed import Case
 from tests.conformance.units_kafka import KAFKA
+from tests.conformance.units_pubsub import PUBSUB
 from tests.conformance.units_rabbitmq import RABBITMQ
 from tests.conformance.units_sqs import SQS
 
@@ -281,4 +282,5 @@ UNITS: dict[str, Callable[[Case], None]] = {
     **RABBITMQ,
     **SQS,
     **KAFKA,
+    **PUBSUB,
 }

@@ -39,7 +39,8 @@ def message_of(
 def metadata_of(raw: Any) -> dict[str, Any]:
     """Broadway's metadata, under its names.
 
-    ``deliveryAttempt`` is ``None`` without a dead-letter policy.
+    ``deliveryAttempt`` is ``None`` without a dead-letter policy; ``publishTime`` is ISO 8601 text,
+    for metadata is JSON.
     """
     message = raw.message
     attributes = message.attributes
@@ -52,12 +53,12 @@ def metadata_of(raw: Any) -> dict[str, Any]:
     }
 
 
-def _instant(stamp: Any) -> datetime | None:
-    """An instant as protobuf has it; its own conversion takes four times as long."""
+def _instant(stamp: Any) -> str | None:
+    """An instant as protobuf has it, as text; its own conversion takes four times as long."""
     if not stamp.seconds and not stamp.nanos:
         return None
     whole = datetime.fromtimestamp(stamp.seconds, timezone.utc)
-    return whole.replace(microsecond=stamp.nanos // 1000)
+    return whole.replace(microsecond=stamp.nanos // 1000).isoformat()
 
 
 def _properties_of(message: Any) -> str:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.testing.harness import Harness
+from tests.contract.pubsub_harness import PubSubHarness
+from tests.contract.sqs_harness import SharedClock
+from tests.pubsub_fixtures import wanted_emulator
+from tests.pubsub_server import PubSubServer, StubServer
+
+pytestmark = pytest.mark.broker
+
+
+def harness_of(
+    server: PubSubServer,
+    folder: Path,
+    clock: str = "",
+    *,
+    keyed: bool = False,
+    lease: float = 60.0,
+    **settings: Any,
+) -> PubSubHarness:
+    topic, dead = server.topic(), server.topic()
+    subscription = server.subscription(topic, enable_message_ordering=keyed, **settings)
+    server.subscription(dead)
+    staging = f"file://{folder}/staging"
+    return PubSubHarness(server.host, clock, topic, subscription, dead, staging, keyed, lease)
+
+
+class PubSubContract(CustodyContract):
+    #: Pulls run beside each other, and without ordering keys nothing is promised.
+    keeps_order: ClassVar[bool] = False
+    #: What Pub/Sub carries: anything but nothing at all.
+    odd_bodies = (b"\x00\xff not UTF-8", "zażółć".encode(), b"x" * 100_000)
+
+
+class OnStub(PubSubContract):
+    """At the stub: hours are moved, and each rule can be had."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+    keyed: ClassVar[bool] = False
+    late_acks: ClassVar[bool] = False
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
+        clock = str(tmp_path / "clock")
+        with StubServer(SharedClock(clock), late_acks=self.late_acks) as server:
+            yield harness_of(server, tmp_path, clock, keyed=self.keyed, **self.settings)
+
+
+class TestStub(OnStub):
+    """At least once; what is acknowledged too late changes nothing."""
+
+
+class TestExactlyOnce(OnStub):
+    settings: ClassVar[dict[str, Any]] = {"enable_exactly_once_delivery": True}
+
+
+@pytest.mark.slow
+class TestLateAcknowledgements(OnStub):
+    """Pub/Sub may take an acknowledgement whose time is over, whoever holds the message now."""
+
+    late_acks: ClassVar[bool] = True
+
+
+@pytest.mark.slow
+class TestOrdered(OnStub):
+    keyed: ClassVar[bool] = True
+
+
+@pytest.mark.slow
+class TestOrderedExactlyOnce(OnStub):
+    keyed: ClassVar[bool] = True
+    settings: ClassVar[dict[str, Any]] = {"enable_exactly_once_delivery": True}
+
+
+@pytest.mark.slow
+class TestEmulator(PubSubContract):
+    """At Google's emulator, whose clock is the real one."""
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> PubSubHarness:
+        return harness_of(wanted_emulator(), tmp_path, lease=10.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_every_message_is_in_exactly_one_count",
+        "test_a_stopped_source_takes_nothing_that_arrives_afterwards",
+        "test_killed_between_receive_and_settle_nothing_is_lost",
+    ],
+)
+def test_the_emulator_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:
+    """The whole of it is slow."""
+    harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
+    getattr(TestEmulator(), name)(harness)
