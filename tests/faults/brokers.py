@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.faults.broker import Broker
 from tests.faults.brokers_kafka import Kafka
+from tests.faults.brokers_pubsub import PubSub
 from tests.faults.brokers_rabbitmq import RabbitMQ
 from tests.faults.brokers_sqlite import Sqlite
 from tests.faults.brokers_sqs import Sqs
@@ -23,4 +24,5 @@ BROKERS: Mapping[str, Callable[[Path], Broker]] = {
     "rabbitmq": RabbitMQ,
     "sqs": Sqs,
     "kafka": Kafka,
+    "pubsub": PubSub,
 }

@@ -101,3 +101,13 @@ def test_at_kafka_too_whose_log_is_not_taken_from(tmp_path: Path) -> None:
 
     _check(found, kills=12)
     assert set(found.killed) == set(KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+@pytest.mark.timeout(1800)
+def test_at_pubsub_too_whose_ids_are_ours_to_keep(tmp_path: Path) -> None:
+    found = run_case(_case(tmp_path, "pubsub", messages=2_000, kills=12, seed=20_130))
+
+    _check(found, kills=12)
+    assert set(found.killed) == set(KINDS)

@@ -14,10 +14,12 @@ from tests.faults.found import Found
 from tests.kafka_server import MockKafka, NoidaKafka
 from tests.living.brokers import LivingBroker
 from tests.living.brokers_kafka import LivingKafka
+from tests.living.brokers_pubsub import LivingPubSub
 from tests.living.brokers_rabbitmq import MortalRabbit
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
 from tests.living.rounds import Round, play, weathers_for
+from tests.pubsub_server import StubServer
 from tests.rabbitmq_server import RabbitServer
 from tests.sqs_server import SqsServer
 
@@ -79,6 +81,18 @@ def _kafka(folder: Path) -> Iterator[Mapping[str, Make]]:
         }
 
 
+@contextmanager
+def _pubsub(folder: Path) -> Iterator[Mapping[str, Make]]:
+    clock = str(folder / "clock")
+    exactly = {"enable_exactly_once_delivery": True}
+    with StubServer(SharedClock(clock)) as server:
+        yield {
+            "living": lambda place: LivingPubSub(server, clock),
+            "living_keys": lambda place: LivingPubSub(server, clock, keyed=True),
+            "living_exactly_once": lambda place: LivingPubSub(server, clock, **exactly),
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """A broker's cases.
@@ -109,6 +123,11 @@ _KINDS = {
             ),
             LivingKafka,
         ),
+        (20.0, 100.0, 1_000.0),
+    ),
+    "pubsub": _Kind(
+        _pubsub,
+        dict.fromkeys(("living", "living_keys", "living_exactly_once"), LivingPubSub),
         (20.0, 100.0, 1_000.0),
     ),
     "sqs": _Kind(_sqs, {"living": LivingSqs, "living_fifo": LivingSqs}, (20.0, 100.0, 300.0)),

@@ -8,6 +8,7 @@ from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -123,9 +124,22 @@ class LivingKafka(_Living):
     )
 
 
+class LivingPubSub(_Living):
+    producer = PubSubProducer(
+        subscription="replaced",
+        conn_id=None,
+        lease=120.0,
+        receive_interval=0.1,
+        receive_concurrency=4,
+        on_failure="retry",
+        retry=_RETRY,
+    )
+
+
 PIPELINES: dict[str, type[Broadway]] = {
     "sqlite": LivingSqlite,
     "rabbitmq": LivingRabbitMQ,
     "sqs": LivingSqs,
     "kafka": LivingKafka,
+    "pubsub": LivingPubSub,
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.contract.sqs_harness import moved_server
+from tests.contract.sqs_harness import SharedClock, moved_server
 from tests.kafka_server import KafkaServer
 from tests.living.brokers import LivingBroker
 from tests.living.brokers_kafka import LivingKafka
+from tests.living.brokers_pubsub import LivingPubSub
 from tests.living.brokers_rabbitmq import LivingRabbit, MortalRabbit
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
@@ -19,6 +21,7 @@ from tests.living.endings import ENDINGS
 from tests.living.ledger import Account, account, bound
 from tests.living.rounds import Round, play, weathers_for
 from tests.living.sink import Handled
+from tests.pubsub_server import StubServer
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_server import RabbitServer
 
@@ -88,6 +91,24 @@ def test_runs_of_sqs_in_traffic_lose_nothing(tmp_path: Path, fifo: bool) -> None
     server, clock = moved_server()
 
     found = played(lambda folder: LivingSqs(server, clock, fifo=fifo), tmp_path, runs=5)
+
+    assert found.good, str(found)
+    assert found.handled > 20
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"keyed": True}, marks=pytest.mark.slow),
+        pytest.param({"enable_exactly_once_delivery": True}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "keys", "exactly once"],
+)
+def test_runs_of_pubsub_in_traffic_lose_nothing(tmp_path: Path, more: dict[str, Any]) -> None:
+    clock = str(tmp_path / "clock")
+    with StubServer(SharedClock(clock)) as server:
+        found = played(lambda folder: LivingPubSub(server, clock, **more), tmp_path, runs=5)
 
     assert found.good, str(found)
     assert found.handled > 20
@@ -167,6 +188,7 @@ def test_each_broker_has_the_weathers_that_it_can_have() -> None:
     everywhere = set(weathers_for(LivingSqlite))
 
     assert set(weathers_for(LivingKafka)) - everywhere == {"far_away", "stalls"}
+    assert set(weathers_for(LivingPubSub)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(LivingSqs)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(LivingRabbit)) - everywhere == {"far_away", "stalls"}
     assert set(weathers_for(MortalRabbit)) - set(weathers_for(LivingRabbit)) == {"broker_dies"}

@@ -217,7 +217,14 @@ def main() -> None:
 
     Nor may it: an import that a time-out broke off would not be tried again.
     """
-    for client in ("boto3", "confluent_kafka", "fsspec", "pika", "pyarrow.parquet"):
+    for client in (
+        "boto3",
+        "confluent_kafka",
+        "fsspec",
+        "google.pubsub_v1",
+        "pika",
+        "pyarrow.parquet",
+    ):
         import_module(client)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     logging.basicConfig(

@@ -8,6 +8,7 @@ from airflow.sdk import DAG, Param
 from killed_pipeline import (  # type: ignore[import-not-found]
     Killed,
     KilledKafka,
+    KilledPubSub,
     KilledRabbitMQ,
     KilledSqs,
 )
@@ -17,6 +18,7 @@ PIPELINES = {
     "rabbitmq": KilledRabbitMQ,
     "sqs": KilledSqs,
     "kafka": KilledKafka,
+    "pubsub": KilledPubSub,
 }
 
 for broker, pipeline in PIPELINES.items():

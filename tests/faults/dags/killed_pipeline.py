@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.kafka import KafkaProducer
+from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
@@ -194,5 +195,20 @@ class KilledKafka(Killed):
         offset_reset_policy="earliest",
         concurrency=2,
         lease=120.0,
+        retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
+    )
+
+
+class KilledPubSub(Killed):
+    """The same from Pub/Sub; what nobody wrote down an id of comes back by itself in a minute."""
+
+    producer = PubSubProducer(
+        subscription="killed",
+        conn_id="killed_pubsub",
+        dead_letter="killed-dead",
+        concurrency=2,
+        receive_timeout=2.0,
+        lease=60.0,
+        on_failure="retry",
         retry=RetryPolicy(max_attempts=MAX_ATTEMPTS, backoff=0.5, jitter=0.0),
     )
