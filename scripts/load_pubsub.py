@@ -1,0 +1,116 @@
+"""The flights that left New York City in 2013, as messages of a Pub/Sub topic.
+
+``python -m scripts.load_pubsub --project my-project --messages 1000`` publishes the first 1,000 to
+the topic ``flights``, and makes it if need be, with the subscription ``flights``, and the topic and
+subscription ``flights-dead`` for dead letters; without ``--messages``, all of them.  With
+``PUBSUB_EMULATOR_HOST`` it is the emulator's.  Credentials are Google's client's own affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from scripts.load_flights import flights
+
+__all__ = ["DEAD", "NAME", "load"]
+
+#: The topic, and its subscription.
+NAME = "flights"
+DEAD = "flights-dead"
+
+#: Messages in one request, of which 1,000 is Pub/Sub's limit.
+BATCH = 500
+#: Requests in flight.
+THREADS = 4
+#: Requests handed to the threads at a time.
+CHUNK = 100
+#: Seconds that a subscription holds what it delivered, until somebody says otherwise.
+ACK_DEADLINE = 60
+
+
+def load(
+    publisher: Any,
+    subscriber: Any,
+    project: str,
+    messages: int | None = None,
+    seed: int | None = None,
+) -> int:
+    """Publish flights, each confirmed by Pub/Sub; how many.
+
+    :param publisher: ``google.pubsub_v1.PublisherClient``, or one with the same requests.
+    :raises GoogleAPICallError: If Pub/Sub refuses messages.
+    """
+    topic = make(publisher, subscriber, project)
+
+    def send(batch: list[dict[str, Any]]) -> int:
+        answer = publisher.publish(request={"topic": topic, "messages": batch})
+        return len(answer.message_ids)
+
+    count = 0
+    with ThreadPoolExecutor(THREADS) as pool:
+        batches = _batches(messages, seed)
+        while chunk := list(islice(batches, CHUNK)):
+            count += sum(pool.map(send, chunk))
+    return count
+
+
+def _batches(messages: int | None, seed: int | None) -> Iterator[list[dict[str, Any]]]:
+    found = flights(messages, seed)
+    while batch := list(islice(found, BATCH)):
+        yield [{"data": json.dumps(each, separators=(",", ":")).encode()} for each in batch]
+
+
+def make(publisher: Any, subscriber: Any, project: str) -> str:
+    """The topic's full name; both topics and their subscriptions are made if need be."""
+    from google.api_core.exceptions import AlreadyExists
+
+    for name in (NAME, DEAD):
+        topic = f"projects/{project}/topics/{name}"
+        with suppress(AlreadyExists):
+            publisher.create_topic(name=topic)
+        with suppress(AlreadyExists):
+            subscriber.create_subscription(
+                request={
+                    "name": f"projects/{project}/subscriptions/{name}",
+                    "topic": topic,
+                    "ack_deadline_seconds": ACK_DEADLINE,
+                }
+            )
+    return f"projects/{project}/topics/{NAME}"
+
+
+def main() -> int:
+    """Load what the command line asks for."""
+    from google.api_core.exceptions import GoogleAPICallError
+    from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--project", default=os.environ.get("GOOGLE_CLOUD_PROJECT"))
+    parser.add_argument("--messages", type=int)
+    parser.add_argument("--seed", type=int)
+    given = parser.parse_args()
+    if not given.project:
+        parser.error("--project is needed, or GOOGLE_CLOUD_PROJECT")
+    from google.pubsub_v1 import PublisherClient as Publisher
+
+    # Beneath Google's batching publisher, whose transport knows of the emulator.
+    publisher = Publisher(transport=PublisherClient().transport)
+    try:
+        count = load(publisher, SubscriberClient(), given.project, given.messages, given.seed)
+    except GoogleAPICallError as error:
+        print(f"Not all was published: {error.message}", file=sys.stderr)
+        return 1
+    print(f"{count:,} flights are in the topic {NAME!r} of {given.project!r}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
