@@ -47,6 +47,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "kafka": lambda: import_module("tests.benchmarks.kafka").bench_kafka(
             **({"sizes": {}, "tries": 1} if quick else {})
         ),
+        "pubsub": lambda: import_module("tests.benchmarks.pubsub").bench_pubsub(
+            **({"messages": 10_000, "tries": 1} if quick else {})
+        ),
         "stages": lambda: flights.bench_stages(sizes),
         "keys": flights.bench_keys,
         "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),

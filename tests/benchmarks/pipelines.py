@@ -8,6 +8,7 @@ from typing import Any
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
 from airflow_broadway.producers import (
     KafkaProducer,
+    PubSubProducer,
     RabbitMQProducer,
     SqliteProducer,
     SqsProducer,
@@ -61,3 +62,7 @@ class OnSqs(Halved):
 
 class OnKafka(Halved):
     producer = KafkaProducer(group_id="bench", topics=["bench"], offset_reset_policy="earliest")
+
+
+class OnPubSub(Halved):
+    producer = PubSubProducer(subscription="bench")

@@ -1,0 +1,203 @@
+"""One try of the Pub/Sub figures, in a process of its own: prints what it took as JSON.
+
+``bare`` is Google's client alone: threads that pull and acknowledge; ``ours`` a process stage, and
+the settlement of all that it received.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, count
+from typing import Any
+
+from tests.benchmarks.figures import Took
+
+PIPELINE = "tests.benchmarks.pipelines:OnPubSub"
+#: Ids in one request, at most: what this package sends.
+MOST_IDS = 2_500
+#: Messages in one pull: the most that Pub/Sub gives.
+MOST_MESSAGES = 1_000
+
+
+class Requests:
+    """Counts what every client of this process asks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._numbers = count(1)
+
+    def install(self) -> None:
+        """See every call from now on, beneath all that a client does with it."""
+        from grpc import _channel
+
+        blocking = _channel._UnaryUnaryMultiCallable._blocking
+
+        def counted(call: Any, *given: Any, **named: Any) -> Any:
+            self.count = next(self._numbers)
+            return blocking(call, *given, **named)
+
+        setattr(_channel._UnaryUnaryMultiCallable, "_blocking", counted)  # noqa: B010
+
+
+def client_of(host: str) -> Any:
+    """Google's client, as its documentation opens it, but that no answer is too large."""
+    import grpc
+    from google.pubsub_v1 import SubscriberClient
+    from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+
+    channel = grpc.insecure_channel(host, options=[("grpc.max_receive_message_length", -1)])
+    return SubscriberClient(transport=SubscriberGrpcTransport(channel=channel))
+
+
+# -- Google's client alone -------------------------------------------------------------------------
+
+
+def bare(
+    requests: Requests, host: str, subscriptions: Sequence[str], messages: int, threads: int
+) -> dict[str, Took]:
+    """One subscription is drained in a loop; another first pulled, then acknowledged."""
+    client = client_of(host)
+    pulled: list[list[str]] = []
+
+    def pull(subscription: str) -> list[str]:
+        answer = client.pull(
+            request={"subscription": subscription, "max_messages": MOST_MESSAGES}, timeout=5
+        )
+        found = [(each.ack_id, each.message.data) for each in answer.received_messages]
+        return [ack_id for ack_id, _ in found]
+
+    def acknowledge(subscription: str, ack_ids: Sequence[str]) -> None:
+        client.acknowledge(request={"subscription": subscription, "ack_ids": ack_ids})
+
+    def each_thread(work: Callable[[], int]) -> Took:
+        """In every thread again and again, until all has been seen."""
+        seen: list[int] = []
+        done = threading.Event()
+
+        def loop() -> None:
+            while not done.is_set():
+                seen.append(work())
+                if sum(seen) >= messages:
+                    done.set()
+
+        with ThreadPoolExecutor(threads) as pool:
+
+            def run() -> None:
+                for _ in range(threads):
+                    pool.submit(loop)
+                # Not for those whose pull finds nothing any more, which waits.
+                done.wait()
+
+            return timed(requests, messages, run)
+
+    def drain() -> int:
+        ack_ids = pull(subscriptions[0])
+        if ack_ids:
+            acknowledge(subscriptions[0], ack_ids)
+        return len(ack_ids)
+
+    def gather() -> int:
+        pulled.append(pull(subscriptions[1]))
+        return len(pulled[-1])
+
+    def drop() -> None:
+        ack_ids = list(chain.from_iterable(pulled))
+        parts = [ack_ids[start : start + MOST_IDS] for start in range(0, len(ack_ids), MOST_IDS)]
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda part: acknowledge(subscriptions[1], part), parts))
+
+    return {
+        "ceiling": each_thread(drain),
+        "ceiling.pull": each_thread(gather),
+        "ceiling.acknowledge": timed(requests, messages, drop),
+    }
+
+
+# -- this package ----------------------------------------------------------------------------------
+
+
+def ours(
+    requests: Requests,
+    host: str,
+    subscriptions: Sequence[str],
+    messages: int,
+    threads: int,
+    folder: str,
+) -> dict[str, Took]:
+    """The stages of a run that use Pub/Sub."""
+    import pyarrow.parquet
+
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.core.custody.protocol import Settlement
+    from airflow_broadway.core.custody.verdicts import ACK
+    from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.core.reference import load_ref
+    from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.process import Process
+    from airflow_broadway.staging.run_folder import StagedRun
+    from airflow_broadway.staging.store import Store
+
+    options = {
+        "subscription": subscriptions[0],
+        "conn_id": None,
+        "endpoint": f"http://{host}",
+        "receive_concurrency": threads,
+    }
+    pipeline = load_ref({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
+    store = Store.open(f"file://{folder}/staging")
+    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
+    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        generation=uuid.uuid4().hex,
+        owner={**owner, "map_index": 0, "try_number": 1},
+        staging=f"{store.uri}/{pipeline.name}",
+    )
+    # What is loaded lazily is loaded before the clock starts, as it is of the other.
+    pipeline.producer.source(env).close()
+    pyarrow.array([""])
+    results: dict[str, Any] = {}
+
+    def process() -> None:
+        budget = Budget(max_messages=messages)
+        results.update(Process(run, pipeline, env=env, budget=budget).run())
+
+    def settle() -> None:
+        [record] = run.generations()
+        # As another process: nothing is left of what this one held in memory.
+        custodian = pipeline.producer.custodian(env)
+        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=messages))
+        custodian.close()
+        if report.acked != messages:
+            raise RuntimeError(f"settled {report}")
+
+    took = {"process": timed(requests, messages, process)}
+    if results["received"] != messages:
+        raise RuntimeError(f"received {results['received']} of {messages}")
+    return {**took, "settle": timed(requests, messages, settle)}
+
+
+def timed(requests: Requests, messages: int, work: Callable[[], None]) -> Took:
+    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
+    work()
+    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+    return Took(messages, seconds, used, requests.count - sent)
+
+
+def main() -> None:
+    """Do what the command line names."""
+    given = json.loads(sys.argv[2])
+    requests = Requests()
+    requests.install()
+    work: Callable[..., dict[str, Took]] = bare if sys.argv[1] == "bare" else ours
+    print(json.dumps(work(requests, **given)))
+
+
+if __name__ == "__main__":
+    main()
