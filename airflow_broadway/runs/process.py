@@ -24,7 +24,7 @@ from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingEr
 from airflow_broadway.core.formats.manifest import Manifest, Staged
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.run_source import LIVE
+from airflow_broadway.core.model.run_source import DEAD_LETTERS, LIVE
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
@@ -135,9 +135,9 @@ class Process:
         return self._reference(manifest)
 
     def _archive_writer(self) -> ArchiveWriter | NoArchive:
-        """What keeps messages as they are received; of a run from the queue alone."""
+        """What keeps messages as they are received, where they are taken off the queue."""
         pipeline = self._pipeline
-        if pipeline.archive is None or pipeline.run.source.kind != LIVE:
+        if pipeline.archive is None or pipeline.run.source.kind not in (LIVE, DEAD_LETTERS):
             return NoArchive()
         stem = f"{self._env.generation}/archive"
         return ArchiveWriter(self._run.files, stem, pipeline.producer, pipeline.archive)

@@ -24,7 +24,7 @@ from airflow_broadway.runs.inspect import REPLAY_MARK, StagedBatch
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["add_result", "make_replay_folder"]
+__all__ = ["add_result", "check_data", "make_replay_folder"]
 
 _FOR_EVER: Final = datetime(9999, 1, 1, tzinfo=UTC)
 
@@ -40,7 +40,7 @@ def make_replay_folder(
     for plan, planned, _ in chosen:
         plans.setdefault(plan.path, (plan, []))[1].append(planned)
     for plan, batches in plans.values():
-        _check_data(run, plan, batches)
+        check_data(run, plan, batches)
     now = run.clock.now()
     stamp = now.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     target = StagedRun(
@@ -83,7 +83,11 @@ def _used(batches: Sequence[PlannedBatch]) -> list[int]:
     return sorted({file for batch in batches for file in batch.files})
 
 
-def _check_data(run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch]) -> None:
+def check_data(run: StagedRun, plan: BatchPlan, batches: Sequence[PlannedBatch]) -> None:
+    """Return if the data of batches is there.
+
+    :raises RequestRefused: Otherwise.
+    """
     run.store.check_root(plan.root_id, plan.host)
     for index in _used(batches):
         path = f"{plan.path}/{plan.data[index]}"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.formats.plan import BatchPlan
-from airflow_broadway.core.model.run_source import RunSource
+from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.metrics import Metric, Metrics
@@ -21,6 +21,7 @@ from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.sources.dead_letters import send_back
+from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.runs.stand_in import StandIn
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
@@ -83,13 +84,18 @@ class ProcessTask:
             index=index,
             store=run.store,
         )
-        self._process = Process(
-            run,
+        self._process = self._make_process(budget)
+
+    def _make_process(self, budget: Budget) -> Process | PastRun:
+        if self._source.kind == RUN:
+            return PastRun(self._run, self._served, self._env)
+        return Process(
+            self._run,
             self._served,
             env=self._env,
             budget=budget,
-            rate_state=StagedRateState(run),
-            ports=ports,
+            rate_state=StagedRateState(self._run),
+            ports=self._ports,
         )
 
     def run(self) -> Processed:

@@ -37,7 +37,7 @@ from airflow_broadway.staging.plan_data_files import DataFiles
 from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["MANY_BATCHES", "plan_batches"]
+__all__ = ["MANY_BATCHES", "folder_of", "new_name", "plan_batches"]
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,7 @@ def plan_batches(
     :raises StagingError: If files cannot be read or written, or lie under another root.
     """
     manifests = _published(run, batcher, generations)
-    inputs = hashlib.sha256("\n".join(each.generation for each in manifests).encode()).hexdigest()
-    folder = f"batches/{batcher}/{inputs[:16]}"
+    folder = folder_of(batcher, [each.generation for each in manifests])
     standing = Recorded(run).standing_in(folder)
     if standing is not None:
         log.info(
@@ -84,14 +83,20 @@ def plan_batches(
             many(standing[1].batches, "batch"),
         )
         return standing[1]
-    seen = planned_elsewhere(run, batcher, inputs[:16])
+    seen = planned_elsewhere(run, batcher, folder.rpartition("/")[2])
     # Sources whose messages may have been handled in batches of another plan.
     again = [index for index, each in enumerate(manifests) if each.generation in seen]
-    path = f"{folder}/{_name(run, try_label)}"
+    path = f"{folder}/{new_name(run, try_label)}"
     plan = _Planning(run, pipeline, batcher, manifests, path).make(again)
     for note in plan.notes:
         log.warning("batcher %r: %s", batcher, note)
     return plan
+
+
+def folder_of(batcher: str, generations: Sequence[str]) -> str:
+    """Where the plans of a batcher lie that are made of these generations."""
+    inputs = hashlib.sha256("\n".join(generations).encode()).hexdigest()
+    return f"batches/{batcher}/{inputs[:16]}"
 
 
 def _published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[Manifest]:
@@ -113,7 +118,7 @@ def _published(run: StagedRun, batcher: str, generations: Sequence[str]) -> list
     return found
 
 
-def _name(run: StagedRun, try_label: str) -> str:
+def new_name(run: StagedRun, try_label: str) -> str:
     """A new name for a plan's folder; sorted by name, the newest comes last."""
     stamp = run.clock.now().astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
     label = re.sub(r"[^A-Za-z0-9-]+", "-", try_label)[:40] or "try"

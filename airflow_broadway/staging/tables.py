@@ -193,9 +193,13 @@ class TableFiles:
     """Parquet files of one schema: once one has :data:`FILE_BYTES`, the next is begun.
 
     :param stem: What their paths begin with: ``"a/data"`` gives ``a/data-00000.parquet`` and so on.
+    :param whole: All goes into one file, whatever its size.
     """
 
-    def __init__(self, folder: Folder, stem: str, schema: pa.Schema) -> None:
+    def __init__(
+        self, folder: Folder, stem: str, schema: pa.Schema, *, whole: bool = False
+    ) -> None:
+        self._whole = whole
         self.paths: list[str] = []
         self._folder = folder
         self._stem = stem
@@ -209,7 +213,7 @@ class TableFiles:
             self._file = _TableFile(self._folder, self.paths[-1], self._schema)
         for group in groups:
             self._file.write(group)
-        if self._file.bytes >= FILE_BYTES:
+        if self._file.bytes >= FILE_BYTES and not self._whole:
             self.close()
         return len(self.paths) - 1
 

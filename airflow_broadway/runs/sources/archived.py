@@ -114,7 +114,7 @@ class ArchiveSource:
         interval = cast("Interval", env.interval)
         self._archive = folder_of(env)
         self._generation = env.generation
-        self._stopped = env.index > 0
+        self._stopped = bool(env.index)
         found = look(self._archive, interval)
         gaps = gaps_of(self._archive, found, interval, options, env.clock.now())
         if gaps and options.on_gap == "refuse":

@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.layout import paths
-from airflow_broadway.core.model.run_source import ARCHIVE, DEAD_LETTERS, LIVE, LOG, RunSource
+from airflow_broadway.core.model.run_source import ARCHIVE, DEAD_LETTERS, LIVE, LOG, RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
@@ -36,12 +36,19 @@ def _of_archive(pipeline: Pipeline, source: RunSource) -> Producer:
     return of_archive(pipeline, source)
 
 
+def _of_run(pipeline: Pipeline, source: RunSource) -> Producer:
+    from airflow_broadway.runs.sources.past_run import of_run
+
+    return of_run(pipeline, source)
+
+
 #: The producer that serves a source, made of the pipeline as it is loaded.
 _PRODUCERS: Final[Mapping[str, Callable[[Pipeline, RunSource], Producer]]] = {
     ARCHIVE: _of_archive,
     DEAD_LETTERS: _its_own,  # they are sent back first: see .dead_letters
     LIVE: _its_own,
     LOG: _its_own,
+    RUN: _of_run,
 }
 
 

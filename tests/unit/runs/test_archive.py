@@ -335,3 +335,78 @@ def test_only_the_first_of_several_producers_reads(world: World) -> None:
 
     assert run.process(1)["received"] == 0
     assert run.process(0)["received"] == 2
+
+
+# -- the batches of a past run ---------------------------------------------------------------------
+
+
+def of_run(run_id: str) -> RunSource:
+    return RunSource(kind="run", run_id=run_id)
+
+
+def test_a_past_run_is_run_again_with_its_own_batches(world: World) -> None:
+    world.minutes(*range(10))
+    world.run("past").all()
+    # Though the options would make others by now
+    world.ref["options"]["batchers"] = {"default": {"batch_size": 100}}
+
+    report = world.run("again", of_run("past")).all()
+
+    assert report["balanced"]
+    assert report["totals"]["acked"] == report["totals"]["received"] == 10
+    assert report["source"]["run_id"] == "past"
+    past, again = world.sink("past"), world.sink("again")
+    assert [(each["batch_id"], each["rows"]) for each in again] == [
+        (each["batch_id"], each["rows"]) for each in past
+    ]
+    assert {each["source"] for each in again} == {"run"}
+    with world.queue() as queue:
+        assert queue.depth()[:4] == (0, 0, 0, 0)
+
+
+def test_a_past_run_of_several_producers_is_one_generation_of_the_new_one(world: World) -> None:
+    world.ref["options"]["processors"] = {"concurrency": 1, "max_demand": 2}
+    run = world.run("past")
+    for index, minutes in enumerate(((1, 2, 3), (4, 5, 6, 7, 8))):
+        world.minutes(*minutes)
+        run.process(index)
+    run.batch()
+    run.ack()
+
+    again = world.run("again", of_run("past"))
+    assert again.process(1)["received"] == 0
+    assert again.process(0)["received"] == 8
+    again.batch()
+    report = again.ack()
+
+    assert report["totals"]["acked"] == 8
+    assert {each["batch_id"]: each["rows"] for each in world.sink("again")} == {
+        each["batch_id"]: each["rows"] for each in world.sink("past")
+    }
+
+
+def test_a_past_run_that_was_cleared_midway_has_plans_that_are_joined(world: World) -> None:
+    world.minutes(1, 2)
+    run = world.run("past")
+    run.process()
+    run.batch()
+    run.references.clear()
+    world.minutes(3, 4, 5)
+    run.process()
+    run.batch()
+    run.ack()
+
+    report = world.run("again", of_run("past")).all()
+
+    assert report["balanced"]
+    assert sorted(world.rows("again")) == sorted(world.rows("past"))
+
+
+def test_what_cannot_be_run_again_is_refused(world: World) -> None:
+    with pytest.raises(RequestRefused, match="there is no staged run 'past'"):
+        world.run("again", of_run("past")).process()
+    world.minutes(1)
+    run = world.run("past")
+    run.process()
+    with pytest.raises(RequestRefused, match="has no staged batches"):
+        world.run("again", of_run("past")).process()

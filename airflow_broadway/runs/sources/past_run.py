@@ -1,0 +1,231 @@
+"""A past run as the source of a run: its batches again, with their messages, boundaries and ids.
+
+What ``airflow-broadway replay`` does from outside, done by the tasks of a run.  The process task
+has the past run's batches stand as the plans of its own generation, where the batch tasks find
+them: they plan nothing anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import pyarrow as pa
+
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.model.run_source import RUN, RunSource
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.text import many
+from airflow_broadway.runs.inspect import StagedBatch, find_run
+from airflow_broadway.runs.replay import check_batchers, choose
+from airflow_broadway.runs.replay_folder import check_data
+from airflow_broadway.runs.sources.archived import FOR_EVER, PastProducer
+from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
+from airflow_broadway.staging.planner import folder_of, new_name
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import host_name
+from airflow_broadway.staging.tables import ParquetFile, TableFiles
+
+__all__ = ["PastRun", "of_run"]
+
+log = logging.getLogger(__name__)
+
+#: Seconds of a lease that nobody renews.
+_SECONDS: Final = 86_400.0
+
+
+class _RunProducer(PastProducer):
+    """The pipeline's own producer, but that its messages are those of a past run's batches."""
+
+    @property
+    def keeps_payload(self) -> bool:  # type: ignore[override]
+        """Whether the files of the past run have payloads."""
+        return self.live.keeps_payload
+
+
+def of_run(pipeline: Pipeline, source: RunSource) -> Producer:
+    """The producer that serves a past run."""
+    return cast("Producer", _RunProducer(pipeline, source))
+
+
+class PastRun:
+    """The process task of a run whose source is a past run; see :class:`.runs.process.Process`."""
+
+    timed_out = False
+    trouble = ""
+
+    def __init__(self, run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._env = env
+
+    def stop(self, reason: str) -> None:
+        """What it does takes no longer than a stop may."""
+
+    def run(self) -> dict[str, Any]:
+        """Have the past run's batches stand as this run's plans; returns the reference.
+
+        :raises RequestRefused: If there is no such run, or its batches cannot run again.
+        :raises StagingError: If staging fails.
+        """
+        started = self._env.clock.now()
+        chosen = [] if self._env.index else self._chosen()
+        lease = Lease(
+            kind=RUN,
+            generation=self._env.generation,
+            seconds=_SECONDS,
+            deadline=FOR_EVER,
+            owner=dict(self._env.owner),
+        )
+        owner = self._env.owner
+        self._run.open_generation(
+            lease=lease,
+            task_id=owner["task_id"],
+            map_index=owner["map_index"],
+            try_number=owner["try_number"],
+            source=self._pipeline.run.source.to_json(),
+        )
+        counts: dict[str, int] = {}
+        for batcher, batches in _by_batcher(chosen).items():
+            counts[batcher] = self._plan(batcher, batches).messages
+        manifest = self._manifest(lease, counts, chosen, started.isoformat())
+        self._run.put_lease(lease)
+        self._run.publish(manifest)
+        past = self._pipeline.run.source.run_id
+        log.info("%s of run %s are run again.", many(len(chosen), "batch"), past)
+        return {
+            "generation": manifest.generation,
+            "received": manifest.received,
+            "failed": 0,
+            "batchers": manifest.batchers,
+            "stopped": manifest.stopped,
+        }
+
+    def _chosen(self) -> list[StagedBatch]:
+        run, run_id = self._run, self._pipeline.run.source.run_id
+        self._past = find_run(run.store, run.dag_id, run_id, run.pipeline)
+        chosen = choose(self._past)
+        check_batchers(self._past, self._pipeline, chosen)
+        return chosen
+
+    def _manifest(
+        self, lease: Lease, counts: dict[str, int], chosen: Sequence[StagedBatch], started: str
+    ) -> Manifest:
+        return Manifest(
+            generation=self._env.generation,
+            root_id=self._run.store.root_id(),
+            host=host_name(),
+            lease=lease.to_json(),
+            received=sum(counts.values()),
+            received_bytes=sum(each.planned.bytes for each in chosen),
+            failed=0,
+            settled_now={},
+            batchers=counts,
+            files={},
+            entries=[],
+            configured=False,
+            dropped={},
+            stopped="empty",
+            started_at=started,
+            ended_at=self._env.clock.now().isoformat(),
+        )
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def _plan(self, batcher: str, chosen: Sequence[StagedBatch]) -> BatchPlan:
+        """Write the plan of one batcher: the same batches, of this generation."""
+        run, generation = self._run, self._env.generation
+        path = f"{folder_of(batcher, [generation])}/{new_name(run, 'run')}"
+        plans: dict[str, tuple[BatchPlan, list[PlannedBatch]]] = {}
+        for plan, planned, _ in chosen:
+            plans.setdefault(plan.path, (plan, []))[1].append(planned)
+        data: list[str] = []
+        made: list[PlannedBatch] = []
+        for plan, batches in plans.values():
+            check_data(self._past, plan, batches)
+            if len(plans) == 1 and len(plan.generations) == 1:
+                names, offset = self._link(plan, path), 0
+            else:
+                offset = max((row[1] + 1 for each in made for row in each.rows), default=0)
+                names = self._rewrite(plan, path, offset, len(data))
+            made += [self._batch(each, len(data), offset) for each in batches]
+            data += names
+        first = next(iter(plans.values()))[0]
+        return self._write(first, path, data, made)
+
+    def _batch(self, batch: PlannedBatch, files: int, offset: int) -> PlannedBatch:
+        return dataclasses.replace(
+            batch,
+            files=[files + index for index in batch.files],
+            rows=[[low + offset, high + offset] for low, high in batch.rows],
+            redelivered=batch.size,
+            sources={self._env.generation: batch.size},
+        )
+
+    def _link(self, plan: BatchPlan, path: str) -> list[str]:
+        for name in plan.data:
+            self._past.files.copy(f"{plan.path}/{name}", self._run.files, f"{path}/{name}")
+        return list(plan.data)
+
+    def _rewrite(self, plan: BatchPlan, path: str, offset: int, number: int) -> list[str]:
+        """Its data files anew: all of this one generation, their batches numbered on."""
+        names = []
+        for index, name in enumerate(plan.data, number):
+            with ParquetFile(self._past.files, f"{plan.path}/{name}") as file:
+                target: TableFiles | None = None
+                for group in range(file.groups):
+                    table = _renumbered(file.read(group), offset)
+                    if target is None:
+                        stem = f"{path}/again-{index:05d}"
+                        target = TableFiles(self._run.files, stem, table.schema, whole=True)
+                    target.write([table])
+                if target is not None:
+                    target.close()
+                    names.append(target.paths[0].rpartition("/")[2])
+        return names
+
+    def _write(
+        self, plan: BatchPlan, path: str, data: list[str], batches: list[PlannedBatch]
+    ) -> BatchPlan:
+        lines = [batch.dumps() for batch in batches]
+        summing = Summing()
+        for _ in summing.through(lines):
+            pass
+        made = dataclasses.replace(
+            plan,
+            path=path,
+            generations=[self._env.generation],
+            data=data,
+            messages=sum(batch.size for batch in batches),
+            batches=len(batches),
+            triggers=dict(Counter(batch.trigger for batch in batches)),
+            notes=[],
+            lines=summing.to_json(),
+        )
+        self._run.files.write_lines(f"{path}/plan.jsonl", [made.dumps(), *lines])
+        return made
+
+
+def _by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
+    made: dict[str, list[StagedBatch]] = {}
+    for each in chosen:
+        made.setdefault(each.plan.batcher, []).append(each)
+    return made
+
+
+def _renumbered(table: pa.Table, offset: int) -> pa.Table:
+    for name, column in (
+        ("source", array_of([0] * table.num_rows, pa.int32())),
+        ("batch", pc.add(table["batch"], offset)),
+    ):
+        place = table.column_names.index(name)
+        table = table.set_column(place, table.schema.field(place), column)
+    return table
