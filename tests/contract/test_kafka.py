@@ -22,8 +22,17 @@ class TestShared(CustodyContract):
     """Two runs may share a partition."""
 
     @pytest.fixture
-    def harness(self, kafka: KafkaServer, tmp_path: Path) -> KafkaHarness:
-        return harness_of(kafka, tmp_path, "none")
+    def harness(self, kafka_mock: MockKafka, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_mock, tmp_path, "none")
+
+
+@pytest.mark.slow
+class TestSharedAtNoida(CustodyContract):
+    """The same at the other peer, for which ``TestByKey`` stands."""
+
+    @pytest.fixture
+    def harness(self, kafka_noida: KafkaServer, tmp_path: Path) -> KafkaHarness:
+        return harness_of(kafka_noida, tmp_path, "none")
 
 
 class TestByKey(CustodyContract):

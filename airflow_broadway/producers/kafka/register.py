@@ -110,6 +110,9 @@ class Register:
         """Whose the group is, by this staging folder; ``""`` where there is none."""
         if not self._files.durable:
             return ""
+        known = self.owner_if_known()
+        if known is not None:
+            return known
         made = uuid.uuid4().hex[:16]
         if self._files.create("owner.json", {"id": made}):
             return made
