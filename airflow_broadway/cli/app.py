@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from airflow_broadway.cli.arguments import (
     add_dead_letters,
     add_kafka,
+    add_pubsub,
     add_queue,
     add_rabbitmq,
     command,
@@ -78,8 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="airflow-broadway",
         description="Look at staged runs, run their batches again, look after dead letters, serve"
-        " the embedded queue, check a RabbitMQ, look after a Kafka group, put a pipeline to the"
-        " test.",
+        " the embedded queue, check a RabbitMQ, look after a Kafka group or a Pub/Sub subscription,"
+        " put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -93,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_queue(commands)
     add_rabbitmq(commands)
     add_kafka(commands)
+    add_pubsub(commands)
     _add_crash_test(commands)
     return parser
 

@@ -12,6 +12,7 @@ from airflow_broadway.cli.output import logging_at
 __all__ = [
     "add_dead_letters",
     "add_kafka",
+    "add_pubsub",
     "add_queue",
     "add_rabbitmq",
     "command",
@@ -218,20 +219,7 @@ def add_kafka(commands: Any) -> None:
     ):
         made = command(actions, name, text, _kafka)
         made.set_defaults(action=name)
-        made.add_argument(
-            "--pipeline",
-            required=True,
-            metavar="REF",
-            help="pkg.module:Class, or a reference as JSON",
-        )
-        made.add_argument(
-            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-        )
-        made.add_argument(
-            "--staging",
-            metavar="URI",
-            help="the staging root; Airflow's [broadway] staging by default",
-        )
+        _add_pipeline(made)
         if name in ("adopt", "reset"):
             made.add_argument(
                 "--group", required=True, metavar="NAME", help="the group's name, to confirm it"
@@ -251,3 +239,58 @@ def _kafka(given: argparse.Namespace) -> int:
     # What the client logs of its connections stands in the one error, and findings say the rest.
     with logging_at(logging.CRITICAL):
         return kafka(given)
+
+
+def add_pubsub(commands: Any) -> None:
+    """The arguments of ``pubsub``."""
+    text = "Look at a subscription of Google Cloud Pub/Sub, and set it to another time."
+    pubsub = commands.add_parser("pubsub", help=text, description=text, allow_abbrev=False)
+    actions = pubsub.add_subparsers(metavar="ACTION", required=True)
+    for name, text in (
+        ("show", "How the subscription is set up, how much waits, who holds what."),
+        ("check", "What the next run would refuse or warn of; nothing is changed."),
+        ("seek", "Set the subscription to a time or a snapshot, while no run holds messages."),
+    ):
+        made = command(actions, name, text, _pubsub)
+        made.set_defaults(action=name)
+        _add_pipeline(made)
+        if name == "seek":
+            made.add_argument(
+                "--subscription",
+                required=True,
+                metavar="NAME",
+                help="the subscription's name, to confirm it",
+            )
+            where = made.add_mutually_exclusive_group(required=True)
+            where.add_argument(
+                "--time",
+                metavar="INSTANT",
+                help="with its time zone: what was published since comes again, what was before is"
+                " done with",
+            )
+            where.add_argument("--snapshot", metavar="NAME", help="a snapshot of the subscription")
+
+
+def _pubsub(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.pubsub import pubsub
+
+    # What the client logs of its connections stands in the one error, and findings say the rest.
+    with logging_at(logging.CRITICAL):
+        return pubsub(given)
+
+
+def _add_pipeline(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--pipeline",
+        required=True,
+        metavar="REF",
+        help="pkg.module:Class, or a reference as JSON",
+    )
+    made.add_argument(
+        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+    )
+    made.add_argument(
+        "--staging",
+        metavar="URI",
+        help="the staging root; Airflow's [broadway] staging by default",
+    )

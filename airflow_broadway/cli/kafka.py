@@ -6,15 +6,10 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.dag_folders import add_dag_folders
-from airflow_broadway.adapters.staging import open_existing_store, open_store
+from airflow_broadway.cli.opening import opened
 from airflow_broadway.cli.output import CommandError, say, say_json
-from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.core.reference import load_ref, make_ref
 from airflow_broadway.core.text import many, table
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka import group as groups
@@ -27,7 +22,13 @@ _HEADS = ("topic", "partition", "start", "base", "end", "lag", "claimed", "to re
 
 def kafka(given: argparse.Namespace) -> int:
     """Carry out one of the commands."""
-    producer, env = _opened(given)
+    producer, env = opened(
+        given,
+        KafkaProducer,
+        lambda found: [found.group_id, *found.topics],
+        options='{"group_id": …, "topics": […]}',
+        writes=given.action in ("adopt", "reset"),
+    )
     code: int = _ACTIONS[given.action](producer, env, given)
     return code
 
@@ -136,38 +137,6 @@ def _json(found: Group) -> dict[str, Any]:
         "claims": [each._asdict() for each in found.claims],
         "findings": [each._asdict() for each in found.findings],
     }
-
-
-# -- what is looked at -----------------------------------------------------------------------------
-
-
-def _opened(given: argparse.Namespace) -> tuple[KafkaProducer, ProducerEnv]:
-    """The producer that the arguments name, and where its tables are.
-
-    :raises CommandError: If they name none of Kafka.
-    """
-    add_dag_folders()
-    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
-    producer = pipeline.producer
-    if not isinstance(producer, KafkaProducer):
-        raise CommandError(
-            f"the producer of {given.pipeline} is {type(producer).__name__}, not KafkaProducer"
-        )
-    for name in [producer.group_id, *producer.topics]:
-        if "{{" in name:
-            raise CommandError(
-                f"{given.pipeline} has the template {name!r}: give --pipeline as JSON, with"
-                ' {"class": …, "options": {"producer": {"group_id": …, "topics": […]}}}'
-            )
-    if given.conn_id:
-        producer = replace(producer, conn_id=given.conn_id)
-    writes = given.action in ("adopt", "reset")
-    store = (open_store if writes else open_existing_store)(given.staging)
-    return producer, ProducerEnv(
-        pipeline=pipeline.name,
-        connections=AirflowConnections(),
-        staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
-    )
 
 
 _ACTIONS = {"show": _show, "check": _check, "adopt": _adopt, "reset": _reset}

@@ -130,7 +130,7 @@ class Client:
         made = SeekRequest(subscription=self.name, **request)
         self._asked(
             "Seek",
-            self.name,
+            str(request.get("snapshot") or self.name),  # which of them is not there, Pub/Sub hides
             lambda: self._subscriber.seek(request=made, retry=None, timeout=self.timeout),
         )
 

@@ -152,4 +152,7 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
 
 
 def _kind(name: str) -> str:
-    return "topic" if "/topics/" in name else "subscription"
+    for kind in ("topic", "snapshot"):
+        if f"/{kind}s/" in name:
+            return kind
+    return "subscription"

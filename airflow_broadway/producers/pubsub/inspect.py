@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.pubsub.options import PubSubOptions
 
-__all__ = ["check", "dead_letter_topic", "depth", "troubles_of"]
+__all__ = ["HeldBy", "Look", "check", "dead_letter_topic", "depth", "look", "seek"]
 
 log = logging.getLogger(__name__)
 
@@ -138,24 +141,135 @@ def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
     return str(topic)
 
 
+class HeldBy(NamedTuple):
+    """Messages that a generation holds.
+
+    :param folder: The name of its folder among the subscription's notes.
+    """
+
+    folder: str
+    messages: int
+    until: datetime
+
+
+class Look(NamedTuple):
+    """What a subscription says of itself, and what is known of it.
+
+    :param settings: For people.
+    :param refusal: Why no run can begin; ``None``: one can.
+    :param troubles: What a run would warn of.
+    :param depth: ``None``: not known.
+    """
+
+    settings: dict[str, str]
+    refusal: str | None
+    troubles: list[str]
+    depth: QueueDepth | None
+    held: list[HeldBy]
+
+
+def look(producer: PubSubOptions, env: ProducerEnv) -> Look:
+    """The subscription as it is; nothing is changed.
+
+    :raises ProducerError: If it may not be looked at.
+    """
+    with _opened(producer, env) as client:
+        settings = client.settings()
+        return Look(
+            settings=_shown(settings),
+            refusal=refusal_of(producer, settings),
+            troubles=troubles_of(producer, settings),
+            depth=_depth(producer, env, client),
+            held=_held(producer, env),
+        )
+
+
+def _shown(settings: Any) -> dict[str, str]:
+    policy, backoff = settings.dead_letter_policy, settings.retry_policy
+    letters = "none"
+    if policy.dead_letter_topic:
+        most = many(policy.max_delivery_attempts, "delivery", "deliveries")
+        letters = f"{policy.dead_letter_topic}, after {most}"
+    least = backoff.minimum_backoff
+    return {
+        "subscription": settings.name,
+        "topic": settings.topic,
+        "ack deadline": f"{settings.ack_deadline_seconds} s",
+        "exactly once": "yes" if settings.enable_exactly_once_delivery else "no",
+        "in order": "yes" if settings.enable_message_ordering else "no",
+        "dead letters": letters,
+        "retry policy": f"{least.total_seconds():g} s at least" if least else "at once",
+    }
+
+
+def _held(producer: PubSubOptions, env: ProducerEnv) -> list[HeldBy]:
+    """What generations hold that nobody has settled, the longest held last."""
+    folder = receipts_folder(producer, env)
+    found = []
+    for each in folder.open_ones(env.generation):
+        receipts = folder.in_folder(each)
+        if receipts.until is not None and receipts.held():
+            until = datetime.fromtimestamp(receipts.until, timezone.utc)
+            found.append(HeldBy(each, len(receipts.held()), until))
+    return sorted(found, key=lambda held: held.until)
+
+
+def seek(
+    producer: PubSubOptions,
+    env: ProducerEnv,
+    *,
+    time: datetime | None = None,
+    snapshot: str | None = None,
+) -> str:
+    """Set the subscription to a time or a snapshot; its name.
+
+    Ack ids from before are void then: what runs hold would come again while they are at work.
+
+    :raises ProducerError: If a run holds messages, or there is no such snapshot.
+    """
+    now = env.clock.now()
+    live = [each for each in _held(producer, env) if each.until > now]
+    if live:
+        raise ProducerError(
+            f"runs hold {many(sum(each.messages for each in live), 'message')} of"
+            f" {producer.subscription!r} until {live[-1].until.isoformat(timespec='seconds')}: a"
+            " seek would hand them out once more while they are at work; stop the pipeline, and let"
+            " them end first"
+        )
+    with _opened(producer, env) as client:
+        if snapshot is not None and "/" not in snapshot:
+            snapshot = f"projects/{client.project}/snapshots/{snapshot}"
+        client.seek({"time": time} if snapshot is None else {"snapshot": snapshot})
+        return client.name
+
+
 def depth(producer: PubSubOptions, env: ProducerEnv) -> QueueDepth | None:
     """How full the subscription is, by Cloud Monitoring; ``None``: that is not known.
 
     What waits for a retry's delay counts as ready.  What runs hold is known from their receipts.
     Dead letters are messages of another topic, and are not counted.
     """
-    client = open_client(producer, env)
-    try:
-        found = _backlog(producer, env, client)
-    finally:
-        client.close()
+    with _opened(producer, env) as client:
+        return _depth(producer, env, client)
+
+
+def _depth(producer: PubSubOptions, env: ProducerEnv, client: Client) -> QueueDepth | None:
+    found = _backlog(producer, env, client)
     if found is None:
         return None
-    folder = receipts_folder(producer, env)
-    leased = sum(len(folder.in_folder(each).held()) for each in folder.open_ones(env.generation))
+    leased = sum(each.messages for each in _held(producer, env))
     ready = max(0, found.messages - leased)
     oldest = found.oldest_age if ready else None
     return QueueDepth(ready=ready, delayed=0, leased=leased, dead=0, oldest_age=oldest)
+
+
+@contextmanager
+def _opened(producer: PubSubOptions, env: ProducerEnv) -> Iterator[Client]:
+    client = open_client(producer, env)
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def _backlog(producer: PubSubOptions, env: ProducerEnv, client: Client) -> Backlog | None:

@@ -235,14 +235,14 @@ def test_each_command_that_the_guide_shows_is_one(arguments: list[str]) -> None:
 
 
 def test_the_guide_shows_each_command() -> None:
-    commands = {
-        tuple(each[: 2 if each[0] in ("queue", "rabbitmq", "kafka") else 1]) for each in shown()
-    }
+    nested = ("queue", "rabbitmq", "kafka", "pubsub")
+    commands = {tuple(each[: 2 if each[0] in nested else 1]) for each in shown()}
 
     queue = {("queue", action) for action in ("list", "send", "depth", "dead", "requeue", "purge")}
     others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
     kafka = {("kafka", action) for action in ("show", "check", "adopt", "reset")}
-    assert commands == queue | kafka | others | {("crash-test",)}
+    pubsub = {("pubsub", action) for action in ("show", "check", "seek")}
+    assert commands == queue | kafka | pubsub | others | {("crash-test",)}
 
 
 def test_the_queue_commands_start_without_airflow() -> None:

@@ -1,0 +1,60 @@
+"""The producer of a pipeline that a command names, and what it is opened in."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.dag_folders import add_dag_folders
+from airflow_broadway.adapters.staging import open_existing_store, open_store
+from airflow_broadway.cli.output import CommandError
+from airflow_broadway.cli.replay import read_reference
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.reference import load_ref, make_ref
+
+__all__ = ["opened"]
+
+P = TypeVar("P", bound=Producer)
+
+
+def opened(
+    given: argparse.Namespace,
+    kind: type[P],
+    names: Callable[[P], Iterable[str]],
+    *,
+    options: str,
+    writes: bool,
+) -> tuple[P, ProducerEnv]:
+    """The producer, and where its notes are: by ``--pipeline``, ``--conn-id`` and ``--staging``.
+
+    :param names: What says which queue it is, and must not be a template.
+    :param options: The producer's options that say so, for people.
+    :param writes: Whether the command writes to the staging folder.
+    :raises CommandError: If the pipeline has another kind of producer.
+    """
+    add_dag_folders()
+    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
+    producer: Any = pipeline.producer
+    if not isinstance(producer, kind):
+        raise CommandError(
+            f"the producer of {given.pipeline} is {type(producer).__name__}, not {kind.__name__}"
+        )
+    for name in names(producer):
+        if "{{" in name:
+            raise CommandError(
+                f"{given.pipeline} has the template {name!r}: give --pipeline as JSON, with"
+                f' {{"class": …, "options": {{"producer": {options}}}}}'
+            )
+    if given.conn_id:
+        options_of: Any = producer  # each broker's options have a conn_id
+        producer = replace(options_of, conn_id=given.conn_id)
+    store = (open_store if writes else open_existing_store)(given.staging)
+    return producer, ProducerEnv(
+        pipeline=pipeline.name,
+        connections=AirflowConnections(),
+        staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
+    )

@@ -1,0 +1,118 @@
+"""``airflow-broadway pubsub``: a subscription as it is, what is wrong with it, and a seek."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from typing import Any
+
+from airflow_broadway.cli.opening import opened
+from airflow_broadway.cli.output import CommandError, say, say_json
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.text import many, table
+from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.pubsub import inspect as subscriptions
+from airflow_broadway.producers.pubsub.inspect import Look
+
+__all__ = ["pubsub"]
+
+
+def pubsub(given: argparse.Namespace) -> int:
+    """Carry out one of the commands."""
+    producer, env = opened(
+        given,
+        PubSubProducer,
+        lambda found: [found.subscription, found.project_id or ""],
+        options='{"subscription": …}',
+        writes=False,
+    )
+    code: int = _ACTIONS[given.action](producer, env, given)
+    return code
+
+
+def _show(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
+    found = subscriptions.look(producer, env)
+    if given.json:
+        say_json(_json(found))
+        return 0
+    say(*(f"{name}: {value}" for name, value in found.settings.items()), "", _depth(found))
+    if found.held:
+        heads = ("held by", "messages", "until")
+        rows = ((each.folder, each.messages, _until(each, env)) for each in found.held)
+        say("", *table(heads, rows))
+    _say_findings(found)
+    return 0
+
+
+def _check(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
+    """1 if there is an error or a warning."""
+    found = subscriptions.look(producer, env)
+    grave = found.refusal is not None or bool(found.troubles)
+    if given.json:
+        say_json(_json(found))
+    elif grave:
+        _say_findings(found)
+    else:
+        say("The next run may begin.")
+    return int(grave)
+
+
+def _seek(producer: PubSubProducer, env: ProducerEnv, given: argparse.Namespace) -> int:
+    if given.subscription not in (producer.subscription, producer.subscription.split("/")[-1]):
+        raise CommandError(
+            f"the pipeline's subscription is {producer.subscription!r}, and --subscription names"
+            f" {given.subscription!r}: nothing was changed"
+        )
+    name = subscriptions.seek(producer, env, time=_instant(given.time), snapshot=given.snapshot)
+    where = given.time or given.snapshot
+    if given.json:
+        say_json({"subscription": name, "seek": where})
+    else:
+        say(f"The subscription {name!r} was set to {where}.")
+    return 0
+
+
+def _instant(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise CommandError(
+            f"--time {text!r} is no instant with its time zone, such as 2026-01-31T08:00:00+00:00"
+        )
+    return found
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def _depth(found: Look) -> str:
+    depth = found.depth
+    if depth is None:
+        return "How much waits is not known: Cloud Monitoring cannot be asked."
+    age = depth.oldest_age
+    oldest = "" if age is None else f"; the oldest was published {age:,.0f} s ago"
+    return f"About {many(depth.ready, 'message')} waiting{oldest}."
+
+
+def _until(held: subscriptions.HeldBy, env: ProducerEnv) -> str:
+    over = "" if held.until > env.clock.now() else " (over)"
+    return f"{held.until.isoformat(timespec='seconds')}{over}"
+
+
+def _say_findings(found: Look) -> None:
+    texts = [] if found.refusal is None else [f"error: {found.refusal}"]
+    texts += [f"warning: {each}" for each in found.troubles]
+    if texts:
+        say("", *texts)
+
+
+def _json(found: Look) -> dict[str, Any]:
+    depth = None if found.depth is None else found.depth._asdict()
+    return {**found._asdict(), "depth": depth, "held": [each._asdict() for each in found.held]}
+
+
+_ACTIONS = {"show": _show, "check": _check, "seek": _seek}

@@ -1,0 +1,45 @@
+"""How ack ids are divided into requests."""
+
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from airflow_broadway.producers.pubsub.batch_requests import Held, portions
+from airflow_broadway.producers.pubsub.limits import MAX_IDS, MAX_REQUEST
+
+
+def entries(sizes: Iterable[int], seconds: int = 0) -> list[tuple[str, Held]]:
+    return [(str(n), Held("x" * size, seconds)) for n, size in enumerate(sizes)]
+
+
+def test_a_request_has_2500_ids_at_most() -> None:
+    assert [len(each) for each in portions(entries([100] * 6000))] == [2500, 2500, 1000]
+
+
+def test_a_request_has_512_kib_at_most_as_the_client_sends_it() -> None:
+    from google.pubsub_v1.types import AcknowledgeRequest
+
+    name = "projects/a-project-of-thirty-characters/subscriptions/" + "s" * 255
+    made = list(portions(entries([300] * 2500)))
+    assert len(made) == 2
+    for request in made:
+        sent = AcknowledgeRequest(subscription=name, ack_ids=[held.ack_id for _, held in request])
+        assert AcknowledgeRequest.pb(sent).ByteSize() <= MAX_REQUEST
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600_000), st.sampled_from([0, 0, 0, 1, 600])), max_size=60)
+)
+def test_all_are_sent_in_order_those_of_one_deadline_together(
+    given: list[tuple[int, int]],
+) -> None:
+    sent = [(str(n), Held("x" * size, seconds)) for n, (size, seconds) in enumerate(given)]
+    made = list(portions(sent))
+    for seconds in {each.seconds for _, each in sent}:
+        asked = [each for request in made for each in request if each[1].seconds == seconds]
+        assert asked == [each for each in sent if each[1].seconds == seconds]
+    for request in made:
+        assert len({each.seconds for _, each in request}) == 1
+        assert len(request) <= MAX_IDS
+        assert len(request) == 1 or sum(len(each.ack_id) for _, each in request) < MAX_REQUEST
