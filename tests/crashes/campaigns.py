@@ -25,14 +25,16 @@ __all__ = ["MESSAGES", "Plan", "campaigns", "in_memory", "pipelines_of", "plans_
 
 MESSAGES = [b"%d" % number for number in range(12)]
 
-#: A case on Spark takes seconds.  So only its own tasks are struck, for the others are as with
-#: batches in Python; and of what is asked for only this share.
-_SPARK_TASKS, _SPARK_SHARE = ("spark", "driver"), 0.2
+#: A case on Spark takes seconds.  So only its own tasks are struck, and those of the batcher beside
+#: it, for the others are as with batches in Python; and of what is asked for only this share.
+_SPARK_TASKS, _SPARK_SHARE = ("spark", "driver", "batch.small"), 0.2
 
 
 #: How much of a broker's cases is struck unless told, where each takes 1.5 s of a processor, and in
 #: a bucket 5: a server's and ours.  The pipeline of one batcher alone has 8,700.
 SHARES = {
+    "kafka": 0.01,
+    "kafka key": 0.01,
     "rabbitmq": 0.02,
     "rabbitmq staged": 0.02,
     "sqlite on s3": 0.003,

@@ -48,11 +48,21 @@ def _on_s3() -> Iterator[MakeSubject]:
         yield make
 
 
+@contextmanager
+def _kafka(*, order: str) -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_kafka import over_kafka
+
+    with over_kafka(order=order) as make:
+        yield make
+
+
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "rabbitmq": partial(_rabbitmq, "broker"),
     "rabbitmq staged": partial(_rabbitmq, "staged"),
     "sqlite on s3": _on_s3,
+    "kafka": partial(_kafka, order="none"),
+    "kafka key": partial(_kafka, order="key"),
     "sqs": partial(_sqs, fifo=False),
     "sqs fifo": partial(_sqs, fifo=True),
 }

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
+from airflow_broadway.testing.crashes.points import What
 
 __all__ = ["Aws"]
 
@@ -90,6 +91,7 @@ class Aws:
             lost=lambda: _unanswered(url),
             hangs=lambda: _unanswered(url),
             late=True,
+            others=_others(operation, given, send),
         )
 
     def _target(self, given: Mapping[str, Any]) -> str:
@@ -114,6 +116,35 @@ def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def _others(
+    operation: str, given: Mapping[str, Any], send: Callable[[Mapping[str, Any]], Any]
+) -> dict[What, Callable[[], Any]]:
+    """What else can happen to a request."""
+
+    def twice() -> Any:
+        send(given)
+        return send(given)
+
+    def conflict() -> Any:
+        raise _refused(operation, "ConditionalRequestConflict", 409)
+
+    found: dict[What, Callable[[], Any]] = {}
+    if not operation.startswith(_LOOKS):
+        found[What.SENT_TWICE] = twice
+    if "IfNoneMatch" in given:
+        found[What.CONFLICT] = conflict
+    if operation == "ListObjectsV2":
+        found[What.STALE] = lambda: _without_newest(send(given))
+    return found
+
+
+def _without_newest(answer: dict[str, Any]) -> dict[str, Any]:
+    """A list as it was before the newest object was there."""
+    there = answer.get("Contents", [])
+    newest = max(there, key=lambda each: (each["LastModified"], each["Key"]), default=None)
+    return {**answer, "Contents": [each for each in there if each is not newest]}
+
+
 def _failed(operation: str, url: str, made: int) -> Exception:
     from botocore import exceptions
 
@@ -122,7 +153,13 @@ def _failed(operation: str, url: str, made: int) -> Exception:
     if kind is None:
         closed: Exception = of.ConnectionClosedError(endpoint_url=url)
         return closed
-    code, status = kind
+    return _refused(operation, *kind)
+
+
+def _refused(operation: str, code: str, status: int) -> Exception:
+    from botocore import exceptions
+
+    of: Any = exceptions
     answer = {
         "Error": {"Code": code, "Message": "struck"},
         "ResponseMetadata": {"HTTPStatusCode": status},

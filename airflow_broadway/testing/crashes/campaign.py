@@ -49,6 +49,9 @@ _STRIKES: Mapping[Family, tuple[What, ...]] = {
         What.ERROR,
         What.ANSWER_LOST,
         What.TIME_OUT,
+        What.SENT_TWICE,
+        What.CONFLICT,
+        What.STALE,
         What.DISK_FULL,
         What.CLOCK_AHEAD,
         What.CLOCK_BEHIND,
@@ -389,6 +392,8 @@ def _means_something(point: Point, what: What) -> bool:
         return traits.room
     if what is What.TIME_OUT:
         return traits.hangs
+    if what in (What.SENT_TWICE, What.CONFLICT, What.STALE):
+        return what.value in traits.others.split(",")
     return traits.changes or what in (What.ERROR, What.CLOCK_AHEAD, What.CLOCK_BEHIND)
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from airflow_broadway.testing.crashes.points import Call, Names, Point, Strike, Traits, What
@@ -25,6 +26,7 @@ R = TypeVar("R")
 _HOUR = 3600.0
 #: Seconds until a call that hangs is given up.
 _TIME_OUT = 60.0
+_NO_OTHERS: Mapping[What, Callable[[], Any]] = MappingProxyType({})
 
 
 class Boundary(Protocol):
@@ -43,6 +45,7 @@ class _Failures(NamedTuple):
     full: Callable[[], Exception] | None
     hangs: Callable[[], BaseException] | None
     late: bool
+    others: Mapping[What, Callable[[], Any]]
 
 
 class Interceptor:
@@ -99,6 +102,7 @@ class Interceptor:
         full: Callable[[], Exception] | None = None,
         hangs: Callable[[], BaseException] | None = None,
         late: bool = False,
+        others: Mapping[What, Callable[[], R]] = _NO_OTHERS,
     ) -> R:
         """Do one call that touches the world, unless it is struck.
 
@@ -112,10 +116,11 @@ class Interceptor:
         :param hangs: What it raises once its time-out is over; not given, it has none.
         :param late: Whether what was given up so may be done all the same, later: after the next
             call, when the process has gone on.
+        :param others: What else can happen to it, and what does it so.
         """
         if self.busy:
             return do()
-        failures = _Failures(error, lost or error, full, hangs, late)
+        failures = _Failures(error, lost or error, full, hangs, late, others)
         own = nested or getattr(self._inside, "callback", False)
         with self._within(nested):
             call = Call(kind, self._names.plain(target))
@@ -126,6 +131,7 @@ class Interceptor:
                 locked(),
                 own=own,
                 hangs=hangs is not None,
+                others=",".join(others),
             )
             nth, place = self._seen(call, traits)
             if self._full and full is not None:
@@ -186,6 +192,10 @@ class Interceptor:
             if failures.late:
                 self._late.append(do)
             raise failures.hangs()
+        elif what in failures.others:
+            self.on_strike()
+            otherwise: R = failures.others[what]()
+            return otherwise
         elif what is What.DISK_FULL:
             self.on_strike()
             self._full = True

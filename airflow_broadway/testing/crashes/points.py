@@ -53,6 +53,7 @@ class Traits(NamedTuple):
     :param locked_after: The same after it.
     :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
     :param hangs: Whether it has a time-out.
+    :param others: What else can happen to it, comma-separated.
     """
 
     changes: bool = True
@@ -62,6 +63,7 @@ class Traits(NamedTuple):
     locked_after: bool = False
     own: bool = False
     hangs: bool = False
+    others: str = ""
 
 
 class Point(NamedTuple):
@@ -95,6 +97,12 @@ class What(StrEnum):
     ANSWER_LOST = "answer lost"
     #: The call raises that its time-out is over; what it asked for may be done later all the same.
     TIME_OUT = "timed out"
+    #: The client sends it again, as after a lost answer, and tells of the second answer.
+    SENT_TWICE = "sent twice"
+    #: A server refuses it, for it says that another one is at work there.
+    CONFLICT = "conflict"
+    #: A list lacks what is newest.
+    STALE = "stale list"
     #: From here on the process writes nothing more.
     DISK_FULL = "disk full"
     #: From here on its clock is an hour off.

@@ -7,10 +7,7 @@ tasks must hold no connection that a fork could not share.
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -21,7 +18,7 @@ from typing import Any
 from uuid import UUID
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.testing.crashes.subject import FOLDER
+from airflow_broadway.testing.crashes.forked import ForkError, forked
 
 __all__ = ["Prepare", "Sink", "SinkError", "prepare", "rows_of"]
 
@@ -81,42 +78,7 @@ def _plain(value: Any) -> Any:
 
 
 def _apart(do: Callable[[], Any], folder: Path, log: Path) -> Any:
-    """Do it in a fork of this process, in a folder; returns what it returned, by JSON."""
-    reads, writes = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reads)
-        _be(do, folder, log, writes)
-    os.close(writes)
-    with open(reads, encoding="utf-8") as answer:
-        told = answer.read()
-    os.waitpid(pid, 0)
-    if not told:
-        raise SinkError("the process that asked the sink died")
-    returned, error = json.loads(told)
-    if error:
-        raise SinkError(error)
-    return returned
-
-
-def _be(do: Callable[[], Any], folder: Path, log: Path, writes: int) -> None:
     try:
-        printed = open(log, "a", buffering=1)  # noqa: SIM115 - until this process ends
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-        sys.stdout = sys.stderr = printed
-        printed.write("-- the sink\n")
-        os.chdir(folder)
-        os.environ[FOLDER] = str(folder)
-        try:
-            told = [do(), ""]
-        except BaseException as error:  # nothing may return into the campaign
-            traceback.print_exc()
-            told = [None, f"{type(error).__name__}: {error}"]
-        with open(writes, "w", encoding="utf-8") as answer:
-            json.dump(told, answer)
-        printed.flush()
-    finally:
-        os._exit(0)
+        return forked(do, folder, log, "the sink")
+    except ForkError as error:
+        raise SinkError(str(error)) from None

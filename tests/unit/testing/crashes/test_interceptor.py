@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.testing.crashes import What
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 
@@ -89,3 +90,16 @@ def test_a_call_hangs_past_its_time_out_and_what_it_asked_for_may_be_done_when_o
     interceptor.call("send", "", lambda: did.append(2), hangs=TimeoutError, late=late)
     assert did == done
     assert [point.traits.hangs for point in interceptor.seen] == [True, True]
+
+
+def test_what_else_can_happen_to_a_call_is_its_own() -> None:
+    interceptor = striking("PutObject #1: sent twice")
+    did: list[int] = []
+
+    def twice() -> str:
+        did.extend((1, 1))
+        return "refused"
+
+    came = interceptor.call("PutObject", "", lambda: "made", others={What.SENT_TWICE: twice})
+    assert (came, did) == ("refused", [1, 1])
+    assert [point.traits.others for point in interceptor.seen] == ["sent twice"]

@@ -1,0 +1,148 @@
+"""Kafka: librdkafka's mock cluster, with topics and a group of its own for each case.
+
+Each process task of a run reads a partition of its own, so no two runs differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from airflow_broadway import Broadway
+from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.testing.crashes import Letter, Subject
+from airflow_broadway.testing.crashes.forked import forked
+from airflow_broadway.testing.crashes.interceptor import Boundary
+from airflow_broadway.testing.crashes.kafka import Kafka
+from tests.crashes.subjects import MakeSubject
+from tests.kafka_server import MockKafka
+
+__all__ = ["over_kafka"]
+
+#: Keys of messages, where the order of each counts.
+_KEYS = 3
+
+
+@contextmanager
+def over_kafka(*, order: str) -> Iterator[MakeSubject]:
+    """What makes subjects whose messages keep one kind of order."""
+    with (
+        tempfile.TemporaryDirectory(prefix="crashes-kafka-") as folder,
+        MockKafka.start(Path(folder)) as server,
+    ):
+        yield partial(_OnKafka, server, order)
+
+
+class _OnKafka(Subject):
+    """A pipeline over a topic, whose dead letters go to another."""
+
+    kind = "kafka"
+    # A group's tables stay as long as the group: they are its offsets.
+    stays: ClassVar[str] = r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|tables/.+)(?:\.json)?$"
+
+    def __init__(
+        self, server: MockKafka, order: str, pipeline: type[Broadway], folder: Path
+    ) -> None:
+        super().__init__(pipeline, folder)
+        self._server = server
+        self._order = order
+        self._topic = f"crashes-{hashlib.md5(str(folder).encode()).hexdigest()[:12]}"
+        self._partitions = pipeline.producer.concurrency
+        # The server takes one command at a time, and other processes give it some as well.
+        with (server.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            server.topic(self._topic, self._partitions)
+            server.topic(f"{self._topic}-dlt")
+
+    def boundaries(self) -> list[Boundary]:
+        return [Kafka(), *super().boundaries()]
+
+    def overrides(self) -> Mapping[str, Any]:
+        declared = self.pipeline.producer
+        return {
+            "producer": KafkaProducer(
+                hosts=self._server.bootstrap,
+                conn_id=None,
+                group_id=self._topic,
+                topics=[self._topic],
+                order=self._order,
+                offset_reset_policy="earliest",
+                lease=self.lease,
+                fetch_config=FetchConfig(max_wait_time=0.02),
+                retry=declared.retry,
+                concurrency=declared.concurrency,
+                transformer=declared.transformer,
+                # No message is to blame for these deaths.
+                max_crashes=1_000,
+                **{
+                    name: getattr(declared, name)
+                    for name in ("on_success", "on_failure")
+                    if getattr(declared, name) in KafkaProducer.actions
+                },
+            )
+        }
+
+    # A client has threads, which a fork has not: each is in a process of its own.
+
+    def _asked(self, do: Callable[[], Any]) -> Any:
+        return forked(do, self.folder, self.folder / "log.txt", "the broker")
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        found: list[str] = self._asked(lambda: self._produced(bodies))
+        return found
+
+    def _produced(self, bodies: Sequence[bytes]) -> list[str]:
+        producer = self._server.producer({"linger.ms": 0, "partitioner": "consistent"})
+        found: dict[int, str] = {}
+
+        def told(place: int, error: Any, sent: Any) -> None:
+            assert error is None, error
+            found[place] = f"{sent.topic()}-{sent.partition()}-{sent.offset()}"
+
+        for place, body in enumerate(bodies):
+            number = int(body)
+            producer.produce(
+                self._topic,
+                body,
+                b"%d" % (number % _KEYS),
+                number % self._partitions,
+                on_delivery=partial(told, place),
+            )
+        assert not producer.flush(30)
+        return [found[place] for place in range(len(bodies))]
+
+    def waiting(self) -> int:
+        found: int = self._asked(self._behind)
+        return found
+
+    def _behind(self) -> int:
+        """Also what is finished behind the first that is not: Kafka keeps one number."""
+        committed = self._server.committed(self._topic, self._topic)
+        return sum(
+            end - committed.get(partition, (low, ""))[0]
+            for partition, (low, end) in self._server.watermarks(self._topic).items()
+        )
+
+    def letters(self) -> list[Letter]:
+        return [Letter(*each) for each in self._asked(self._read_letters)]
+
+    def _read_letters(self) -> list[tuple[str, bool, str]]:
+        found = []
+        for message in self._server.read(f"{self._topic}-dlt"):
+            headers: Any = message.headers()
+            why = {name: value.decode() for name, value in headers}
+            where = (why[f"__connect.errors.{part}"] for part in ("topic", "partition", "offset"))
+            told = why["__connect.errors.exception.message"]
+            found.append(("-".join(where), why["broadway.again"] == "1", told))
+        return found
+
+    def group_of(self, place: int) -> str | None:
+        if self._order == "none":
+            return None
+        return f"{place % self._partitions}, {place % _KEYS}"
