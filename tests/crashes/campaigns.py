@@ -37,6 +37,7 @@ SHARES = {
     "kafka key": 0.01,
     "rabbitmq": 0.02,
     "rabbitmq staged": 0.02,
+    "sqlite by operators": 0.01,
     "sqlite on s3": 0.003,
     "sqs": 0.01,
     "sqs fifo": 0.008,

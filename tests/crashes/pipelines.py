@@ -69,6 +69,24 @@ class OnSpark(Batches):
         return failed(messages.where("int(data) % 5 = 2"), reason="five")
 
 
+class Mixed(Batches):
+    """Two batchers: one on Spark, one of Python."""
+
+    batchers = {
+        "big": Batcher(engine="spark", batch_size=4, batch_timeout=None),
+        "small": Batcher(engine="python", batch_size=3, batch_timeout=None),
+    }
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        message = super().handle_message(processor, message, context)
+        return message.put_batcher("small" if message.data % 2 else "big")
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        if batcher == "big":
+            return failed(messages.where("int(data) % 5 = 2"), reason="five")
+        return super().handle_batch(batcher, messages, batch_info, context)
+
+
 class NoBatchers(Struck):
     """Processors only: what they return is the outcome."""
 
@@ -123,4 +141,5 @@ PIPELINES: dict[str, type[Struck]] = {
     "holds failed": HoldsFailed,
     "one task": OneTask,
     "on spark": OnSpark,
+    "mixed": Mixed,
 }

@@ -25,6 +25,14 @@ def _embedded() -> Iterator[MakeSubject]:
 
 
 @contextmanager
+def _by_operators() -> Iterator[MakeSubject]:
+    from tests.crashes.operators import by_operators  # it loads Airflow
+
+    with by_operators() as make:
+        yield make
+
+
+@contextmanager
 def _rabbitmq(custody: str) -> Iterator[MakeSubject]:
     from tests.crashes.subjects_rabbitmq import rabbit  # it needs a client that others do not
 
@@ -58,6 +66,7 @@ def _kafka(*, order: str) -> Iterator[MakeSubject]:
 
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
+    "sqlite by operators": _by_operators,
     "rabbitmq": partial(_rabbitmq, "broker"),
     "rabbitmq staged": partial(_rabbitmq, "staged"),
     "sqlite on s3": _on_s3,

@@ -24,6 +24,7 @@ from airflow_broadway.testing.crashes import (
     What,
     warm_spark,
 )
+from airflow_broadway.testing.plugin import CrashTesting
 from tests.crashes.campaigns import MESSAGES
 from tests.crashes.pipelines import OnSpark
 
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 BATCH = Call("handle_batch", "default")
 DRIVER = Call("driver", "")
+KILLED = "one/driver/1 handle_batch default #1: killed after"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,38 @@ def test_the_jobs_of_a_driver_end_with_it(tmp_path: Path) -> None:
     # What no callback has seen would fail, and be a dead letter.
     assert set(result.account.fates.values()) == {"acked", "dead"}
     assert list(result.account.fates.values()).count("dead") == 2
+
+
+class Appends(OnSpark):
+    """A user's: it appends what a batch has, so that what comes again is there twice."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        # The JVM is in another folder.
+        messages.select("data").write.mode("append").text(str(Path.cwd() / "rows"))
+
+
+class Replaces(OnSpark):
+    """The same, mended: it writes over what the batch wrote before."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        place = Path.cwd() / "rows" / batch_info.batch_id
+        messages.select("data").write.mode("overwrite").text(str(place))
+
+
+def rows(folder: Path) -> list[str]:
+    parts = sorted(folder.glob("rows/**/part-*"))
+    return [line for part in parts for line in part.read_text().split()]
+
+
+def test_a_users_sink_on_spark_that_appends_is_found_out(
+    broadway_crash_test: CrashTesting,
+) -> None:
+    with pytest.raises(AssertionError, match="is there twice, and should be once"):
+        broadway_crash_test(Appends, MESSAGES, sink=rows, only=[KILLED])
+
+
+def test_a_users_sink_on_spark_that_replaces_is_fine(broadway_crash_test: CrashTesting) -> None:
+    assert broadway_crash_test(Replaces, MESSAGES, sink=rows, only=[KILLED]).cases == 1
 
 
 def test_the_driver_has_points_of_its_own(campaign: Campaign) -> None:

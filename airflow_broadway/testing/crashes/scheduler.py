@@ -26,29 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.runs.ports import Ports, Task
-from airflow_broadway.runs.tasks import BatchTask, ProcessTask
-from airflow_broadway.runs.unstaged import UnstagedTask
-from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.run_folder import StagedRun
-from airflow_broadway.staging.store import Store
-from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Point, Strike, Traits, What
 from airflow_broadway.testing.crashes.spark import (
     Driver,
-    SparkTask,
     be_driver,
     uses_spark,
     wait_for_drivers,
 )
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
+from airflow_broadway.testing.crashes.tasks import Attempt
 
 __all__ = ["Ended", "Execution", "Run", "Scheduler"]
 
-#: The Dag of all runs.
-DAG = "crashes"
 #: Seconds that one execution may take.
 PATIENCE = 120.0
 #: Seconds that a process sleeps at least: what it knew from before is old when it wakes.
@@ -264,7 +254,18 @@ class Scheduler:
             if arguments is not None:
                 returned: Any = self._drive(arguments)
             else:
-                returned = self._do(run, task, failed, driver, interceptor)
+                attempt = Attempt(
+                    run_id=run.run_id,
+                    task=task,
+                    try_number=run.tries[task],
+                    tasks=self.tasks,
+                    failed=failed,
+                    returned=run.returned,
+                    over={each.run_id: each.over for each in self._runs.values()},
+                    interceptor=interceptor,
+                    driver=driver,
+                )
+                returned = self._subject.execute(attempt)
             interceptor.call("return", "", lambda: tell.tell(returned))
             tell.tell(returned)
             status = 0 if arguments is None else returned
@@ -277,8 +278,10 @@ class Scheduler:
 
     def _drive(self, arguments: list[str]) -> int:
         """Be the driver of a Spark application, whose pipeline has its options in its class."""
-        for name, value in self._subject.overrides().items():
-            setattr(self._subject.pipeline, name, value)
+        overrides = self._subject.overrides()
+        made = self._subject.pipeline(**overrides)
+        for name in overrides:
+            setattr(self._subject.pipeline, name, getattr(made, name))
         return be_driver(arguments)
 
     def _ahead(self, name: str) -> float:
@@ -293,59 +296,6 @@ class Scheduler:
             return float(os.read(handle, 100))
         finally:
             os.close(handle)
-
-    def _do(
-        self,
-        run: Run,
-        task: str,
-        failed: Sequence[str],
-        driver: Driver | None,
-        interceptor: Interceptor,
-    ) -> Any:
-        pipeline = self._subject.pipeline(**self._subject.overrides())
-        staged = StagedRun(
-            Store.open(self._subject.staging),
-            pipeline=pipeline.name,
-            dag_id=DAG,
-            run_id=run.run_id,
-        )
-        known = {each.run_id: each.over for each in self._runs.values()}
-        ports = Ports(
-            is_over=lambda run_id: known.get(run_id, True),
-            interrupts=(TaskTimeOut,),
-            max_shutdown=2.0,
-        )
-        task_id, _, index = task.partition("!")
-        this = Task(
-            dag_id=DAG,
-            run_id=run.run_id,
-            task_id=task_id,
-            map_index=int(index or 0) if pipeline.producer.concurrency > 1 else -1,
-            try_number=run.tries[task],
-        )
-        budget = Budget(max_seconds=60.0)
-        if task_id == "process":
-            made = ProcessTask(staged, pipeline, this, ports, index=int(index or 0), budget=budget)
-            return made.run().reference
-        if task_id == "run":
-            return UnstagedTask(staged, pipeline, this, ports, budget=budget).run().reference
-        if task_id in ("look", "ack"):
-            watcher = RunWatcher(staged, pipeline, ports=ports)
-            hold = self._subject.hold_failed
-            try:
-                return watcher.look(over=task_id == "ack", failed=failed, hold_failed=hold)
-            finally:
-                watcher.close()
-        if driver is not None:
-            batches = [run.returned.get(each) for each in self.tasks if each.startswith("batch.")]
-            return SparkTask(staged, pipeline, this, ports, driver, interceptor).run(batches)
-        batch = BatchTask(staged, pipeline, this, ports, batcher=task_id.removeprefix("batch."))
-        processed = [run.returned[each] for each in run.returned if each.startswith("process")]
-        plan = batch.plan(processed, label=f"{run.tries[task]}-{task_id}")
-        if plan is None or not plan.messages:
-            return None
-        handled = batch.handle(plan)
-        return batch.reference(plan) if handled is None else handled
 
 
 class _Teller:

@@ -82,7 +82,14 @@ def warm_spark() -> Iterator[None]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYSPARK_SUBMIT_ARGS": _SUBMIT, "PYSPARK_PIN_THREAD": "true"},
+        env={
+            **os.environ,
+            "PYSPARK_SUBMIT_ARGS": _SUBMIT,
+            "PYSPARK_PIN_THREAD": "true",
+            # What runs in Spark's own processes of Python imports what this one can.
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYSPARK_PYTHON": sys.executable,
+        },
         text=True,
     )
     assert keeper.stdin is not None

@@ -16,6 +16,7 @@ from airflow_broadway.testing.crashes.callbacks import Callbacks
 from airflow_broadway.testing.crashes.files import LocalFiles
 from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.sqlite import Sqlite
+from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
 __all__ = ["FOLDER", "Embedded", "Letter", "Subject"]
 
@@ -92,6 +93,11 @@ class Subject(ABC):
     @abstractmethod
     def overrides(self) -> Mapping[str, Any]:
         """The options with which the pipeline runs on the queue."""
+
+    def execute(self, attempt: Attempt) -> Any:
+        """Execute a task, in its own process; returns what later tasks get of it."""
+        pipeline = self.pipeline(**self.overrides())
+        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed)
 
     @abstractmethod
     def send(self, bodies: Sequence[bytes]) -> list[str]:

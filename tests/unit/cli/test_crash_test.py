@@ -11,7 +11,7 @@ import pytest
 
 from airflow_broadway.cli import crash_test as command
 from airflow_broadway.cli.app import build_parser
-from airflow_broadway.testing.crashes import Case, Failure, Strike, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes import Case, Failure, Strike, Sums, UnsoundPipeline, users
 from airflow_broadway.testing.crashes.account import Wrong
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest
@@ -62,7 +62,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("struck_shop:Nope", "has no 'Nope'"),
         ("struck_shop:number", "is no subclass of airflow_broadway.Broadway"),
         ("struck_shop:WithoutProducer", "WithoutProducer has no producer"),
-        ("struck_shop:OnSpark", 'a crash test runs engine="python" alone'),
         ("struck_shop:Fine --sink rows", "a function is named as module:function"),
         ("struck_shop:Fine --sink struck_shop:nope", "cannot be imported: AttributeError"),
         ("struck_shop:Fine --sink struck_shop:number", "is no function"),
@@ -82,6 +81,12 @@ def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
     assert told.code == 2
     assert said in told.err
     assert told.err.count("\n") == 1
+
+
+def test_a_spark_batcher_needs_spark(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "find_spec", lambda name: None)
+    told = ran(capsys, "crash-test", "struck_shop:OnSpark")
+    assert (told.code, "pyspark is not installed here" in told.err) == (2, True)
 
 
 def test_elsewhere_than_on_linux_it_is_refused(

@@ -1,0 +1,123 @@
+"""What one execution of a task does, as the operators' ``execute`` does it, without Airflow.
+
+The operators are thin: from Airflow's context to :mod:`airflow_broadway.runs`.  A subject may have
+the operators themselves execute its tasks: see :meth:`.subject.Subject.execute`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import BatchTask, ProcessTask
+from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
+from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
+from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.spark import Driver, SparkTask
+
+__all__ = ["DAG", "Attempt", "execute"]
+
+#: The Dag of all runs.
+DAG = "crashes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One execution of a task, and what the scheduler knows.
+
+    :param task: Its name; a mapped one's index follows a ``!``, but for the first.
+    :param tasks: Those of a run, in order.
+    :param failed: Those of this run that have failed for good.
+    :param returned: What the others of this run returned.
+    :param over: Which runs have ended, by their ids.
+    :param driver: Of a task that submits to Spark.
+    """
+
+    run_id: str
+    task: str
+    try_number: int
+    tasks: Sequence[str]
+    failed: Sequence[str]
+    returned: Mapping[str, Any]
+    over: Mapping[str, bool]
+    interceptor: Interceptor
+    driver: Driver | None
+
+    @property
+    def task_id(self) -> str:
+        return self.task.partition("!")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.task.partition("!")[2] or 0)
+
+    def map_index(self, pipeline: Pipeline) -> int:
+        """Of a task instance: -1 if the task is not mapped."""
+        mapped = self.task_id == "process" and pipeline.producer.concurrency > 1
+        return self.index if mapped else -1
+
+    def is_over(self, run_id: str) -> bool:
+        """Whether a run has ended, or nobody knows it."""
+        return self.over.get(run_id, True)
+
+    def returned_by(self, kind: str) -> list[Any]:
+        """What the tasks returned whose names begin so."""
+        return [each for task, each in self.returned.items() if task.startswith(kind)]
+
+
+def execute(pipeline: Pipeline, staging: str, attempt: Attempt, *, hold_failed: float) -> Any:
+    """Do what a task does; returns its reference.  ``None`` from the sensor: it is to look again.
+
+    :param staging: URI of the staging root.
+    :param hold_failed: Seconds for which the sensor holds what failed tasks received.
+    :raises BroadwayError: If it fails.
+    """
+    run = StagedRun(Store.open(staging), pipeline=pipeline.name, dag_id=DAG, run_id=attempt.run_id)
+    ports = Ports(is_over=attempt.is_over, interrupts=(TaskTimeOut,), max_shutdown=2.0)
+    task = Task(
+        dag_id=DAG,
+        run_id=attempt.run_id,
+        task_id=attempt.task_id,
+        map_index=attempt.map_index(pipeline),
+        try_number=attempt.try_number,
+    )
+    budget = Budget(max_seconds=60.0)
+    about = run, pipeline, task, ports
+    if attempt.task_id == "process":
+        return ProcessTask(*about, index=attempt.index, budget=budget).run().reference
+    if attempt.task_id == "run":
+        return UnstagedTask(*about, budget=budget).run().reference
+    if attempt.task_id in ("look", "ack"):
+        return _look(attempt, RunWatcher(run, pipeline, ports=ports), hold_failed)
+    if attempt.driver is not None:
+        planned = attempt.returned_by("batch.")
+        return SparkTask(*about, attempt.driver, attempt.interceptor).run(planned)
+    return _batches(attempt, BatchTask(*about, batcher=attempt.task_id.removeprefix("batch.")))
+
+
+def _look(attempt: Attempt, watcher: RunWatcher, hold_failed: float) -> Any:
+    over = attempt.task_id == "ack"
+    try:
+        return watcher.look(over=over, failed=attempt.failed, hold_failed=hold_failed)
+    finally:
+        watcher.close()
+
+
+def _batches(attempt: Attempt, task: BatchTask) -> Any:
+    label = f"{attempt.try_number}-{attempt.task_id}"
+    plan = task.plan(attempt.returned_by("process"), label=label)
+    if plan is None or not plan.messages:
+        return None
+    counts = task.handle(plan)
+    if counts is None:
+        return task.reference(plan)
+    if counts["without_outcome"]:
+        raise RuntimeError(f"{counts['without_outcome']} batches have no outcome")
+    return {**task.reference(plan), "outcomes": counts}

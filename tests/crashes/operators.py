@@ -1,0 +1,161 @@
+"""The embedded queue once more, with Airflow's operators and sensor: each task is ``execute``.
+
+What Airflow's task runner does around it is played: its context, and XCom, whose pushes are points.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from airflow_broadway.testing.crashes import Embedded
+from airflow_broadway.testing.crashes.tasks import DAG, Attempt
+from tests.crashes.subjects import MakeSubject
+
+__all__ = ["by_operators"]
+
+
+@contextmanager
+def by_operators() -> Iterator[MakeSubject]:
+    """What makes subjects whose tasks are operators."""
+    with tempfile.TemporaryDirectory(prefix="crashes-airflow-") as home:
+        given = {
+            "AIRFLOW_HOME": home,
+            "AIRFLOW__CORE__UNIT_TEST_MODE": "True",
+            "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        }
+        before = {name: os.environ.get(name) for name in given}
+        os.environ.update(given)
+        try:
+            # Airflow is loaded once, and the forks have it.
+            import airflow_broadway.operators.run
+            import airflow_broadway.sensors.ack  # noqa: F401
+
+            yield _ByOperators
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+class _ByOperators(Embedded):
+    """A pipeline over the embedded queue."""
+
+    kind = "sqlite by operators"
+
+    def execute(self, attempt: Attempt) -> Any:
+        from airflow.sdk.exceptions import (
+            AirflowFailException,
+            AirflowSkipException,
+            TaskDeferred,
+        )
+
+        for name, value in self.overrides().items():  # they are no JSON, as an operator's are
+            setattr(self.pipeline, name, value)
+        ti = _Instance(attempt, attempt.map_index(self.pipeline()))
+        try:
+            returned = self._operator(attempt).execute(_context(ti, self._watched()))
+        except TaskDeferred:  # the sensor looks again
+            return None
+        except (AirflowSkipException, AirflowFailException) as error:
+            # No further try: later tasks get what was pushed.
+            print(f"{type(error).__name__}: {error}", flush=True)
+            if "does not balance" in str(error):
+                raise
+            return ti.pushed.get("return_value", {"ended": str(error)})
+        ti.xcom_push("return_value", returned)
+        return returned
+
+    def _operator(self, attempt: Attempt) -> Any:
+        """The operator of a task, made as a Dag makes it."""
+        from airflow_broadway.operators.batch import BroadwayBatcherOperator
+        from airflow_broadway.operators.process import BroadwayProcessorOperator
+        from airflow_broadway.operators.run import BroadwayRunOperator
+        from airflow_broadway.sensors.ack import BroadwayAckSensor
+
+        about: dict[str, Any] = {
+            "task_id": attempt.task_id,
+            "pipeline": self.pipeline,
+            "staging": self.staging,
+        }
+        pulls = {**about, "max_seconds": 60.0, "idle_seconds": 0.0}
+        if attempt.task_id == "process":
+            return BroadwayProcessorOperator(**pulls, producer_index=attempt.index)
+        if attempt.task_id == "run":
+            return BroadwayRunOperator(**pulls, fail_when="never")
+        if attempt.task_id in ("look", "ack"):
+            return BroadwayAckSensor(
+                **{**about, "task_id": "ack"},
+                watch=self._watched(),
+                hold_failed=self.hold_failed,
+                fail_when="never",
+                deferrable=True,
+            )
+        return BroadwayBatcherOperator(
+            **about,
+            batcher=attempt.task_id.removeprefix("batch."),
+            processed=attempt.returned_by("process"),
+        )
+
+    def _watched(self) -> list[str]:
+        return ["process", *(f"batch.{name}" for name in self.pipeline.batchers)]
+
+
+class _Instance:
+    """What an operator asks of Airflow's task instance."""
+
+    def __init__(self, attempt: Attempt, map_index: int) -> None:
+        self._attempt = attempt
+        self.dag_id, self.run_id = DAG, attempt.run_id
+        self.task_id = "ack" if attempt.task_id == "look" else attempt.task_id
+        self.map_index = map_index
+        self.try_number = attempt.try_number
+        self.id = f"{attempt.run_id}-{attempt.task}"
+        self.start_date: Any = None
+        self.pushed: dict[str, Any] = {}
+
+    def xcom_push(self, key: str, value: Any) -> None:
+        def push() -> None:
+            self.pushed[key] = value
+
+        self._attempt.interceptor.call("xcom", key, push)
+
+    def get_first_reschedule_date(self, context: Any) -> None:
+        return None
+
+    def get_dr_count(self, dag_id: str, run_ids: Sequence[str], states: Sequence[str]) -> int:
+        return sum(not self._attempt.is_over(run_id) for run_id in run_ids)
+
+    def get_task_states(
+        self, dag_id: str, run_ids: Sequence[str], task_ids: Sequence[str]
+    ) -> dict[str, dict[str, str]]:
+        """By the attempt: all are through when the sensor looks last."""
+        attempt = self._attempt
+        through = attempt.task_id == "ack"
+        states = {}
+        for task in attempt.tasks:
+            task_id, _, index = task.partition("!")
+            if task_id in task_ids:
+                done = through or task in attempt.returned
+                failed = "failed" if task in attempt.failed else "success"
+                name = f"{task_id}_{index}" if index else task_id
+                states[name] = failed if done else "running"
+        return dict.fromkeys(run_ids, states)
+
+
+def _context(ti: _Instance, watched: Sequence[str]) -> Any:
+    dag_run = SimpleNamespace(
+        run_id=ti.run_id,
+        run_type="manual",
+        logical_date=None,
+        data_interval_start=None,
+        data_interval_end=None,
+    )
+    params: Mapping[str, Any] = {}
+    dag = SimpleNamespace(task_ids=[*watched, "ack"], tasks=[])
+    return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": params}
