@@ -105,7 +105,7 @@ class KafkaCustodian:
             if dead:
                 letters[place] = {offset: self._why(work, place, offset, table) for offset in dead}
         if letters:
-            refused = self._send(letters, generation, files)
+            refused = self._send(register, letters, generation, files)
         if refused and order != "none":  # these stay, and with them what is behind them
             work.read_names()
         counts: Counter[str] = Counter()
@@ -192,7 +192,11 @@ class KafkaCustodian:
         return Why(entry.verdict.reason, entry.verdict.stage, entry.attempt, again)
 
     def _send(
-        self, letters: dict[Place, dict[int, Why]], generation: str, files: GenerationFiles
+        self,
+        register: Register,
+        letters: dict[Place, dict[int, Why]],
+        generation: str,
+        files: GenerationFiles,
     ) -> dict[tuple[Place, int], str]:
         """Send dead letters; those that may have been sent before say so.
 
@@ -221,6 +225,7 @@ class KafkaCustodian:
             marked,
             pipeline=self._env.pipeline,
             generation=generation,
+            tables={place: table for place in letters if (table := register.known(place))},
         )
 
     def _mirror(self, register: Register, places: Iterable[Place]) -> list[str]:
@@ -261,7 +266,7 @@ class KafkaCustodian:
         refused: dict[tuple[Place, int], str] = {}
         letters = self._letters_now(register, lease, by_place)
         if letters:
-            refused = self._send(letters, lease.generation, files)
+            refused = self._send(register, letters, lease.generation, files)
         done: dict[str, Action] = {}
         changed: list[Place] = []
         for place, found in by_place.items():

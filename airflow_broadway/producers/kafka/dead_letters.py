@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.verdicts import MAX_REASON
@@ -18,6 +19,7 @@ from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.options import KafkaOptions
 from airflow_broadway.producers.kafka.silence import silence_error
+from airflow_broadway.producers.kafka.table import Table
 
 __all__ = ["LogReader", "Why", "headers_of", "is_ours", "send"]
 
@@ -31,6 +33,7 @@ _SEEK_GAP: Final = 2_000
 _SILENCE_TIMEOUT: Final = 20.0
 #: Seconds that letters may take to be confirmed.
 _CONFIRM_TIMEOUT: Final = 60.0
+_NO_TABLES: Final[Mapping[Place, Table]] = MappingProxyType({})
 _TOO_LARGE: Final = ("MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE")
 
 
@@ -177,19 +180,37 @@ def send(
     *,
     pipeline: str,
     generation: str,
+    tables: Mapping[Place, Table] = _NO_TABLES,
 ) -> dict[tuple[Place, int], str]:
     """Send dead letters, and wait until each is confirmed.
 
     :param wanted: Why, by place and offset.
+    :param tables: What was read: where a topic is another by now, so are the bodies there.
     :returns: The messages of which no letter could be sent, and why; they are to come again.
     :raises ProducerUnavailable: If the cluster cannot be reached.
     """
     sending = _Sending(cluster, producer, pipeline, generation)
-    offsets = {place: sorted(each) for place, each in wanted.items()}
+    anew = _made_anew(cluster, {place: each for place, each in tables.items() if place in wanted})
+    for place in anew:
+        for offset, why in sorted(wanted[place].items()):
+            sending.letter(place, offset, why, None, body="gone: the topic was made anew")
+    offsets = {place: sorted(each) for place, each in wanted.items() if place not in anew}
     for place, offset, record in LogReader(cluster).read(offsets):
         sending.letter(place, offset, wanted[place][offset], record)
     sending.confirm()
     return sending.refused
+
+
+def _made_anew(cluster: Cluster, tables: Mapping[Place, Table]) -> set[Place]:
+    """Where the log is not the one that was read, as far as it can be told."""
+    known = {topic: table.topic_id for (topic, _), table in tables.items() if table.topic_id}
+    ids = cluster.admin.topic_ids(known) if known else {}
+    other = {topic for topic, found in ids.items() if found != known[topic]}
+    return {
+        place
+        for place, table in tables.items()
+        if place[0] in other or cluster.ends(place)[1] < table.highest
+    }
 
 
 class _Sending:
@@ -229,7 +250,7 @@ class _Sending:
             pipeline=self._pipeline,
             group=self._producer.group_id,
             generation=self._generation,
-            body="gone: it was compacted, or removed by retention" if gone else body,
+            body=body or ("gone: it was compacted, or removed by retention" if gone else ""),
         )
         about: dict[str, Any] = {"headers": headers}
         if record is not None:

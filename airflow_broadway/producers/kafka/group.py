@@ -315,7 +315,8 @@ def _heard(logger: logging.Logger) -> Iterator[list[Finding]]:
 def adopt(producer: KafkaOptions, env: ProducerEnv) -> list[Place]:
     """Have this staging folder keep the partitions that another keeps; which they were.
 
-    Each begins at its committed offset.  What the other had handed out beyond comes again, marked.
+    Each begins at its committed offset.  All that is there by now comes marked: the other may have
+    handed it out.
 
     :raises ProducerError: If a run of this folder holds messages of them, or the group has members.
     """
@@ -334,8 +335,8 @@ def adopt(producer: KafkaOptions, env: ProducerEnv) -> list[Place]:
                     f"a run of this staging folder holds messages of {place[0]}-{place[1]}: let it"
                     " end first"
                 )
-            highest = max(mark.highest, 0 if table is None else table.highest)
-            foreign[place] = committed.offset, min(highest, cluster.ends(place)[1])
+            # What the other's runs have had in hand since its last mark nobody knows.
+            foreign[place] = committed.offset, cluster.ends(place)[1]
         # Tables first: while their mark is another's, no run goes by them.
         for place, (offset, highest) in foreign.items():
             register.change(place, lambda t, o=offset, h=highest: (_begun(t, o, h), None))  # type: ignore[misc]

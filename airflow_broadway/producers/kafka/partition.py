@@ -174,12 +174,12 @@ class PartitionReader:
     # -- taking --------------------------------------------------------------------------------
 
     def take(
-        self, records: Sequence[Any], log_end: int, now: float
+        self, records: Sequence[Any], log_end: Callable[[], int], now: float
     ) -> tuple[Sequence[Any], list[tuple[int, bool]] | None]:
         """Claim what was fetched; the records that this generation holds now, with their marks.
 
         :param records: In order; none is before :attr:`position`.
-        :param log_end: The end of the log as far as the client knows; -1: it does not.
+        :param log_end: Asks where what may be read of the log ends.
         :returns: The records, and the attempt of each and whether it is redelivered; ``None``: all
             are new.
         """
@@ -265,10 +265,13 @@ class PartitionReader:
 
     # -- claiming ------------------------------------------------------------------------------
 
-    def _claim(self, wanted: Ranges, first: int, last: int, log_end: int, now: float) -> None:
+    def _claim(
+        self, wanted: Ranges, first: int, last: int, log_end: Callable[[], int], now: float
+    ) -> None:
         if self._order != "none":
-            # Never beyond the end of the log: what nobody has sent yet would come marked.
-            ahead = max(last, min(first + self._ahead, log_end))
+            # Never beyond what may be read: what nobody has sent yet would come marked, and what
+            # is behind an open transaction would seem to be gone.
+            ahead = max(last, min(first + self._ahead, log_end()))
             table = self._register.known(self.place)
             if table is not None and suspects(table, ((first, ahead),), least=1):
                 ahead = last  # a crash is to be told from its neighbours

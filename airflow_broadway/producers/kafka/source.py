@@ -303,7 +303,7 @@ class KafkaSource:
             if not records:
                 return []
         before = reader.claimed
-        taken, marks = reader.take(records, self._cluster.known_end(place), at.timestamp())
+        taken, marks = reader.take(records, lambda: self._cluster.ends(place)[1], at.timestamp())
         if reader.claimed != before and self._generation.ended():
             # Somebody ended this generation while it claimed.
             reader.take_back(reader.claimed)

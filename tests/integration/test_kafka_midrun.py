@@ -1,0 +1,155 @@
+"""What happens to the group, the topic or the staging folder while a run is at work."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kafka.admin import Admin
+from airflow_broadway.producers.kafka.errors import Truncated
+from airflow_broadway.producers.kafka.group import adopt
+from tests.kafka_fixtures import on_peers
+from tests.kafka_group import KafkaGroup
+from tests.kafka_server import TRANSACTIONS, KafkaServer, NoidaKafka
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.broker
+
+DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: no", "process")
+
+
+def offsets(messages: Any) -> list[int]:
+    return [message.metadata["offset"] for message in messages]
+
+
+def body_of(letter: Any) -> str:
+    return str(dict(letter.headers() or ()).get("broadway.body", b"").decode())
+
+
+@on_peers(TRANSACTIONS)
+def test_a_process_that_dies_before_an_open_transaction_holds_nothing_behind_it(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    # Given ten messages, and ten of a transaction that nobody has ended
+    group = KafkaGroup(kafka, tmp_path, lease=100.0)
+    group.fill(10)
+    sender = kafka.producer({"transactional.id": group.topic})
+    sender.init_transactions(30)
+    sender.begin_transaction()
+    for _ in range(10):
+        sender.produce(group.topic, b"open")
+    sender.flush(30)
+
+    # When a process dies that had the first ten in hand
+    source: Any = group.producer().source(group.env("dead"))
+    assert len(group.take(source)) == 10
+    source._cluster.close()
+    group.clock.sleep(200.0)
+
+    # Then the next one gets them, though what may be read ends there, and the others unmarked
+    again = group.drain()
+    sender.commit_transaction(30)
+    after = group.drain()
+    assert (len(again), all(m.redelivered for m in again)) == (10, True)
+    assert (len(after), any(m.redelivered for m in after)) == (10, False)
+
+
+def test_a_staging_folder_that_is_lost_behind_a_run_settles_nothing_and_loses_nothing(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path / "staging", order="none")
+    group.fill(6)
+    group.drain()
+    group.fill(4)
+    lease, messages = group.hold()
+
+    shutil.rmtree(tmp_path / "staging")
+
+    with pytest.raises(ProducerError, match="is gone from staging: nothing of it can be settled"):
+        group.settle(lease, messages)
+    with pytest.raises(ProducerError, match="kept by another staging folder"):
+        group.drain()
+    adopt(group.producer(), group.env(""))
+    again = group.drain()
+    assert (offsets(again), all(m.redelivered for m in again)) == ([6, 7, 8, 9], True)
+    assert group.committed() == {0: 10}
+
+
+def test_a_staging_folder_that_is_lost_under_a_run_is_written_again(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka, tmp_path / "staging", order="none")
+    group.fill(4)
+    with group.source("g") as source:
+        first = group.take(source, 2)
+        shutil.rmtree(tmp_path / "staging")
+        messages = [*first, *group.take(source)]
+        source.stop()
+        lease = source.lease
+
+        assert offsets(messages) == [0, 1, 2, 3]
+        assert group.settle(lease, messages) == SettleReport(acked=4)
+    assert group.drain() == []
+
+
+def made_anew(group: KafkaGroup, count: int) -> None:
+    kafka = group.kafka
+    kafka.delete_topic(group.topic)
+    eventually(lambda: kafka.partitions(group.topic) == [])
+    kafka.topic(group.topic)
+    kafka.fill(group.topic, [b"other"] * count)
+
+
+def test_a_topic_made_anew_behind_a_run_is_found_as_it_is_settled(
+    kafka_noida: NoidaKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_noida, tmp_path)
+    group.fill(10)
+    lease, messages = group.hold()
+
+    made_anew(group, 4)
+    report = group.settle(lease, messages, {messages[2].message_id: DEAD})
+
+    # Then what was handled is finished, and no letter has another message's body
+    assert report == SettleReport(acked=9, dead_lettered=1)
+    [letter] = kafka_noida.read(group.letters)
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
+    # And nobody reads on as if nothing had happened
+    with pytest.raises(ProducerError, match=r"offset 10 of .* is beyond the end 4: the topic was"):
+        group.drain()
+    assert len(group.drain(begin_offset="reset")) == 4
+
+
+def test_a_topic_made_anew_is_known_by_its_id_however_long_it_is(
+    kafka: KafkaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KafkaGroup(kafka, tmp_path)
+    group.fill(3)
+    ids = {group.topic: "first"}
+    monkeypatch.setattr(Admin, "topic_ids", lambda self, topics: ids)
+    lease, messages = group.hold()
+
+    ids[group.topic] = "second"
+    group.settle(lease, messages, {messages[1].message_id: DEAD})
+
+    [letter] = kafka.read(group.letters)
+    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was made anew")
+    with pytest.raises(ProducerError, match="was made anew since the group"):
+        group.drain()
+
+
+def test_a_topic_made_anew_under_a_run_ends_it(kafka_noida: NoidaKafka, tmp_path: Path) -> None:
+    group = KafkaGroup(kafka_noida, tmp_path)
+    group.fill(10)
+    with group.source() as source:
+        assert len(group.take(source)) == 10
+        made_anew(group, 4)
+
+        with pytest.raises(Truncated, match="the topic was made anew, or lost its tail"):
+            eventually(lambda: source.receive(5, timeout=1.0))
