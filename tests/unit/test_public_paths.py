@@ -9,16 +9,19 @@ import pytest
 #: Module → the names that pipelines, Dags and their tests import from it.
 PUBLIC = {
     "airflow_broadway": [
+        "Archive",
         "BatchInfo",
         "BatchMode",
         "Batcher",
         "Broadway",
+        "Interval",
         "Message",
         "Processors",
         "PythonBatch",
         "RateLimiting",
         "RetryPolicy",
         "RunInfo",
+        "RunSource",
         "SparkBatch",
         "Trigger",
         "ack_immediately",
@@ -75,6 +78,7 @@ PUBLIC = {
     ],
     "airflow_broadway.testing.contract": [
         "CustodyContract",
+        "DeadLettersContract",
         "Harness",
         "entry_of",
         "ids",
