@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from airflow_broadway.cli.arguments import (
+    add_archive,
     add_dead_letters,
     add_kafka,
     add_pubsub,
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_where(commands)
     _add_remove(commands)
+    add_archive(commands)
     add_dead_letters(commands)
     add_queue(commands)
     add_rabbitmq(commands)

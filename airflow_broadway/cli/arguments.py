@@ -10,6 +10,7 @@ from typing import Any
 from airflow_broadway.cli.output import logging_at
 
 __all__ = [
+    "add_archive",
     "add_dead_letters",
     "add_kafka",
     "add_pubsub",
@@ -294,3 +295,57 @@ def _add_pipeline(made: argparse.ArgumentParser) -> None:
         metavar="URI",
         help="the staging root; Airflow's [broadway] staging by default",
     )
+
+
+def add_archive(commands: Any) -> None:
+    """The arguments of ``archive``."""
+    text = "Look at what a pipeline has kept, take files in and out, remove hours of it."
+    archive = commands.add_parser("archive", help=text, description=text, allow_abbrev=False)
+    actions = archive.add_subparsers(metavar="ACTION", required=True)
+    made = {}
+    for name, text in (
+        ("list", "How many messages there are, by day or hour."),
+        ("show", "The messages of an interval, in order."),
+        ("import", "Put the rows of a file into it, all at once: Parquet, JSON lines or CSV."),
+        ("export", "Write an interval to a file: Parquet or JSON lines."),
+        ("purge", "Remove hours for good."),
+    ):
+        made[name] = command(actions, name, text, _archive)
+        made[name].set_defaults(action=name)
+        made[name].add_argument(
+            "--pipeline-name", required=True, metavar="NAME", help="the pipeline's name"
+        )
+        made[name].add_argument(
+            "--staging",
+            metavar="URI",
+            help="the staging root; Airflow's [broadway] staging by default",
+        )
+        if name in ("import", "export"):
+            made[name].add_argument("file", metavar="FILE")
+        if name != "import":
+            for edge in ("start", "end"):
+                made[name].add_argument(
+                    f"--{edge}",
+                    required=name != "list",
+                    metavar="WHEN",
+                    help="in ISO 8601; in UTC unless it says otherwise",
+                )
+    made["list"].add_argument("--hours", action="store_true", help="by hour, not by day")
+    made["show"].add_argument(
+        "--limit", type=positive, default=50, metavar="N", help="50 by default"
+    )
+    columns = made["import"].add_argument_group("columns of the file")
+    columns.add_argument("--time", required=True, metavar="COLUMN", help="when it is to lie")
+    columns.add_argument("--payload", metavar="COLUMN", help="the data; the row as JSON by default")
+    columns.add_argument("--id", metavar="COLUMN", help="unique; made of file and row by default")
+    made["import"].add_argument(
+        "--format", choices=("parquet", "jsonl", "csv"), help="by the file's name by default"
+    )
+    made["purge"].add_argument("--yes", action="store_true", help="do it")
+
+
+def _archive(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.archive import archive
+
+    with logging_at(logging.WARNING):
+        return archive(given)

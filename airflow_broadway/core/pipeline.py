@@ -20,6 +20,7 @@ from airflow_broadway.core.model.options import build, override
 from airflow_broadway.core.model.pipeline_options import Archive, Batcher, Processors
 from airflow_broadway.core.model.rules import FUNCTION, SECONDS
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.model.run_source import Interval
 
 __all__ = ["Pipeline"]
 
@@ -88,6 +89,13 @@ class Pipeline:
     def setup(self, run: RunInfo) -> Any:
         """Called once per process, before any other callback; returns the ``context``."""
         return self.context
+
+    def prepare_backfill(self, interval: Interval, context: Any) -> None:
+        """Called in a run of a past interval, before its first batch; may be called again.
+
+        Live runs have written rows of these messages, in batches of other ids.  Here a sink is made
+        ready for them to be written anew: what it holds of the interval is removed.
+        """
 
     def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
         """Called with each chunk before its messages are handled; returns all of them."""

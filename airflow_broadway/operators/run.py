@@ -11,7 +11,9 @@ from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.local.engine import check_engines
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
 
 if TYPE_CHECKING:
@@ -20,6 +22,20 @@ if TYPE_CHECKING:
     from airflow_broadway.runs.unstaged import UnstagedTask
 
 __all__ = ["BroadwayRunOperator"]
+
+
+def check_unstaged(pipeline: Pipeline) -> None:
+    """Refuse a pipeline that wants its messages kept: this operator stages none of them.
+
+    :raises OptionsError: Saying so.
+    """
+    if pipeline.archive is not None:
+        raise OptionsError(
+            "archive",
+            "None with BroadwayRunOperator, which stages nothing that could be kept; with"
+            " task_group() the pipeline can have one",
+            pipeline.archive,
+        )
 
 
 class BroadwayRunOperator(PullOperator):
@@ -50,12 +66,19 @@ class BroadwayRunOperator(PullOperator):
         pipeline = declared(ref)
         if pipeline is not None:
             check_engines(pipeline)
+            check_unstaged(pipeline)
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.runs.unstaged import UnstagedTask
 
         pipeline = load_pipeline(self.pipeline, context)
+        check_unstaged(pipeline)
         source = source_of_run(self, context, pipeline)
+        if not source.asks_broker:
+            raise AirflowFailException(
+                f"the source {source.kind!r} needs a run whose messages are staged: build the Dag"
+                " with the pipeline's task_group(), or dag(); nothing was received"
+            )
         self._task = UnstagedTask(
             open_run(context, self.staging, pipeline.name),
             pipeline,

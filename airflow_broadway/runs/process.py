@@ -36,6 +36,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.runs.chunk_stager import ChunkStager
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
+from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
@@ -114,11 +115,15 @@ class Process:
                     ProcessWriter(self._run, self._env.generation, self._pipeline) as writer,
                     self._archive_writer() as self._archive,
                 ):
+                    if not self._pipeline.batchers:
+                        prepare_sink(self._run, self._pipeline, self._env)
                     stager = ChunkStager(self._pipeline, writer, self._settle_at_once)
                     receiving = self._handle_all(source, stager)
                     renewer.check()
                     lease = self._lease_now(source)
                     written = writer.close()
+                    if self._pipeline.batchers:
+                        prepare_sink(self._run, self._pipeline, self._env)
                     manifest = self._publish(lease, written, stager, receiving, started)
             except BaseException:  # a kill and a time-out too; raised again
                 # Nothing of this execution counts: give back now what would else wait for the

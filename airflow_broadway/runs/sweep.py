@@ -15,6 +15,8 @@ from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import Custodians
 from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.removal import remove_old
 from airflow_broadway.staging.retention import KEEP, remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
     SETTLED,
@@ -121,14 +123,17 @@ def _settle(
 
 
 def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
-    """Remove the files of runs of this Dag that have been kept for long enough, and what the dead
-    were writing of the producer's own.
+    """Remove the files of runs of this Dag that have been kept for long enough, what the dead were
+    writing of the producer's own, and the hours of the archive that are past its ``keep``.
     """
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
         if pipeline.producer.kind:
             own = run.store.folder(f"{pipeline.name}/{pipeline.producer.kind}")
             own.remove_temporary("", run.clock.now() - timedelta(seconds=KEEP), below=True)
+        archive = pipeline.archive
+        if archive is not None and archive.keep is not None:
+            remove_old(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())
     except BroadwayError as error:
         # Whoever may write there need not be allowed to delete; that is in no run's way.
         log.warning("Could not remove the files of old runs: %s", error)

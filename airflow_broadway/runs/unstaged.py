@@ -29,6 +29,7 @@ from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.sources.dead_letters import send_back
 from airflow_broadway.runs.sources.pipelines import with_source
+from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
@@ -105,6 +106,7 @@ class UnstagedTask:
         # Of all runs together: each may be over within seconds.
         limiter = RateLimiter(pipeline.producer.rate_limiting, state=StagedRateState(run))
         local = LocalRun(pipeline, env, limiter=limiter, stop=self._stop)
+        prepare_sink(run, pipeline, env)
         started = SystemClock().now()
         try:
             report = local.pull(self._budget, on_lease=self._open)

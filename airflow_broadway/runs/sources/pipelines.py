@@ -66,6 +66,7 @@ def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
             f"nothing serves the source {source.kind!r} of the producer {pipeline.producer.kind!r}"
         )
     made = copy.copy(pipeline)
+    made.__dict__.pop("_context", None)  # what ``setup`` makes may go by the source
     made.producer = serve(pipeline, source)
     made.run = replace(pipeline.run, source=source)
     return made

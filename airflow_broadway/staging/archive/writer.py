@@ -27,7 +27,7 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, instants
 
-__all__ = ["ArchiveWriter", "Archived", "NoArchive", "table_of"]
+__all__ = ["ArchiveWriter", "Archived", "NoArchive", "by_hour", "table_of"]
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class ArchiveWriter:
         if not messages:
             return
         table = table_of(messages, self._times.of(messages), self._producer)
-        for hour, part in _by_hour(table):
+        for hour, part in by_hour(table):
             self._put(hour, part)
 
     def _put(self, hour: int, table: pa.Table) -> None:
@@ -205,7 +205,7 @@ def _aware(found: object) -> datetime:
     return found
 
 
-def _by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
+def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
     """The table by the hours of its rows, each in the order of its rows."""
     micros: list[Any] = table["time"].cast(_MICROSECONDS).to_pylist()
     hours = [each // HOUR for each in micros]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,17 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Archive, Interval, Message, RunSource
-from airflow_broadway.core.errors import PipelineError, RequestRefused, StagingError
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import (
+    LeaseLapsed,
+    PipelineError,
+    RequestRefused,
+    StagingError,
+)
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.sources.archived import PastProducer
+from airflow_broadway.runs.sources.pipelines import with_source
+from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
@@ -410,3 +420,104 @@ def test_what_cannot_be_run_again_is_refused(world: World) -> None:
     run.process()
     with pytest.raises(RequestRefused, match="has no staged batches"):
         world.run("again", of_run("past")).process()
+
+
+# -- the sink --------------------------------------------------------------------------------------
+
+
+class Daily(Minutes):
+    """The worked example of ``docs/backfills.md``: a backfill owns the folder of rows."""
+
+    name = "Minutes"
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        folder = Path(batch_info.path(f"{context['sink']}/rows"))
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [f"{each.message_id},{each.data['minute']}" for each in messages]
+        (folder / "rows.csv").write_text("\n".join(rows))
+        return messages
+
+    def prepare_backfill(self, interval: Interval, context: Any) -> None:
+        calls = Path(context["sink"]) / "prepared"
+        calls.parent.mkdir(parents=True, exist_ok=True)
+        calls.write_text(f"{interval}\n" + (calls.read_text() if calls.exists() else ""))
+        shutil.rmtree(Path(context["sink"]) / "rows", ignore_errors=True)
+
+
+def written(world: World) -> list[int]:
+    files = (world.folder / "sink" / "rows").glob("*/rows.csv")
+    return sorted(
+        int(line.partition(",")[2]) for each in files for line in each.read_text().split()
+    )
+
+
+def prepared(world: World) -> int:
+    path = world.folder / "sink" / "prepared"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_backfill_over_what_live_runs_wrote_leaves_each_row_once(tmp_path: Path) -> None:
+    world = World(tmp_path, Daily)
+    for minutes in ((5, 1), (3, 2, 4)):
+        world.minutes(*minutes)
+        world.run(f"live{minutes[0]}").all()
+    assert prepared(world) == 0
+    assert written(world) == [1, 2, 3, 4, 5]
+
+    for number, run_id in enumerate(("one", "two"), 1):
+        world.backfill(run_id)
+        assert written(world) == [1, 2, 3, 4, 5]
+        assert prepared(world) == number
+
+
+def test_a_batch_that_is_tried_again_does_not_prepare_the_sink_anew(tmp_path: Path) -> None:
+    world = World(tmp_path, Daily)
+    world.minutes(1, 2)
+    world.run("live").all()
+    run = world.run("again", of_minutes(0, 60))
+    run.process()
+    run.batch()
+    run.batch()
+    run.ack()
+
+    assert prepared(world) == 1
+    assert written(world) == [1, 2]
+
+
+def test_an_interval_without_messages_is_prepared_too(tmp_path: Path) -> None:
+    world = World(tmp_path, Daily)
+    world.minutes(1)
+    world.run("live").all()
+
+    world.backfill("empty", 30, 40)
+
+    assert prepared(world) == 1
+    assert written(world) == []
+
+
+def test_an_execution_that_was_given_up_touches_no_sink(tmp_path: Path) -> None:
+    world = World(tmp_path, Daily)
+    run = world.run("again", of_minutes(0, 60))
+    served = with_source(run.pipeline, run.source)
+    env = replace(ProducerEnv(), generation="0" * 32, store=world.store)
+    run.staged.files.replace(f"{'0' * 32}/journal-intent.json", "{}")
+
+    with pytest.raises(LeaseLapsed, match="given up before its sink was prepared"):
+        prepare_sink(run.staged, served, env)
+    assert prepared(world) == 0
+
+
+def test_one_producer_cleared_alone_does_not_undo_the_batches_of_others(tmp_path: Path) -> None:
+    world = World(tmp_path, Daily)
+    world.minutes(1, 2)
+    world.run("live").all()
+    run = world.run("again", of_minutes(0, 60))
+    run.process()
+    run.batch()
+
+    with pytest.raises(PipelineError, match="clear all process tasks of the run together"):
+        prepare_sink(
+            run.staged,
+            with_source(run.pipeline, run.source),
+            replace(ProducerEnv(), generation="0" * 32, owner={"map_index": 7}, store=world.store),
+        )

@@ -1,0 +1,86 @@
+"""Remove hours of an archive: by retention, or because somebody asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
+
+from airflow_broadway.core.errors import RequestRefused
+from airflow_broadway.core.formats.layout import VERSION
+from airflow_broadway.core.model.run_source import Interval
+from airflow_broadway.staging.archive.layout import (
+    REMOVED,
+    hour_of,
+    index_path,
+    partition_of,
+    start_of,
+)
+from airflow_broadway.staging.archive.reader import hours_of, look, read_index
+from airflow_broadway.staging.store import Folder
+
+__all__ = ["Removed", "purge", "remove_old"]
+
+_FIRST: Final = datetime(1, 1, 1, tzinfo=UTC)
+#: Hours that one sweep removes at most: it must not keep a run waiting.
+_AT_ONCE: Final = 48
+
+
+class Removed(NamedTuple):
+    """What was removed: hours, and the messages in them that counted."""
+
+    hours: int
+    messages: int
+
+
+def purge(archive: Folder, interval: Interval, now: datetime) -> Removed:
+    """Remove an interval for good; who reads it later is told.
+
+    :raises RequestRefused: If it does not begin and end with an hour.
+    :raises StagingError: If it cannot be removed.
+    """
+    for each in interval:
+        if start_of(hour_of(each)) != each:
+            raise RequestRefused(
+                f"{each.isoformat()} is not the beginning of an hour, and an archive is removed by"
+                " the hour: nothing was removed"
+            )
+    stamp = now.astimezone(UTC).strftime("%Y%m%dT%H%M%S%f")
+    _note(archive, f"{stamp}.json", interval, now)
+    return _remove(archive, list(hours_of(archive, interval)))
+
+
+def remove_old(archive: Folder, keep: float, now: datetime) -> Removed:
+    """Remove the hours that ended longer than ``keep`` seconds ago, the oldest first.
+
+    :raises StagingError: If they cannot be removed.
+    """
+    end = start_of(hour_of(now - timedelta(seconds=keep)))
+    due = [hour for hour in hours_of(archive) if start_of(hour) < end][:_AT_ONCE]
+    if not due:
+        return Removed(0, 0)
+    # Said first: whoever reads meanwhile is told.
+    _note(archive, "retention.json", Interval(_FIRST, start_of(due[-1] + 1)), now)
+    return _remove(archive, due)
+
+
+def _note(archive: Folder, name: str, interval: Interval, now: datetime) -> None:
+    start, end = (each.isoformat() for each in interval)
+    value = {"version": VERSION, "start": start, "end": end, "at": now.isoformat()}
+    archive.replace(f"{REMOVED}/{name}", json.dumps(value))
+
+
+def _remove(archive: Folder, hours: Sequence[int]) -> Removed:
+    messages = 0
+    for hour in hours:
+        found = look(archive, Interval(start_of(hour), start_of(hour + 1)))
+        messages += found.messages
+        folder = partition_of(hour)
+        generations = {name.partition("-")[0] for name in archive.list(folder)}
+        archive.store.folder(f"{archive.path}/{folder}").remove_all()
+        for generation in generations:
+            index = read_index(archive, generation)
+            if index is not None and not any(map(archive.exists, index.files)):
+                archive.remove(index_path(generation))
+    return Removed(len(hours), messages)
