@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
@@ -35,7 +35,8 @@ class Earlier:
         self._look_at = 0.0
         #: Open generations of others → until when their messages are held, as far as is known.
         self._until: dict[str, float] = {}
-        self._lapsed: set[str] = set()
+        #: Those that nothing more is to be learnt of.
+        self._known: set[str] = set()
         self._ids: set[str] = set()
 
     def among(self, ids: Iterable[str], now: datetime) -> set[str]:
@@ -53,20 +54,20 @@ class Earlier:
 
     def _look(self) -> None:
         found = self._folder.open_ones(self._own)
-        self._until = {each: self._until.get(each, 0.0) for each in found - self._lapsed}
+        self._until = {each: self._until.get(each, 0.0) for each in found - self._known}
 
     def _learn(self, folder: str, now: float) -> None:
         try:
-            receipts: Any = self._folder.in_folder(folder)
+            receipts = self._folder.in_folder(folder)
         except StagingError as error:  # settled meanwhile, or of another release
             log.info("%s", error)
             return
-        until = receipts.until
-        if until is None or receipts.report is not None:
-            # Nothing received, or settled, which noted what came again.
-            return
-        self._until[folder] = until
-        if until <= now:
+        if receipts.report is None:
+            # What has received nothing yet has nothing that lapses before the next look.
+            self._until[folder] = receipts.until or now + _LOOK_INTERVAL
+            if self._until[folder] > now:
+                return
             self._ids.update(receipts.handles)
-            self._lapsed.add(folder)
-            del self._until[folder]
+        # Lapsed; or settled, which noted what came again.
+        self._known.add(folder)
+        del self._until[folder]

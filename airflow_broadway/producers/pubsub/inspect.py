@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.pubsub.client import Client, open_client, open_metrics
-from airflow_broadway.producers.pubsub.errors import Denied, translated
+from airflow_broadway.producers.pubsub.errors import Denied, Missing, translated
 from airflow_broadway.producers.pubsub.monitoring import Backlog, backlog_of
 from airflow_broadway.producers.pubsub.receipts import receipts_folder
 
@@ -52,9 +52,18 @@ def check(producer: PubSubOptions, client: Client) -> int:
     refusal = refusal_of(producer, settings)
     if refusal is not None:
         raise ProducerError(refusal)
+    _check_letters(producer, client)
     for trouble in troubles_of(producer, settings):
         log.warning("%s", trouble)
     return int(settings.ack_deadline_seconds)
+
+
+def _check_letters(producer: PubSubOptions, client: Client) -> None:
+    """Refuse a topic for dead letters that is not there."""
+    if producer.dead_letter is None or not producer.may_publish(Delivery()):
+        return
+    with suppress(Denied):  # who may publish may not look, with the least roles
+        client.has_topic(client.topic(producer.dead_letter))
 
 
 def refusal_of(producer: PubSubOptions, settings: Any) -> str | None:
@@ -175,9 +184,15 @@ def look(producer: PubSubOptions, env: ProducerEnv) -> Look:
     """
     with _opened(producer, env) as client:
         settings = client.settings()
+        refusal = refusal_of(producer, settings)
+        if refusal is None:
+            try:
+                _check_letters(producer, client)
+            except Missing as error:
+                refusal = str(error)
         return Look(
             settings=_shown(settings),
-            refusal=refusal_of(producer, settings),
+            refusal=refusal,
             troubles=troubles_of(producer, settings),
             depth=_depth(producer, env, client),
             held=_held(producer, env),

@@ -197,6 +197,17 @@ class PubSubOptions(Producer):
             if checked != value:
                 object.__setattr__(self, name, checked)
         self._default("lease", float(LONGEST_DEADLINE))
+        wait = self.receive_timeout
+        if (
+            type(self.lease) in (int, float)
+            and type(wait) in (int, float)
+            and self.lease < 2 * wait
+        ):
+            raise OptionsError(
+                "PubSubProducer.lease",
+                f"at least twice receive_timeout ({wait:g}): it runs from before the pull",
+                self.lease,
+            )
 
     def check_action(self, name: str, value: object, path: str) -> str:
         """The action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""

@@ -285,6 +285,8 @@ class ReceiptsFolder:
         self._queue = queue
         self._files = files or state_files(staging, f"{kind}/{digest(queue)}")
         self.failures = failures(self._files)
+        #: Day → the folders of the generations that ended then.
+        self._ended: dict[str, set[str]] = {}
 
     @property
     def durable(self) -> bool:
@@ -321,11 +323,13 @@ class ReceiptsFolder:
 
         :raises StagingError: If they cannot be listed.
         """
-        ended = {
-            name.removesuffix(".json")
-            for day in self._files.names("ended")
-            for name in self._files.names(f"ended/{day}")
-        }
+        days = self._files.names("ended")
+        for day in days:
+            if day not in self._ended or day in days[-2:]:  # older days change no more
+                self._ended[day] = {
+                    name.removesuffix(".json") for name in self._files.names(f"ended/{day}")
+                }
+        ended = set().union(*self._ended.values())
         return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
 
     def in_folder(self, folder: str) -> Receipts:

@@ -111,6 +111,14 @@ def test_a_retry_policy_that_puts_off_longer_is_warned_of(caplog: pytest.LogCapt
 # ---------------------------------------------------------------------------------- permissions
 
 
+def test_who_may_publish_dead_letters_need_not_be_allowed_to_look_at_their_topic() -> None:
+    with place() as at:
+        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
+        at.broker.answer = lambda asked, _: denied if asked == "GetTopic" else None
+        at.begin(dead_letter="some-topic", on_failure="dead_letter")
+        assert at.broker.requests["GetTopic"] == 1
+
+
 @pytest.mark.parametrize("call", ["Pull", "ModifyAckDeadline", "Acknowledge", "Publish"])
 def test_a_permission_that_is_lacking_is_named(call: str, tmp_path: Path) -> None:
     with place(tmp_path) as at:
@@ -154,10 +162,17 @@ def test_who_has_no_dead_letter_topic_hears_of_it_and_the_message_comes_again(
 ) -> None:
     with place(tmp_path) as at:
         at.put("a", "b")
-        run = at.begin(dead_letter="gone-topic", on_failure="dead_letter")
-        report = run.settle(run.take(), {"a": Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")})
+        options = {"dead_letter": "gone-topic", "on_failure": "dead_letter"}
+        missing = f"there is no topic 'projects/{PROJECT}/topics/gone-topic'"
+        with pytest.raises(ProducerError, match=missing):
+            at.begin(**options)
+        at.server.topic("gone-topic")
+        run = at.begin(**options)
+        found = run.take()
+        at.server.publisher.delete_topic(topic=f"projects/{PROJECT}/topics/gone-topic")
+        report = run.settle(found, {"a": Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")})
         assert (report.acked, report.failed) == (1, 1)
-        assert f"there is no topic 'projects/{PROJECT}/topics/gone-topic'" in report.errors[0]
+        assert missing in report.errors[0]
         assert at.left() == 1
 
 
@@ -391,6 +406,7 @@ def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(
         ({}, "subscription"),
         ({"subscription": "orders", "lease": 601}, "lease"),
         ({"subscription": "orders", "lease": 9}, "lease"),
+        ({"subscription": "orders", "lease": 10, "receive_timeout": 6}, "twice receive_timeout"),
         ({"subscription": "orders", "max_number_of_messages": 0}, "max_number_of_messages"),
         ({"subscription": "orders", "max_number_of_messages": 1001}, "max_number_of_messages"),
         ({"subscription": "orders", "receive_timeout": 0}, "receive_timeout"),
