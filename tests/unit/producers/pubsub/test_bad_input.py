@@ -229,7 +229,7 @@ KEY = json.dumps({"type": "service_account", "private_key": SECRET, "project_id"
         ({"key_path": "/none/key.json"}, "'gcp' cannot be read"),
         ({"extra__google_cloud_platform__key_path": "/none/key.json"}, "'gcp' cannot be read"),
         ({"credential_config_file": "/none/c.json"}, "'gcp' cannot be read"),
-        ({"credential_config_file": {"type": "no such"}}, "'gcp' cannot be read"),
+        ({"credential_config_file": {"type": SECRET}}, "'gcp' cannot be read"),
         ({"keyfile_dict": KEY, "key_path": "/x"}, "keyfile_dict and key_path: it needs one"),
         ({"key_secret_name": "s"}, "needs apache-airflow-providers-google"),
     ],

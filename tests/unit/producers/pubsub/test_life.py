@@ -324,7 +324,12 @@ def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: P
         found = run.take()
         lost = [Refused("UNAVAILABLE", "connection reset", done=True)]
         at.broker.answer = lambda call, _: lost.pop() if call == "Acknowledge" and lost else None
+        again = "PERMANENT_FAILURE_INVALID_ACK_ID"
+        at.broker.confirm = lambda _: again if at.broker.requests["Acknowledge"] > 1 else None
+
         assert run.settle(found) == SettleReport(acked=2)
+
+        assert at.broker.requests["Acknowledge"] == 2
         assert at.left() == 0
 
 
