@@ -79,7 +79,7 @@ def requests(case: Case) -> None:
     options = {name: given[name] for name in ("on_success", "on_failure") if name in given}
     with StubServer() as server:
         found = _settled(server, given["successful"], given["failed"], **options)
-    # What is given back goes from the last to the first: in which order is no one's business.
+    # Requests go side by side: which of them comes first is chance.
     assert sorted(found) == sorted(case["expect"]["requests"])
 
 

@@ -288,6 +288,19 @@ def test_a_nacked_message_brings_back_those_behind_it_in_its_key(pubsub_stub: St
     assert data(pubsub_stub.pull(subscription)) == [b"2", b"3"]
 
 
+def test_what_was_nacked_comes_in_order_again_but_not_from_the_emulator(
+    pubsub: PubSubServer,
+) -> None:
+    topic, subscription = queue(pubsub, enable_message_ordering=True)
+    pubsub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
+    ack_ids = [each.ack_id for each in pubsub.pull(subscription)]
+
+    hold(pubsub, subscription, ack_ids[::-1], 0)
+
+    again = data(pubsub.pull(subscription))
+    assert again == ([b"3", b"2", b"1"] if pubsub.kind == "emulator" else [b"1", b"2", b"3"])
+
+
 def test_a_retry_policy_puts_off_what_was_nacked() -> None:
     clock = ManualClock()
     with StubServer(clock) as server:
