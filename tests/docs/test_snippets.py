@@ -15,6 +15,7 @@ FILES = [
     "dead-letters.md",
     "embedded-queue.md",
     "kafka.md",
+    "pubsub.md",
     "rabbitmq.md",
     "semantics.md",
     "spark.md",
