@@ -225,6 +225,9 @@ class StagedRun:
     def publish(self, manifest: Manifest) -> bool:
         """Write the manifest: only now what the generation staged counts.
 
+        Somebody may begin to settle it between the look and the writing: the manifest then stands
+        beside the intent, and no task acts on it.
+
         :returns: Whether this call wrote it; otherwise an earlier one did.
         :raises LeaseLapsed: If its messages have been given back in the meantime.
         """

@@ -86,9 +86,11 @@ def settle_generation(
     """Settle one generation at its broker, once.
 
     The intent is written down, the custodian settles, ``between`` is called, the report is written
-    down.  After a crash
-    between any two of these it is called again.  Whoever calls it, and however often, gets the one
-    report that was written first.
+    down.  After a crash between any two of these it is called again.  Whoever calls it, and however
+    often, gets the one report that was written first.
+
+    An outcome that is recorded after ``settlement`` was made, and before the intent, comes too
+    late: its messages are released, and come again, marked.
 
     :param progress: Of :func:`build_settlement`; kept in the journal.
     :param by: Who settles, for people: the task and its try.

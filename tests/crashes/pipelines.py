@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway import Archive, Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.spark import failed
 
@@ -125,6 +125,12 @@ class HoldsFailed(Batches):
     hold_failed = 600.0
 
 
+class Archives(Batches):
+    """What is received is kept once it is settled."""
+
+    archive = Archive()
+
+
 class OneTask(Batches):
     """A run is one task, and stages nothing; what fails is a dead letter at once."""
 
@@ -139,6 +145,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "retries": Retries,
     "at once": AtOnce,
     "holds failed": HoldsFailed,
+    "archives": Archives,
     "one task": OneTask,
     "on spark": OnSpark,
     "mixed": Mixed,

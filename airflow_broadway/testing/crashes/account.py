@@ -5,6 +5,7 @@ The broker's own queues, and what the callbacks got, written down from outside.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -15,8 +16,10 @@ from airflow_broadway.testing.crashes.callbacks import Witnessed, witnessed
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
-#: The root's own file, the last run's folder and its mark.
-_STAYS = re.compile(r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)")
+#: The root's own file, the last run's folder and its mark; an archive is for good.
+_STAYS = re.compile(
+    r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)|^[^/]+/_archive/"
+)
 
 __all__ = ["ACKED", "DEAD", "DROPPED", "Account", "Wrong", "account"]
 
@@ -108,6 +111,7 @@ def account(
         found.left.append(f"{waiting} messages in the queue")
     found.left += subject.left()
     found.left += _files(subject)
+    _check_archive(found, subject, ids)
     _compare_rows(found, subject, ids, rows)
     return found
 
@@ -174,6 +178,24 @@ def _compare_rows(
                 found.repeated.append(told)
             elif not found.made_to_fail:
                 found.missing.append(told)
+
+
+def _check_archive(found: Account, subject: Subject, ids: Sequence[str]) -> None:
+    """What was settled is in the archive, where the pipeline has one, on this machine."""
+    archive = subject.work / "staging" / subject.pipeline.__name__ / "_archive"
+    if subject.pipeline.archive is None or not subject.staging.startswith("file:"):
+        return
+    from pyarrow import parquet
+
+    kept: set[str] = set()
+    for index in archive.glob("index/*.json"):
+        for path in json.loads(index.read_text())["files"]:
+            # No thread may begin here: this process forks.
+            rows = parquet.ParquetFile(archive / path).read(["message_id"], use_threads=False)
+            kept.update(map(str, rows["message_id"].to_pylist()))
+    for place, key in enumerate(ids):
+        if found.fates[place] and key not in kept:
+            found.lost.append(f"{key}, in the archive")
 
 
 def _times(number: int) -> str:

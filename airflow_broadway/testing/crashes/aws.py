@@ -77,6 +77,7 @@ class Aws:
         given: Mapping[str, Any],
         send: Callable[[Mapping[str, Any]], Any],
     ) -> Any:
+        given = _repeatable(given)
         made = self._made[operation]
         self._made[operation] += 1
         half = _half(given)
@@ -102,6 +103,12 @@ class Aws:
             str(given[name]) for name in ("QueueName", "Key", "Prefix") if given.get(name)
         ] or [each["Key"] for each in given.get("Delete", {}).get("Objects", [])[:1]]
         return found[0].removeprefix(f"{self._place}-") if found else ""
+
+
+def _repeatable(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A request that can be sent again: a stream can be read once only."""
+    body = given.get("Body")
+    return {**given, "Body": body.read()} if hasattr(body, "read") else given
 
 
 def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -209,7 +209,9 @@ class _Case:
                 self._pass_time(self._subject.lease * 1.1 + 60.0)
             else:
                 run.over = True
-            self._go_on(self._scheduler.run("two"), tasks)
+            two = self._scheduler.run("two")
+            self._go_on(two, tasks)
+            two.over = True
 
     def _go_on(self, run: Run, tasks: Sequence[str], failed: Sequence[str] = ()) -> None:
         """Execute tasks, each until it is done; a task without a try left fails the run."""
