@@ -77,7 +77,6 @@ class Aws:
         given: Mapping[str, Any],
         send: Callable[[Mapping[str, Any]], Any],
     ) -> Any:
-        given = _repeatable(given)
         made = self._made[operation]
         self._made[operation] += 1
         half = _half(given)
@@ -105,12 +104,6 @@ class Aws:
         return found[0].removeprefix(f"{self._place}-") if found else ""
 
 
-def _repeatable(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A request that can be sent again: a stream can be read once only."""
-    body = given.get("Body")
-    return {**given, "Body": body.read()} if hasattr(body, "read") else given
-
-
 def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """A batch request with the first half of its entries; ``None`` if it cannot be divided."""
     entries = given.get("Entries", ())
@@ -129,8 +122,8 @@ def _others(
     """What else can happen to a request."""
 
     def twice() -> Any:
-        send(given)
-        return send(given)
+        send({**given})  # the client makes a stream of the body there, which is read once only
+        return send({**given})
 
     def conflict() -> Any:
         raise _refused(operation, "ConditionalRequestConflict", 409)
