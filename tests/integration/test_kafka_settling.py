@@ -336,6 +336,27 @@ def test_a_halt_keeps_all_behind_it_and_its_run_fails(kafka: KafkaServer, tmp_pa
     assert all(message.redelivered for message in again)
 
 
+class Failing(Broadway):
+    """Fails the third message."""
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.failed("no") if message.data == b"000002" else message
+
+
+def test_by_default_a_partition_stops_at_its_first_failure(
+    kafka_mock: MockKafka, tmp_path: Path
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path)
+    group.fill(6)
+    made = type("Failed", (Failing,), {"producer": group.producer()})
+
+    first, second = made().run_local(), made().run_local()
+
+    settled = first.settled
+    assert (settled.acked, settled.requeued, settled.released) == (2, 1, 3)
+    assert second.received == 0  # nothing, until the failed one is to be tried again
+
+
 class Halting(Broadway):
     """Halts at the third message."""
 

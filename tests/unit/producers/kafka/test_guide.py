@@ -11,7 +11,7 @@ from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, OptionsError
 from airflow_broadway.producers.kafka import ClientConfig, KafkaProducer
-from airflow_broadway.producers.kafka.client import settings_of
+from airflow_broadway.producers.kafka.client import Cluster, settings_of
 
 
 class Connections:
@@ -45,6 +45,17 @@ def test_the_extra_of_the_connection_is_librdkafkas_settings() -> None:
     found = settings(made(), connection(extra=extra, host="unused"))
 
     assert extra.items() <= found.items()
+
+
+def test_a_group_in_the_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[dict[str, Any]] = []
+    monkeypatch.setattr(Cluster, "_made", lambda self, kind, config: configs.append(config))
+    extra = {"bootstrap.servers": "a:1", "group.id": "my-group"}
+    known = Connections(kafka_default=connection(extra=extra))
+
+    Cluster(made(group_id="orders"), ProducerEnv(connections=known))
+
+    assert [config["group.id"] for config in configs] == ["orders"]
 
 
 def test_host_and_login_of_the_connection_count_where_the_extra_is_silent() -> None:

@@ -1,0 +1,147 @@
+"""Kafka in a real Airflow: its connection, as people type it, and a backfill beside a live run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
+from tests.kafka_fixtures import wanted_kafka
+from tests.kafka_server import NoidaKafka
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
+
+DAGS = ROOT / "tests" / "integration" / "pipelines" / "backfilled"
+#: The hours that are read again, and what their messages say: the hour, and which of it.
+HOURS = 3
+OF_AN_HOUR = 40
+START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=6)
+
+
+@pytest.fixture
+def kafka(tmp_path: Path) -> Iterator[NoidaKafka]:
+    wanted_kafka(NoidaKafka.kind)  # or the test is skipped
+    with NoidaKafka.start(tmp_path / "kafka") as server:
+        server.topic("hours", 2)
+        server.topic("hours-dlt")
+        yield server
+
+
+def fill(kafka: NoidaKafka) -> None:
+    """Messages of each hour, and of those around: a little out of order, in both partitions."""
+    sender = kafka.producer()
+    for hour in range(-1, HOURS + 1):
+        for number in range(OF_AN_HOUR):
+            swapped = number ^ 1
+            at = START + timedelta(hours=hour, seconds=swapped * 3600 / OF_AN_HOUR)
+            sender.produce(
+                "hours",
+                b"%d" % (100 * hour + swapped),
+                partition=number // 2 % 2,
+                timestamp=round(at.timestamp() * 1000),
+            )
+    assert not sender.flush(30)
+
+
+def handled(folder: Path, run_id: str) -> list[tuple[int, int]]:
+    lines = (folder / f"{run_id}.handled").read_text().splitlines()
+    return sorted((int(number), int(again)) for number, again in map(str.split, lines))
+
+
+def test_a_backfill_reads_its_hours_from_the_log_beside_a_live_run(
+    kafka: NoidaKafka, tmp_path: Path
+) -> None:
+    fill(kafka)
+    env = airflow_env(
+        home=made_home(tmp_path / "airflow"),
+        dags=DAGS,
+        port=free_port(),
+        settings={
+            "broadway.staging": f"file://{tmp_path / 'staging'}",
+            "core.test_connection": "Enabled",
+        },
+    )
+    env["AIRFLOW_VAR_BACKFILLED_FOLDER"] = str(tmp_path)
+    parts = ("api-server", "scheduler", "dag-processor")
+    with LocalAirflow(env, tmp_path / "logs", components=parts) as airflow:
+        connect(airflow, kafka)
+        airflow.wait_for_dag("backfilled")
+        airflow.pause("backfilled", False)
+        # Given a live run that has messages in hand
+        live = airflow.trigger("backfilled")
+        eventually((tmp_path / "live").exists, timeout=180)
+
+        # When the hours are run again
+        backfill(airflow, START, START + timedelta(hours=HOURS - 1))
+        runs = [run_of(airflow, START + timedelta(hours=hour)) for hour in range(HOURS)]
+        states = [airflow.wait_for_run("backfilled", run, timeout=300) for run in runs]
+
+        # Then each has read its own, once, and the group does not know of it
+        assert states == ["success"] * HOURS
+        for hour, run in enumerate(runs):
+            assert handled(tmp_path, run) == [(100 * hour + n, 0) for n in range(OF_AN_HOUR)]
+        assert {offset for offset, _ in kafka.committed("backfilled", "hours").values()} == {0}
+
+        # And the live run gets all of it
+        (tmp_path / "release").touch()
+        assert airflow.wait_for_run("backfilled", live, timeout=300) == "success"
+    everything = [100 * hour + n for hour in range(-1, HOURS + 1) for n in range(OF_AN_HOUR)]
+    assert handled(tmp_path, live) == [(number, 0) for number in everything]
+    ends = {number: end for number, (_, end) in kafka.watermarks("hours").items()}
+    committed = kafka.committed("backfilled", "hours")
+    assert {number: offset for number, (offset, _) in committed.items()} == ends
+
+
+def backfill(airflow: LocalAirflow, first: datetime, last: datetime) -> None:
+    """What ``airflow backfill create`` does, in the server's own process: SQLite has one writer."""
+    about = {
+        "dag_id": "backfilled",
+        "from_date": first.isoformat(),
+        "to_date": last.isoformat(),
+        "max_active_runs": HOURS,
+        "reprocess_behavior": "none",
+    }
+    airflow.api("POST", "/backfills", about)
+
+
+def run_of(airflow: LocalAirflow, hour: datetime) -> str:
+    """The backfill's run of an hour, once it is there."""
+    found: list[str] = []
+
+    def there() -> bool:
+        runs = airflow.api("GET", "/dags/backfilled/dagRuns", run_type="backfill")["dag_runs"]
+        found[:] = [
+            run["dag_run_id"]
+            for run in runs
+            if datetime.fromisoformat(run["data_interval_start"]) == hour
+        ]
+        return bool(found)
+
+    eventually(there, timeout=120)
+    return found[0]
+
+
+def connect(airflow: LocalAirflow, kafka: NoidaKafka) -> None:
+    """Make the connection as the form does, and press its test button."""
+    from airflow.providers.apache.kafka.hooks.base import KafkaBaseHook
+
+    form = KafkaBaseHook.get_ui_field_behaviour()
+    assert set(form["hidden_fields"]) == {"schema", "login", "password", "port", "host"}
+    assert form["relabeling"] == {"extra": "Config Dict"}
+    about = {
+        "connection_id": "kafka_by_form",
+        "conn_type": "kafka",
+        "extra": json.dumps({"bootstrap.servers": kafka.bootstrap}),
+    }
+    tested = airflow.api("POST", "/connections/test", about)
+    assert tested["status"] is True, tested
+    nobody = {**about, "extra": json.dumps({"bootstrap.servers": "127.0.0.1:1"})}
+    assert airflow.api("POST", "/connections/test", nobody)["status"] is False
+    airflow.api("POST", "/connections", about)
