@@ -129,6 +129,10 @@ def dump_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
             raise MisfitError("metadata", "keys that are text", describe(key))
         if type(value) is str and encodable(value) and not value.startswith(_TAGGED):
             made[key] = value
+        elif value is None:
+            made[key] = _NONE
+        elif type(value) is dict and not value:
+            made[key] = _EMPTY
         else:
             made[key] = _wholly_tagged(value, f"metadata[{key!r}]")
     return made
@@ -136,7 +140,12 @@ def dump_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def load_metadata(texts: Mapping[str, str]) -> dict[str, Any]:
     """Return the metadata that :func:`dump_metadata` wrote."""
-    return {key: load(text) if text.startswith(_TAGGED) else text for key, text in texts.items()}
+    return {key: _loaded(text) if text.startswith(_TAGGED) else text for key, text in texts.items()}
+
+
+def _loaded(text: str) -> Any:
+    """A tagged value; what stands for nothing is known without being read."""
+    return None if text == _NONE else {} if text == _EMPTY else load(text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -284,3 +293,7 @@ _MAKE: Final[dict[str, Callable[[Any], Any]]] = {
     "date": date.fromisoformat,
     "uuid": lambda of: uuid.UUID(hex=of),
 }
+
+#: What brokers often say of a message: nothing.
+_NONE: Final = _wholly_tagged(None, "")
+_EMPTY: Final = _wholly_tagged({}, "")

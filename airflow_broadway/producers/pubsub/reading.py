@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any
 
 from airflow_broadway.core.custody.protocol import Delivery
@@ -54,11 +55,16 @@ def metadata_of(raw: Any) -> dict[str, Any]:
 
 
 def _instant(stamp: Any) -> str | None:
-    """An instant as protobuf has it, as text; its own conversion takes four times as long."""
-    if not stamp.seconds and not stamp.nanos:
+    """An instant as protobuf has it, as text; its own conversion takes many times as long."""
+    seconds, nanos = stamp.seconds, stamp.nanos
+    if not seconds and not nanos:
         return None
-    whole = datetime.fromtimestamp(stamp.seconds, timezone.utc)
-    return whole.replace(microsecond=stamp.nanos // 1000).isoformat()
+    return f"{_second(seconds)}.{nanos // 1000:06d}+00:00"
+
+
+@lru_cache(maxsize=64)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _properties_of(message: Any) -> str:
