@@ -34,6 +34,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
         "failing": lambda: import_module("tests.benchmarks.failing").bench_failing(),
         "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
+        "archive": lambda: import_module("tests.benchmarks.archive").bench_archive(
+            **({"messages": 20_000, "interval": 100_000, "tries": 1} if quick else {})
+        ),
         "s3": lambda: import_module("tests.benchmarks.s3").bench_s3(
             **({"sizes": ((10_000, 1_000),)} if quick else {})
         ),

@@ -11,6 +11,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = [
+    "backfills.md",
     "concepts.md",
     "dead-letters.md",
     "embedded-queue.md",

@@ -35,11 +35,13 @@ from airflow_broadway.core.model.pipeline_options import Archive
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load, load_key
+from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.coverage import gaps_of, remarks_of
 from airflow_broadway.staging.archive.failed import put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.metadata import metadata_of
 from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.store import Folder
 
 __all__ = ["FOR_EVER", "PastCustodian", "PastProducer", "of_archive"]
@@ -117,6 +119,7 @@ class ArchiveSource:
         self._stopped = bool(env.index)
         found = look(self._archive, interval)
         gaps = gaps_of(self._archive, found, interval, options, env.clock.now())
+        gaps += _unsettled(env, interval, options)
         if gaps and options.on_gap == "refuse":
             raise RequestRefused(
                 f"the interval from {interval} is not whole in the archive: {'; '.join(gaps)}."
@@ -181,6 +184,20 @@ class ArchiveSource:
                         size=row["size"],
                     )
                     position += 1
+
+
+def _unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[str]:
+    """What live runs of the Dag have received, and nobody has settled yet: it may be of it."""
+    dag_id = str(env.owner.get("dag_id"))
+    count = 0
+    for _, record in iter_unsettled(env.store, env.pipeline, dag_id):
+        live = not record.source
+        early = datetime.fromisoformat(record.opened_at) < interval.end
+        count += live and (early or options.time != "received_at")
+    if not count:
+        return []
+    runs = many(count, "execution")
+    return [f"{runs} of live runs are not settled yet, and what they received of it is not read"]
 
 
 def _data_of(payload: bytes, form: str | None) -> Any:

@@ -73,6 +73,12 @@ def test_a_run_takes_the_queue_and_a_backfill_the_archive_or_else_the_log() -> N
     assert chosen(Log, context("backfill")) == RunSource(kind="log", interval=HOUR)
 
 
+def test_a_schedule_that_catches_up_reads_its_intervals_where_the_operator_says_so() -> None:
+    source = chosen(Kept, context("scheduled"), source="archive")
+
+    assert source == RunSource(kind="archive", interval=HOUR)
+
+
 def test_params_choose_before_the_operator_and_the_operator_before_the_type() -> None:
     two = Interval(NOON - timedelta(days=1), NOON)
     given: Any = {

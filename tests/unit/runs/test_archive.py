@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -301,6 +302,15 @@ def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_
     assert "it is not over yet" in notes(world.run("now", source).all())
 
 
+def test_what_live_runs_have_not_settled_yet_is_told(world: World) -> None:
+    world.minutes(1)
+    world.run("live").all()
+    world.minutes(2)
+    world.run("slow").process()
+
+    assert "1 execution of live runs are not settled yet" in notes(world.backfill("again"))
+
+
 def test_a_gap_is_refused_before_anything_is_handled_where_the_user_asks_for_it(
     tmp_path: Path,
 ) -> None:
@@ -521,3 +531,91 @@ def test_one_producer_cleared_alone_does_not_undo_the_batches_of_others(tmp_path
             with_source(run.pipeline, run.source),
             replace(ProducerEnv(), generation="0" * 32, owner={"map_index": 7}, store=world.store),
         )
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "airflow_broadway.staging.archive.publication._place",
+        "airflow_broadway.staging.archive.publication._begin",
+        "airflow_broadway.staging.archive.publication._index",
+        "airflow_broadway.staging.settlement.record_settled",
+    ],
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_settlement_killed_while_it_archives_is_gone_on_with(
+    world: World, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
+) -> None:
+    # Given a run that settles three messages, one of which comes again, and is killed
+    world.send({"minute": 1}, {"minute": 61}, {"minute": 2, "fails": "batch"})
+    run = world.run("killed")
+    run.process()
+    with monkeypatch.context() as patch:
+        struck = resolve_name(point)
+
+        def dies(*given: Any, **named: Any) -> None:
+            if after:
+                struck(*given, **named)
+            raise KeyboardInterrupt
+
+        patch.setattr(point, dies)
+        patch.setattr("airflow_broadway.runs.stand_in.StandIn.finish", lambda self: None)
+        run.batch()
+        with pytest.raises(KeyboardInterrupt):
+            run.ack()
+    world.over.add("killed")
+
+    # When the next runs sweep, and handle what is left
+    world.run("next").all()
+    world.run("last").all()
+
+    # Then each message is in the archive once
+    assert look(world.archive).messages == 3
+    assert len({*world.archive.list("index")}) == 2
+    world.run("again", of_minutes(0, 120)).all()
+    assert sorted(world.rows("again")) == [1, 2, 61]
+    with world.queue() as queue:
+        assert queue.depth()[:3] == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "airflow_broadway.runs.process.prepare_sink",
+        "airflow_broadway.runs.process.Process._publish",
+        "airflow_broadway.runs.python_batches.PythonBatches._handle",
+        "airflow_broadway.runs.sources.archived.put_failed",
+        "airflow_broadway.staging.settlement.record_settled",
+    ],
+)
+def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    world = World(tmp_path, Daily)
+    world.send({"minute": 1}, {"minute": 2}, {"minute": 3, "fails": "process"})
+    for run_id in ("live", "live2"):
+        world.run(run_id).all()
+    run = world.run("again", of_minutes(0, 60))
+    monkeypatch.setattr("airflow_broadway.runs.stand_in.StandIn.finish", lambda self: None)
+
+    def all_tasks() -> dict[str, Any]:
+        run.references.clear()
+        run.process()
+        run.batch()
+        return run.ack()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(point, _dies)
+        with pytest.raises(KeyboardInterrupt):
+            all_tasks()
+
+    # Airflow clears it: every task from the first
+    report = all_tasks()
+
+    assert report["balanced"]
+    assert written(world) == [1, 2]
+    assert [each["reason"] for each in failures(world.archive)].count("sour") >= 1
+    assert report["totals"]["acked"] >= 2

@@ -1,0 +1,103 @@
+"""What an archive costs a run that keeps one, and how fast an interval of it is read.
+
+``archive.process`` is a process stage whose messages are kept, to be compared with the same stage
+without (``archive.none``), on messages that cost nothing and callbacks that do nothing: of a real
+pipeline it is less.  ``.cpu`` is the processor time of a message.  ``archive.read`` reads an
+interval of an hour, imported beforehand, in order and as messages; ``.peak`` is its memory.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from airflow_broadway import Archive, Interval
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.runs.sources.archived import ArchiveSource
+from airflow_broadway.staging.archive.exchange import Chosen, import_file
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.store import Store
+from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, rate
+from tests.benchmarks.made_up import BODY
+from tests.benchmarks.stages import run_stage
+
+__all__ = ["bench_archive"]
+
+MESSAGES = 200_000
+INTERVAL = 1_000_000
+MADE_UP = "tests.benchmarks.made_up:OnNothing"
+START = datetime(2013, 1, 1, tzinfo=UTC)
+
+
+def bench_archive(messages: int = MESSAGES, interval: int = INTERVAL, tries: int = 5) -> Figures:
+    """All figures; the stages in turn, so that what else the machine does falls on both."""
+    pairs = [(stage(messages, kept=False), stage(messages, kept=True)) for _ in range(tries)]
+    without, kept = ([pair[index] for pair in pairs] for index in (0, 1))
+    each = [1e6 * took.cpu / messages for took in kept]
+    bare = [1e6 * took.cpu / messages for took in without]
+    return [
+        median("archive.none", [took.rate for took in without], "msg/s"),
+        median(
+            "archive.process",
+            [took.rate for took in kept],
+            "msg/s",
+            of="archive.none",
+            ratios=[b.rate / a.rate for a, b in pairs],
+        ),
+        median("archive.none.cpu", bare, "us", digits=2),
+        median(
+            "archive.process.cpu",
+            each,
+            "us",
+            digits=2,
+            of="archive.none.cpu",
+            ratios=[b / a for a, b in zip(bare, each, strict=True)],
+        ),
+        *reading(interval),
+    ]
+
+
+def stage(messages: int, *, kept: bool) -> Took:
+    """One process stage."""
+    options = {"producer": {"messages": messages}, "archive": {} if kept else None}
+    with folder_of_its_own() as folder:
+        given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+        done = run_stage("process", max_messages=messages, **given)
+    return Took(messages, done.seconds, done.cpu)
+
+
+def reading(messages: int) -> Figures:
+    """An hour of an archive, read to its end."""
+    with folder_of_its_own() as folder:
+        store = Store.open(f"file://{folder}/staging")
+        fill(store, folder, messages)
+        env = ProducerEnv(
+            pipeline="b",
+            store=store,
+            interval=Interval(START, START + timedelta(hours=1)),
+            owner={"dag_id": "d"},
+        )
+        started = time.perf_counter()
+        source = ArchiveSource(env, Archive())
+        count = 0
+        while found := source.receive(1_000, timeout=0.0):
+            count += len(found)
+        seconds = time.perf_counter() - started
+    if count != messages:
+        raise RuntimeError(f"read {count} of {messages} messages")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return [rate("archive.read", messages, seconds), memory("archive.read", peak)]
+
+
+def fill(store: Store, folder: Path, messages: int) -> None:
+    step = timedelta(hours=1) / messages
+    times = [START + step * ((number * 7919) % messages) for number in range(messages)]
+    rows = pa.table({"at": times, "body": pa.repeat(BODY, messages)})
+    pq.write_table(rows, folder / "rows.parquet")
+    chosen = Chosen(time="at", payload="body")
+    import_file(archive_folder(store, "b"), folder / "rows.parquet", chosen, START)

@@ -1,0 +1,129 @@
+"""January 2013 of the flights, backfilled by Airflow's own command through a real scheduler.
+
+``DAYS=31 make test-all ARGS="-k test_flights_backfill"`` is the whole month; three days stand for
+it unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, airflow_env, home_of
+from scripts.load_flights import flights, load
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.integration.backfills.truth import rows_of, written
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.airflow, pytest.mark.slow]
+
+DAG = "kept_flights"
+DAYS = int(os.environ.get("DAYS", "3"))
+
+
+@pytest.mark.timeout(7200)
+def test_each_day_is_right_after_each_backfill(tmp_path: Path) -> None:
+    last = f"2013-01-{DAYS:02d}"
+    sent = list(takewhile(lambda flight: flight["month"] == 1, flights()))
+    sent = [flight for flight in sent if flight["time_hour"][:10] <= last]
+    random.Random(7).shuffle(sent)
+    truth = rows_of(sent)
+    late, sent = sent[:50], sent[50:]
+    queue, output = tmp_path / "queue.db", tmp_path / "rows"
+
+    with airflow_of(tmp_path) as airflow:
+        # Given live runs that took them in an order that no clock knows
+        with SqliteQueue(queue, "flights") as opened:
+            load(opened, sent)
+        for most in (len(sent) // 2, None):
+            live(airflow, **({} if most is None else {"max_messages": most}))
+        assert written(output) == rows_of(sent)
+
+        # When the days are run again, two at a time, beside a live run
+        with SqliteQueue(queue, "flights") as opened:
+            load(opened, late)
+        begin(airflow, "2013-01-01", last, "--max-active-runs", "2")
+        run = airflow.trigger(DAG)
+        assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
+        runs = wait_for_backfill(airflow, DAYS)
+
+        # Then each day's rows are those of the source file alone, once
+        assert {each["state"] for each in runs} == {"success"}
+        backfilled = {each["run_id"] for each in runs}
+        found = written(output)
+        assert {row for day in found.values() for row in day} >= {
+            row for day in rows_of(sent).values() for row in day
+        }
+
+        # And once more backwards, over runs that ended well
+        begin(airflow, "2013-01-01", last, "--run-backwards", "--reprocess-behavior", "completed")
+        runs = wait_for_backfill(airflow, DAYS)
+        assert {each["state"] for each in runs} == {"success"}
+        assert {each["run_id"] for each in runs} == backfilled
+        assert written(output) == truth
+
+        # And a past run is run again, as it was
+        again = airflow.trigger(DAG, {"source": "run", "source_run": min(backfilled)})
+        assert airflow.wait_for_run(DAG, again, timeout=300) == "success"
+        assert written(output) == truth
+
+
+@contextmanager
+def airflow_of(folder: Path) -> Iterator[LocalAirflow]:
+    env = airflow_env(
+        home=home_of(ROOT, "airflow-test-backfills"),
+        port=free_port(),
+        dags=ROOT / "tests" / "integration" / "backfills" / "dags",
+        settings={"broadway.staging": f"file://{folder / 'staging'}"},
+    )
+    connection = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
+    env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(connection)
+    env["AIRFLOW_VAR_FLIGHTS_OUTPUT"] = str(folder / "rows")
+    parts = ("api-server", "scheduler", "dag-processor")
+    with LocalAirflow(env, folder / "logs", components=parts) as airflow:
+        airflow.wait_for_dag(DAG)
+        yield airflow
+
+
+def live(airflow: LocalAirflow, **params: Any) -> None:
+    run = airflow.trigger(DAG, params)
+    assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
+
+
+def begin(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
+    dates = ("--from-date", start, "--to-date", end)
+    command = ("airflow", "backfill", "create", "--dag-id", DAG, *dates, *more)
+    done = subprocess.run(command, env=airflow.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
+    """The backfill's runs, once all are over."""
+
+    def runs() -> list[dict[str, Any]]:
+        found = airflow.api("GET", f"/dags/{DAG}/dagRuns", run_type="backfill", limit=100)
+        made: list[dict[str, Any]] = found["dag_runs"]
+        return made
+
+    def over() -> bool:
+        done = [each for each in runs() if each["state"] in ("success", "failed")]
+        return len(done) == days and not _open(airflow)
+
+    eventually(over, timeout=3600)
+    return runs()
+
+
+def _open(airflow: LocalAirflow) -> bool:
+    """Whether a backfill has not come to its end."""
+    found = airflow.api("GET", "/backfills", dag_id=DAG)
+    return any(each["completed_at"] is None for each in found["backfills"])

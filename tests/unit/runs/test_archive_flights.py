@@ -1,0 +1,116 @@
+"""A day of real flights, kept by its scheduled hour and run again over what live runs wrote.
+
+The month goes through a real scheduler: ``tests/integration/test_flights_backfill.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Interval, RunSource
+from airflow_broadway.cli.app import main
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.load_flights import flights, load
+from tests.integration.backfills.kept_flights import KeptFlights
+from tests.integration.backfills.truth import rows_of, written
+from tests.unit.runs.archive_steps import World
+
+DAY = datetime(2013, 1, 1, tzinfo=UTC)
+
+
+def world_of(folder: Path) -> World:
+    producer = {"conn_id": None, "path": str(folder / "queue.db")}
+    context = {"output": str(folder / "rows")}
+    return World(folder, KeptFlights, producer=producer, context=context)
+
+
+def backfill(world: World, run_id: str, start: datetime, hours: int = 24) -> dict[str, Any]:
+    interval = Interval(start, start + timedelta(hours=hours))
+    return world.run(run_id, RunSource(kind="archive", interval=interval)).all()
+
+
+def test_each_flight_of_a_day_is_written_once_by_live_runs_and_backfills(tmp_path: Path) -> None:
+    # Given a day and some of the next, in an order that no clock knows
+    sent = list(islice(flights(), 1_100))
+    random.Random(7).shuffle(sent)
+    world = world_of(tmp_path)
+    with SqliteQueue(tmp_path / "queue.db", "flights") as queue:
+        for number, part in enumerate((sent[:500], sent[500:])):
+            load(queue, part)
+            world.run(f"live{number}").all()
+    truth = rows_of(sent)
+    assert written(tmp_path / "rows") == truth
+    before = {path.parent.name for path in (tmp_path / "rows").rglob("*.jsonl")}
+
+    # When the day is run again, twice
+    for run_id in ("once", "twice"):
+        report = backfill(world, run_id, DAY)
+        assert report["balanced"]
+        assert report["totals"]["acked"] == len(truth["2013-01-01"])
+        # Then its rows are those of the source file, once, and the next day's stay
+        assert written(tmp_path / "rows") == truth
+
+    batches = {path.parent.name for path in (tmp_path / "rows").rglob("*.jsonl")}
+    assert batches != before
+    backfill(world, "thrice", DAY)
+    assert {path.parent.name for path in (tmp_path / "rows").rglob("*.jsonl")} == batches
+
+
+GUIDE = Path(__file__).parents[3] / "docs" / "backfills.md"
+
+
+def test_the_guide_quotes_the_pipeline_and_the_dag_that_are_run() -> None:
+    folder = Path(__file__).parents[2] / "integration" / "backfills"
+    sources = [
+        (folder / name).read_text() for name in ("kept_flights.py", "dags/kept_flights_dag.py")
+    ]
+
+    quotes = re.findall(r"^```py\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+
+    assert len(quotes) == 3
+    for quote, source in zip(quotes[1:], sources, strict=True):
+        assert quote in source
+
+
+def test_the_commands_of_the_guide_do_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = world_of(tmp_path)
+    world.store.root_id()
+    sent = list(islice(flights(), 50))
+    (tmp_path / "flights.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sent))
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^airflow-broadway (archive .*)$", GUIDE.read_text(), re.MULTILINE)
+    # The file first: what is looked at must be there.
+    commands.sort(key=lambda command: "import" not in command)
+
+    for command in commands:
+        words = shlex.split(command)
+        assert main([*words[:2], "--staging", world.store.uri, *words[2:]]) == 0, command
+
+    said = capsys.readouterr().out
+    assert "Imported 50 messages of flights.jsonl" in said
+    assert "Wrote 50 messages to out.parquet" in said
+    assert "Removed 50 messages of" in said
+
+
+def test_a_file_of_the_users_is_run_like_what_was_received(tmp_path: Path) -> None:
+    sent = list(islice(flights(), 900))
+    world = world_of(tmp_path)
+    path = tmp_path / "flights.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in sent))
+    about = ("--pipeline-name", "KeptFlights", "--staging", world.store.uri)
+    assert main(["archive", "import", *about, str(path), "--time", "time_hour"]) == 0
+
+    backfill(world, "again", DAY, hours=72)
+
+    assert written(tmp_path / "rows") == rows_of(sent)
