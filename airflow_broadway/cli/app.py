@@ -79,9 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``handler``."""
     parser = _Parser(
         prog="airflow-broadway",
-        description="Look at staged runs, run their batches again, look after dead letters, serve"
-        " the embedded queue, check a RabbitMQ, look after a Kafka group or a Pub/Sub subscription,"
-        " put a pipeline to the test.",
+        description="Look at staged runs, run their batches again, look after dead letters and"
+        " archives, serve the embedded queue, check a RabbitMQ, look after a Kafka group or a"
+        " Pub/Sub subscription, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )

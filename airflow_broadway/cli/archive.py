@@ -14,6 +14,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many, table
 from airflow_broadway.staging.archive.exchange import Chosen, export, import_file, line_of
+from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import archive_folder, start_of
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.removal import purge
@@ -104,6 +105,22 @@ def _show(folder: Folder, given: argparse.Namespace) -> int:
     return 0
 
 
+def _failed(folder: Folder, given: argparse.Namespace) -> int:
+    found = list(failures(folder))
+    if given.json:
+        say_json([dict(each) for each in found])
+        return 0
+    if not found:
+        say("Nothing is kept there of what failed in runs of the archive, or of past runs.")
+        return 0
+    rows = (
+        (each["at"][:19], each["run_id"], each["message_id"], each["stage"], cut(each["reason"]))
+        for each in found
+    )
+    say(*table(("failed at", "run", "message", "stage", "reason"), rows))
+    return 0
+
+
 def _import(folder: Folder, given: argparse.Namespace) -> int:
     chosen = Chosen(time=given.time, payload=given.payload, id=given.id)
     done = import_file(folder, Path(given.file), chosen, SystemClock().now(), given.format or "")
@@ -147,6 +164,7 @@ def _needed(given: argparse.Namespace) -> Interval:
 
 
 _ACTIONS: dict[str, Any] = {
+    "failed": _failed,
     "list": _list,
     "show": _show,
     "import": _import,

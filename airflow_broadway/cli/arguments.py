@@ -306,6 +306,7 @@ def add_archive(commands: Any) -> None:
     for name, text in (
         ("list", "How many messages there are, by day or hour."),
         ("show", "The messages of an interval, in order."),
+        ("failed", "What failed in runs of it, or of past runs: why, and in which run."),
         ("import", "Put the rows of a file into it, all at once: Parquet, JSON lines or CSV."),
         ("export", "Write an interval to a file: Parquet or JSON lines."),
         ("purge", "Remove hours for good."),
@@ -322,7 +323,7 @@ def add_archive(commands: Any) -> None:
         )
         if name in ("import", "export"):
             made[name].add_argument("file", metavar="FILE")
-        if name != "import":
+        if name not in ("import", "failed"):
             for edge in ("start", "end"):
                 made[name].add_argument(
                     f"--{edge}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -93,31 +93,37 @@ def look(archive: Folder, interval: Interval | None = None) -> Found:
 
     :raises StagingError: If a newer release wrote it, or it cannot be read.
     """
-    indexes: dict[str, Index | None] = {}
+    present: dict[int, set[str]] = {}
+    generations: set[str] = set()
+    for hour in hours_of(archive, interval):
+        present[hour] = set(archive.list(partition_of(hour)))
+        generations.update(match[1] for match in map(_FILE.fullmatch, present[hour]) if match)
+    # Many at a time: each costs a round trip to an object store.
+    indexes = list(_indexes(archive, sorted(generations)))
     hours: dict[int, dict[str, int]] = {}
     lost: list[str] = []
-    for hour in hours_of(archive, interval):
-        folder = partition_of(hour)
-        present = set(archive.list(folder))
-        generations = {match[1] for match in map(_FILE.fullmatch, present) if match}
-        files: dict[str, int] = {}
-        for generation in sorted(generations):
-            if generation not in indexes:
-                indexes[generation] = read_index(archive, generation)
-            index = indexes[generation]
-            for path, rows in (index.files if index is not None else {}).items():
-                if path.startswith(f"{folder}/"):
-                    if path.rpartition("/")[2] in present:
-                        files[path] = rows
-                    else:
-                        lost.append(path)
-        if files:
-            hours[hour] = files
+    named: dict[str, dict[str, int]] = {}
+    for index in indexes:
+        for path, rows in index.files.items():
+            named.setdefault(path.rpartition("/")[0], {})[path] = rows
+    for hour, names in present.items():
+        files = named.get(partition_of(hour), {})
+        there = {path: n for path, n in files.items() if path.rpartition("/")[2] in names}
+        lost += sorted(files.keys() - there)
+        if there:
+            hours[hour] = dict(sorted(there.items()))
     untimed = Counter[str]()
-    for index in indexes.values():
-        if index is not None and index.untimed:
+    for index in indexes:
+        if index.untimed:
             untimed[index.why] += index.untimed
     return Found(hours=hours, lost=tuple(lost), untimed=dict(untimed))
+
+
+def _indexes(archive: Folder, generations: Sequence[str]) -> Iterator[Index]:
+    """What counts of some generations; those that are not settled have no index."""
+    for path, text in archive.read_all([index_path(each) for each in generations]):
+        if text is not None:
+            yield Index.loads(text, f"{archive.path}/{path}")
 
 
 def read_index(archive: Folder, generation: str) -> Index | None:

@@ -82,6 +82,7 @@ class ArchiveWriter:
         self._files: dict[int, TableFiles] = {}
         self._open: set[int] = set()
         self._rows: dict[str, list[Any]] = {}
+        self._told = False
 
     def __enter__(self) -> Self:
         return self
@@ -110,8 +111,9 @@ class ArchiveWriter:
         self._write()
         for hour in list(self._open):
             self._close(hour)
-        times = self._times
-        if times.untimed:
+        times, told = self._times, self._told
+        self._told = True
+        if times.untimed and not told:
             log.warning(
                 "%s for the archive gave no time, and are kept by when they were received: %s.",
                 many(times.untimed, "message"),

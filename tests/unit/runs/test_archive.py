@@ -145,7 +145,7 @@ def test_a_run_that_died_before_its_manifest_leaves_nothing(
     assert look(world.archive).messages == 2
 
 
-def _dies(*_: Any) -> None:
+def _dies(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 

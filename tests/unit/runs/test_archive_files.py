@@ -152,6 +152,19 @@ def test_what_is_exported_can_be_imported(world: World, run: Command, tmp_path: 
     ]
 
 
+def test_what_failed_in_a_backfill_is_listed_with_its_reason(world: World, run: Command) -> None:
+    world.send({"minute": 1, "fails": "process"})
+    for run_id in ("one", "two"):
+        world.run(run_id).all()
+    assert "Nothing is kept there" in run("failed")[1]
+
+    world.backfill("again")
+
+    [failure] = run.json("failed")
+    assert (failure["run_id"], failure["reason"], failure["stage"]) == ("again", "sour", "process")
+    assert "sour" in run("failed")[1]
+
+
 def test_what_is_purged_is_gone_and_told(world: World, run: Command) -> None:
     world.minutes(1, 2, 61)
     world.run("live").all()
