@@ -97,15 +97,29 @@ def test_an_answer_over_the_clients_limit_is_told_with_the_setting(
         group.drain()
 
 
-def test_what_stands_behind_others_is_not_silent(tmp_path: Path) -> None:
+class Nobody:
+    """A cluster that does not answer."""
+
+    def ends(self, place: Any) -> Any:
+        raise ProducerUnavailable("no")
+
+    def unavailable(self, doing: str) -> ProducerUnavailable:
+        return ProducerUnavailable(f"{doing}: nobody answers")
+
+
+def test_what_stands_behind_others_is_not_silent_nor_what_waits_as_it_was_told() -> None:
     clock = ManualClock()
-    cluster: Any = None
-    heard = silence.Silence(cluster, clock)
+    cluster: Any = Nobody()
+    heard = silence.Silence(cluster, clock, wait=30.0)
     for _ in range(100):
         clock.advance(5.0)
         heard.listened([("a", 0)], all_heard=False)
-    for _ in range(15):  # a run handles messages for an hour between two looks
+    for _ in range(50):  # a run handles messages for an hour between two looks
         clock.advance(3600.0)
         heard.listened([("a", 0)], all_heard=True)
 
     heard.check({("a", 0): 0})
+    clock.advance(1.0)
+    heard.listened([("a", 0)], all_heard=True)
+    with pytest.raises(ProducerUnavailable, match="nothing can be received: nobody answers"):
+        heard.check({("a", 0): 0})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Silence", "silence_error"]
 
-#: Seconds without a word after which a partition counts as out of reach.
+#: Seconds without a word, where one was due, after which a partition counts as out of reach.
 _TIMEOUT: Final = 20.0
 #: Seconds between two looks that count, at most: a broker that was away while messages were
 #: handled has time to answer.
@@ -25,10 +25,14 @@ _LONGEST_STEP: Final = 1.0
 
 
 class Silence:
-    """For how long each partition has said nothing, while it was listened to."""
+    """For how long each partition has said nothing, while it was listened to.
 
-    def __init__(self, cluster: Cluster, clock: Clock) -> None:
+    :param wait: Seconds that a broker waits before it says that nothing has come.
+    """
+
+    def __init__(self, cluster: Cluster, clock: Clock, *, wait: float) -> None:
         self._cluster = cluster
+        self._wait = wait
         self._clock = clock
         self._seconds: dict[Place, float] = {}
         self._looked = clock.monotonic()
@@ -56,7 +60,7 @@ class Silence:
         :raises ProducerUnavailable: Naming the first that has been.
         """
         for place, position in positions.items():
-            if self._seconds.get(place, 0.0) > _TIMEOUT:
+            if self._seconds.get(place, 0.0) > _TIMEOUT + self._wait:
                 raise silence_error(self._cluster, place, position, "nothing can be received")
 
 

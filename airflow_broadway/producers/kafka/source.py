@@ -60,7 +60,8 @@ class KafkaSource:
         #: Whether what is fetched next follows what was fetched before.
         self._assigned = False
         self._cluster = Cluster(producer, env)
-        self._silence = Silence(self._cluster, env.clock)
+        wait = producer.fetch_config.max_wait_time
+        self._silence = Silence(self._cluster, env.clock, wait=wait)
         try:
             self._open()
         except BaseException:  # a kill too; raised again
