@@ -119,12 +119,6 @@ class AtOnce(Batches):
         return message
 
 
-class Kept(Retries):
-    """What is received is kept: some of it comes again, and is kept by the run that settles it."""
-
-    archive = Archive()
-
-
 class HoldsFailed(Batches):
     """The sensor holds what failed tasks received, until they are cleared or the time is over."""
 
@@ -150,7 +144,6 @@ PIPELINES: dict[str, type[Struck]] = {
     "no batchers": NoBatchers,
     "retries": Retries,
     "at once": AtOnce,
-    "kept": Kept,
     "holds failed": HoldsFailed,
     "archives": Archives,
     "one task": OneTask,
