@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.model.acks import ack_immediately
+from airflow_broadway.core.model.backlog import backlog
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.model.pipeline_options import (
@@ -45,6 +46,7 @@ __all__ = [
     "SparkBatch",
     "Trigger",
     "ack_immediately",
+    "backlog",
     "failed",
 ]
 

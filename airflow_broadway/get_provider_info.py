@@ -27,10 +27,22 @@ def get_provider_info() -> dict[str, Any]:
             }
         ],
         "sensors": [
-            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.sensors.ack"]}
+            {
+                "integration-name": "Broadway",
+                "python-modules": [
+                    "airflow_broadway.sensors.ack",
+                    "airflow_broadway.sensors.backlog",
+                ],
+            }
         ],
         "triggers": [
-            {"integration-name": "Broadway", "python-modules": ["airflow_broadway.triggers.ack"]}
+            {
+                "integration-name": "Broadway",
+                "python-modules": [
+                    "airflow_broadway.triggers.ack",
+                    "airflow_broadway.triggers.backlog",
+                ],
+            }
         ],
         "hooks": [
             {

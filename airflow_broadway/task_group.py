@@ -15,16 +15,19 @@ from datetime import timedelta
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import DAG, Param, TaskGroup
+from airflow.sdk import DAG, Asset, AssetWatcher, Param, TaskGroup
 
+from airflow_broadway.adapters.outlets import with_outlets
 from airflow_broadway.adapters.parsing import check_engine, declared
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.run_source import KINDS
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -114,7 +117,7 @@ def make_task_group(
                 batcher=name,
                 processed=processes.output,
                 **common,
-                **(batch or {}),
+                **_batch_arguments(pipeline, name, batch or {}),
             )
             for name in pipeline.batchers
         }
@@ -149,6 +152,15 @@ def _process_tasks(
     return task.expand(producer_index=list(range(concurrency)))
 
 
+def _batch_arguments(
+    pipeline: Pipeline, batcher: str, given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A batcher task's arguments, with the batcher's outlets where the task handles its batches."""
+    if pipeline.batchers[batcher].engine == "spark":
+        return given
+    return with_outlets(given, pipeline, [batcher])
+
+
 def _spark_tasks(
     pipeline: Pipeline,
     batchers: Mapping[str, BroadwayBatcherOperator],
@@ -173,7 +185,7 @@ def _spark_tasks(
             task_id=task_id,
             batches=[batchers[name].output for name in batch_names],
             **common,
-            **given,
+            **with_outlets(given, pipeline, batch_names),
         )
         for task_id, batch_names in tasks
     ]
@@ -229,6 +241,8 @@ def make_dag(
     """A whole Dag of one pipeline; ``kwargs`` are Airflow's own for :class:`DAG`.
 
     One run at a time and no catch-up unless told otherwise: a live queue knows no past intervals.
+
+    :param kwargs: Their ``schedule`` may be what :func:`airflow_broadway.backlog` returns.
     """
     given = {
         "schedule": None,
@@ -237,6 +251,8 @@ def make_dag(
         "params": make_params(),
         **kwargs,
     }
+    if isinstance(given["schedule"], Backlog):
+        given["schedule"] = _backlog_asset(pipeline, dag_id, given, staging)
     # The class's own docstring, not one that it inherits, is what the UI shows of the Dag.
     own = type(pipeline).__dict__.get("__doc__")
     given.setdefault("doc_md", cleandoc(own) if own else None)
@@ -251,3 +267,24 @@ def make_dag(
             staging=staging,
         )
     return dag
+
+
+def _backlog_asset(
+    pipeline: Pipeline, dag_id: str, given: Mapping[str, Any], staging: str | None
+) -> Asset:
+    """The asset whose events start the Dag, and who watches the queue for it."""
+    bounds: Backlog = given["schedule"]
+    trigger = BroadwayBacklogTrigger(
+        pipeline,
+        dag_id=dag_id,
+        min_messages=bounds.min_messages,
+        max_age=bounds.max_age,
+        poke_interval=bounds.poke_interval,
+        max_runs=given["max_active_runs"],
+        staging=staging,
+    )
+    return Asset(
+        name=f"{dag_id}.{pipeline.name}.backlog",
+        uri=f"x-broadway://{dag_id}/{pipeline.name}/backlog",
+        watchers=[AssetWatcher(name="backlog", trigger=trigger)],
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.pipeline_options import (
     Archive,
     Batcher,
@@ -144,6 +145,7 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Processors", "`processors = Processors(…)`", Processors),
     ("Archive", "`archive = Archive(…)`", Archive),
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
+    ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]
 
 #: What stands for ``AUTO``, and for what each producer has of its own.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_SHUTDOWN",
     "asked_of",
+    "backlog_events",
     "load_pipeline",
     "open_run",
     "ports_of",
@@ -82,6 +83,23 @@ def _instant(name: str, value: Any) -> datetime | None:
             f"{name} is no instant in ISO 8601, such as 2013-01-01T00:00:00Z: {value!r:.80}"
         ) from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def backlog_events(context: Context) -> list[Mapping[str, Any]]:
+    """What was told of a backlog, if that alone started the run, and this is the task's first try.
+
+    A task that is cleared, or tried again, is to do its work, whoever has served the events.
+    """
+    found: list[Mapping[str, Any]] = []
+    if context["ti"].try_number > 1:
+        return []
+    for events in (context.get("triggering_asset_events") or {}).values():
+        for event in events:
+            told = (event.extra or {}).get("payload")
+            if not (isinstance(told, Mapping) and {"at", "crossing", "reason"} <= told.keys()):
+                return []
+            found.append(told)
+    return found
 
 
 def ports_of(context: Context) -> Ports:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.adapters.task import (
     load_pipeline,
@@ -106,6 +107,7 @@ class BroadwayBatcherOperator(BaseOperator):
                 " longer holds their messages, or was stopped; clear `process` to receive them"
                 " again"
             )
+        tell_outlets(self, context, run, pipeline, [plan])
         return {**reference, "outcomes": counts}
 
     def on_kill(self) -> None:

@@ -9,7 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.text import many
-from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
+from airflow_broadway.operators.pull import PullOperator, budget_of, serve_events, source_of_run
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -52,9 +52,11 @@ class BroadwayProcessorOperator(PullOperator):
         from airflow_broadway.runs.tasks import ProcessTask
 
         pipeline = load_pipeline(self.pipeline, context)
+        run = open_run(context, self.staging, pipeline.name)
+        serve_events(self, context, run)
         source = source_of_run(self, context, pipeline)
         self._task = ProcessTask(
-            open_run(context, self.staging, pipeline.name),
+            run,
             pipeline,
             task_of(context),
             ports_of(context),

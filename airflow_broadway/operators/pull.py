@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.providers.common.compat.sdk import AirflowFailException, BaseOperator
+from airflow.providers.common.compat.sdk import (
+    AirflowFailException,
+    AirflowSkipException,
+    BaseOperator,
+)
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.adapters.task import asked_of
+from airflow_broadway.adapters.task import asked_of, backlog_events
 from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.core.model.run_source import KINDS, RunSource
@@ -20,8 +24,16 @@ if TYPE_CHECKING:
 
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.staging.run_folder import StagedRun
 
-__all__ = ["BUDGETS", "BUDGET_DEFAULTS", "PullOperator", "budget_of", "source_of_run"]
+__all__ = [
+    "BUDGETS",
+    "BUDGET_DEFAULTS",
+    "PullOperator",
+    "budget_of",
+    "serve_events",
+    "source_of_run",
+]
 
 #: The budgets of a process task: its operator's arguments, and params that override them.
 BUDGETS: Mapping[str, Rule] = {
@@ -160,6 +172,23 @@ class PullOperator(BaseOperator):
     def _check_engine(cls, ref: Mapping[str, Any]) -> None:
         """Refuse what the task could not run, where that can be told while the Dag is parsed."""
         check_engine(ref)
+
+
+def serve_events(operator: PullOperator, context: Context, run: StagedRun) -> None:
+    """Claim the events of a backlog that started this run.
+
+    :raises AirflowSkipException: If another run has served them: nothing is taken twice, and
+        nothing is left that they told of.
+    """
+    events = backlog_events(context)
+    if not events:
+        return
+    from airflow_broadway.runs.backlog.served import claim_events
+
+    served = claim_events(run, events)
+    if served is not None:
+        raise AirflowSkipException(f"{served}: nothing to do.")
+    operator.log.info("This run was started by a backlog: %s.", events[-1]["reason"])
 
 
 def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) -> RunSource:

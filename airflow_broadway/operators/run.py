@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.operators.pull import PullOperator, budget_of, source_of_run
+from airflow_broadway.operators.pull import PullOperator, budget_of, serve_events, source_of_run
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -67,12 +68,16 @@ class BroadwayRunOperator(PullOperator):
         if pipeline is not None:
             check_engines(pipeline)
             check_unstaged(pipeline)
+            check_no_outlets(pipeline)
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.runs.unstaged import UnstagedTask
 
         pipeline = load_pipeline(self.pipeline, context)
         check_unstaged(pipeline)
+        check_no_outlets(pipeline)
+        run = open_run(context, self.staging, pipeline.name)
+        serve_events(self, context, run)
         source = source_of_run(self, context, pipeline)
         if not source.asks_broker:
             raise AirflowFailException(
@@ -80,7 +85,7 @@ class BroadwayRunOperator(PullOperator):
                 " with the pipeline's task_group(), or dag(); nothing was received"
             )
         self._task = UnstagedTask(
-            open_run(context, self.staging, pipeline.name),
+            run,
             pipeline,
             task_of(context),
             ports_of(context),

@@ -19,6 +19,7 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.adapters.task import (
@@ -122,6 +123,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         if ending is Ending.OPEN:
             error = self._submit(context, run, batches)
             self._check_complete(batches, batches.end(), error)
+        tell_outlets(self, context, run, pipeline, batches.plans.heads)
         return self._reference(batches.plans)
 
     def on_kill(self) -> None:

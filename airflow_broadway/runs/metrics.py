@@ -102,4 +102,5 @@ class Metrics:
     def depth(self, depth: QueueDepth) -> None:
         """Report how full the queue is."""
         self.gauge(Metric.QUEUE_DEPTH, depth.ready)
-        self.gauge(Metric.QUEUE_OLDEST_AGE, depth.oldest_age or 0.0)
+        if depth.oldest_age is not None or not depth.ready:  # else nobody knows it
+            self.gauge(Metric.QUEUE_OLDEST_AGE, depth.oldest_age or 0.0)

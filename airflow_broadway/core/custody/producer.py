@@ -6,7 +6,7 @@ opens it; only then is the broker's client imported.  ``docs/producers.md`` show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar, Protocol
@@ -123,6 +123,8 @@ class Producer(Options):
     sent_at: ClassVar[tuple[str, ...]] = ()
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
+    #: Whether :meth:`depth` may know the age of the oldest message.
+    tells_age: ClassVar[bool] = True
 
     @property
     def keeps_order(self) -> bool:
@@ -239,6 +241,10 @@ class Producer(Options):
         if type(value) is not int or value <= 0:
             return None
         return _EPOCH + timedelta(milliseconds=value if value >= _MILLISECONDS else value * 1000)
+
+    def shards(self) -> Sequence[Producer]:
+        """The producers, one for each queue, whose depths together are this one's."""
+        return [self]
 
     def prepare_for_start(self, pipeline: Any) -> Mapping[str, Any]:
         """Called once when a pipeline with this producer has been built, in every process.

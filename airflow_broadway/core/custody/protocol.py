@@ -132,7 +132,8 @@ class QueueDepth(NamedTuple):
     :param delayed: Messages waiting for a retry's delay.
     :param leased: Messages held by runs.
     :param dead: Messages in the dead-letter queue.
-    :param oldest_age: Seconds since the oldest ready message arrived; ``None`` if there is none.
+    :param oldest_age: Seconds since the oldest ready message arrived; ``None`` if there is none, or
+        if that is not known.
     """
 
     ready: int

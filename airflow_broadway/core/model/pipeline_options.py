@@ -165,6 +165,10 @@ def _is_batch_size(value: object) -> bool:
     return is_int(value) and value > 0  # type: ignore[operator]
 
 
+def _is_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(TEXT.holds, value))
+
+
 @options
 class Batcher(Options):
     """One batcher: how messages are grouped, and what runs ``handle_batch`` on them."""
@@ -223,6 +227,12 @@ class Batcher(Options):
     own_application: bool = option(
         default=False, rule=BOOL, doc="Run this batcher in a Spark application of its own."
     )
+    outlets: Any = option(
+        default=(),
+        rule=Rule("a list of names or URIs of assets", _is_names),
+        doc="Airflow assets that its batches change: when the task that handled them has ended"
+        " well, each has an event with counts and the ids of batches.",
+    )
 
     def _resolve(self) -> None:
         for name in ("engine", "own_application"):
@@ -231,6 +241,10 @@ class Batcher(Options):
                 raise OptionsError(
                     f"Batcher.{name}", "no template: it says which tasks the Dag has", value
                 )
+        if any(map(is_template, (self.outlets, *self.outlets))):
+            raise OptionsError(
+                "Batcher.outlets", "no template: it says which assets the Dag has", self.outlets
+            )
         for name, value in _BATCHER_DEFAULTS.get(self.engine, {}).items():
             self._default(name, value)
         if isinstance(self.batch_size, tuple):

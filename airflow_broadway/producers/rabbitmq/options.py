@@ -138,6 +138,7 @@ class RabbitMQOptions(Producer):
     sent_at: ClassVar[tuple[str, ...]] = ("timestamp",)
     keeps_payload: ClassVar[bool] = True
     renews: ClassVar[bool] = False
+    tells_age: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "reject": Action.DEAD_LETTER,

@@ -121,6 +121,7 @@ class SqsOptions(Producer):
     kind: ClassVar[str] = "sqs"
     sent_at: ClassVar[tuple[str, ...]] = ("attributes", "sent_timestamp")
     keeps_payload: ClassVar[bool] = True
+    tells_age: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "noop": Action.LEAVE,

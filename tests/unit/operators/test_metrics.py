@@ -87,3 +87,17 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
     before = [each for each in sent if each[0] == "counter"]
     run.ack()
     assert [each for each in sent if each[0] == "counter"] == before
+
+
+def test_an_age_that_is_not_known_is_not_sent_as_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[str, float] = {}
+    monkeypatch.setattr(
+        AirflowMetrics, "gauge", lambda _, name, value, tags: sent.update({name: value})
+    )
+    metrics = Metrics(AirflowMetrics(), pipeline="Sums", dag_id="sums")
+
+    metrics.depth(QueueDepth(3, 0, 0, 0, None))
+    assert sent == {"broadway.queue.depth": 3}
+
+    metrics.depth(QueueDepth(0, 0, 0, 0, None))  # nothing waits
+    assert sent == {"broadway.queue.depth": 0, "broadway.queue.oldest_age": 0.0}

@@ -1,0 +1,128 @@
+"""Wait until a queue's backlog has reached its bounds; take nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from airflow.providers.common.compat.sdk import BaseSensorOperator, PokeReturnValue, conf
+
+from airflow_broadway.adapters.backlog import check_age, look_at
+from airflow_broadway.adapters.parsing import declared, pipeline_ref
+from airflow_broadway.adapters.task import load_pipeline
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.model.backlog import Backlog
+from airflow_broadway.core.model.rules import SECONDS
+from airflow_broadway.runs.backlog.crossings import described, reasons
+from airflow_broadway.runs.backlog.queues import WatchedQueues
+from airflow_broadway.triggers.backlog import BroadwayBacklogReachedTrigger
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+__all__ = ["BroadwayBacklogSensor"]
+
+
+class BroadwayBacklogSensor(BaseSensorOperator):
+    """Succeed when a backlog has reached its bounds; its XCom says how full the queue is and why.
+
+    A look that fails fails the task, whose retries look again; in the triggerer it is logged, and
+    looked again, later each time, until the sensor's ``timeout``.
+
+    :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
+    :param min_messages: So many messages wait that a run could receive now.
+    :param max_age: The oldest of them has waited for so many seconds.
+    :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
+    :param poke_interval: Seconds between two looks; 30.
+    :param deferrable: Wait in the triggerer; ``[operators] default_deferrable`` unless given.
+    :raises OptionsError: While the Dag is parsed: if no bound is given, or one breaks its rule.
+    """
+
+    template_fields: Sequence[str] = ("pipeline", "staging")
+    template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
+    ui_color = "#fef7e0"
+
+    def __init__(
+        self,
+        *,
+        pipeline: Any,
+        min_messages: int | None = None,
+        max_age: float | None = None,
+        staging: str | None = None,
+        poke_interval: timedelta | float = 30.0,
+        deferrable: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        seconds = (
+            poke_interval.total_seconds() if isinstance(poke_interval, timedelta) else poke_interval
+        )
+        if not SECONDS.holds(seconds):
+            raise OptionsError("Backlog.poke_interval", SECONDS.text, poke_interval)
+        super().__init__(poke_interval=seconds, **kwargs)
+        self.pipeline = pipeline_ref(pipeline)
+        self.min_messages = min_messages
+        self.max_age = max_age
+        self.staging = staging
+        if deferrable is None:
+            deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
+        self.deferrable = deferrable
+        known = declared(self.pipeline)
+        if known is None:
+            self._bounds()
+        else:
+            self._check(WatchedQueues.of(known))
+
+    def execute(self, context: Context) -> Any:
+        if not self.deferrable:
+            return super().execute(context)
+        queues = self._queues(context)
+        found = self._look(queues)
+        if found is not None:
+            return found
+        return self.defer(
+            trigger=BroadwayBacklogReachedTrigger(
+                queues=queues.dumps(),
+                min_messages=self.min_messages,
+                max_age=self.max_age,
+                poke_interval=self.poke_interval,
+                staging=self.staging,
+            ),
+            method_name="resume",
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+    def resume(self, context: Context, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on after the trigger fired."""
+        self.log.info("The backlog has reached its bounds: %s.", event["reason"])
+        return dict(event)
+
+    def poke(self, context: Context) -> PokeReturnValue:
+        found = self._look(self._queues(context))
+        return PokeReturnValue(is_done=found is not None, xcom_value=found)
+
+    def _bounds(self) -> Backlog:
+        return Backlog(
+            min_messages=self.min_messages, max_age=self.max_age, poke_interval=self.poke_interval
+        )
+
+    def _queues(self, context: Context) -> WatchedQueues:
+        """The queues of the rendered pipeline."""
+        queues = WatchedQueues.of(load_pipeline(self.pipeline, context))
+        self._check(queues)
+        return queues
+
+    def _check(self, queues: WatchedQueues) -> None:
+        check_age(queues, self._bounds(), "Backlog")
+
+    def _look(self, queues: WatchedQueues) -> dict[str, Any] | None:
+        """One look; what it found, if that reaches a bound."""
+        depth = look_at(queues, self.staging)
+        if depth is None:
+            self.log.warning("The broker does not say how full the queue is.")
+            return None
+        why = reasons(self._bounds(), depth)
+        self.log.info("%s.", described(depth))
+        if not why:
+            return None
+        return {"pipeline": queues.pipeline, "reason": " and ".join(why), **depth._asdict()}
