@@ -93,6 +93,7 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
             look=_looking(self.queues, self.staging),
             runs=partial(runs_of, self.dag_id),
             max_runs=self.max_runs,
+            lag=json.loads(self.queues)["lag"],
         )
         while True:
             told, wait = await off_the_loop(watch.step)

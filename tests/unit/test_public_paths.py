@@ -25,6 +25,7 @@ PUBLIC = {
         "SparkBatch",
         "Trigger",
         "ack_immediately",
+        "backlog",
         "failed",
     ],
     "airflow_broadway.core.errors": [

@@ -125,6 +125,8 @@ class Producer(Options):
     renews: ClassVar[bool] = True
     #: Whether :meth:`depth` may know the age of the oldest message.
     tells_age: ClassVar[bool] = True
+    #: Seconds by which :meth:`depth` may be behind.
+    depth_lag: ClassVar[float] = 0.0
 
     @property
     def keeps_order(self) -> bool:

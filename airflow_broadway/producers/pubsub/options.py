@@ -103,6 +103,8 @@ class PubSubOptions(Producer):
     """The options of :class:`~airflow_broadway.producers.pubsub.PubSubProducer`."""
 
     kind: ClassVar[str] = "pubsub"
+    #: Cloud Monitoring samples each minute, and shows a sample up to three minutes later.
+    depth_lag: ClassVar[float] = 240.0
     keeps_payload: ClassVar[bool] = True
     actions: ClassVar[Mapping[str, Action]] = _Actions()
 

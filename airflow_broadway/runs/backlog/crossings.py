@@ -92,15 +92,21 @@ class BacklogWatch:
     :param runs: Asks for the runs of the Dag; the same.  ``None``: there is no Dag, and the first
         crossing is the only one.
     :param max_runs: How many runs the Dag may have at a time.
+    :param lag: Seconds by which a look may be behind: for so long nothing is told after a run was
+        made or has ended, for what it took may still be counted.
     """
 
     bounds: Backlog
     look: Callable[[], QueueDepth | None]
     runs: Callable[[], Runs] | None = None
     max_runs: int = 1
+    lag: float = 0.0
     clock: Clock = field(default_factory=SystemClock)
     _told: _Told | None = None
     _held_since: float | None = None
+    #: The runs at the last look that asked for them, and when they were seen to change.
+    _seen: Runs | None = None
+    _changed_at: float = float("-inf")
     _failures: int = 0
     #: What is not known, and was said: once, until it is known again.
     _unknown: str = ""
@@ -140,6 +146,9 @@ class BacklogWatch:
             self._told = self._held_since = None  # it fell
             return None
         runs = Runs(0, 0) if self.runs is None else self.runs()
+        if self._seen is not None and runs != self._seen:
+            self._changed_at = self.clock.monotonic()
+        self._seen = runs
         self._rearm(runs)
         if self._is_due(runs):
             return self._tell(at, runs, depth, why)
@@ -166,6 +175,8 @@ class BacklogWatch:
                 return False
         else:
             self._held_since = None
+            if now - self._changed_at < self.lag:
+                return False
         return self._told is None or now >= self._told.again
 
     def _tell(self, at: datetime, runs: Runs, depth: QueueDepth, why: list[str]) -> dict[str, Any]:

@@ -47,6 +47,11 @@ class WatchedQueues:
         """Whether the age of the oldest message may be known."""
         return all(producer.tells_age for producer in self.producers)
 
+    @property
+    def lag(self) -> float:
+        """Seconds by which what is known of them may be behind."""
+        return max(producer.depth_lag for producer in self.producers)
+
     def dumps(self) -> str:
         """Return them as JSON that :meth:`loads` reads; checked by doing so.
 
@@ -56,7 +61,8 @@ class WatchedQueues:
             {"producer": _class_path(type(each)), "options": dict(_plain(each, "producer"))}
             for each in self.producers
         ]
-        text = json.dumps({"pipeline": self.pipeline, "queues": queues}, sort_keys=True)
+        value = {"pipeline": self.pipeline, "lag": self.lag, "queues": queues}
+        text = json.dumps(value, sort_keys=True)
         self.loads(text)
         return text
 

@@ -143,6 +143,23 @@ def test_a_dag_that_may_have_several_runs_gets_another_while_the_backlog_stays(
     assert world.looks(5) == []
 
 
+def test_where_looks_are_behind_a_run_that_has_ended_leads_to_no_empty_ones(world: World) -> None:
+    # Given a broker whose numbers are a minute old
+    world.watch = world.another()
+    world.watch.lag = 60.0
+    world.ready = 10
+    assert len(world.looks()) == 1
+    world.runs = Runs(open=1, ever=1)
+    assert world.looks(10) == []
+
+    # When the run has ended, and what it took is counted still
+    world.runs = Runs(open=0, ever=1)
+    assert world.looks(6) == []
+
+    # Then what is counted after that minute is there
+    assert len(world.looks(2)) == 1
+
+
 # -- nothing is lost -----------------------------------------------------------------------------
 
 
@@ -337,7 +354,7 @@ def test_a_producer_that_the_triggerer_cannot_import_is_refused() -> None:
         WatchedQueues("orders", [Local()]).dumps()
     queues = [{"producer": "no_such_module:Producer", "options": {}}]
     with pytest.raises(PipelineError, match="install its module where the triggerer runs"):
-        WatchedQueues.loads(json.dumps({"pipeline": "orders", "queues": queues}))
+        WatchedQueues.loads(json.dumps({"pipeline": "orders", "lag": 0.0, "queues": queues}))
 
 
 @options
