@@ -67,6 +67,7 @@ PUBLIC = {
     ],
     "airflow_broadway.producers.sqs": ["SqsProducer"],
     "airflow_broadway.sensors.ack": ["BroadwayAckSensor"],
+    "airflow_broadway.sensors.backlog": ["BroadwayBacklogSensor"],
     "airflow_broadway.testing": [
         "AckCall",
         "DummyProducer",
@@ -86,6 +87,10 @@ PUBLIC = {
         "settlement_of",
     ],
     "airflow_broadway.triggers.ack": ["BroadwayAckTrigger"],
+    "airflow_broadway.triggers.backlog": [
+        "BroadwayBacklogReachedTrigger",
+        "BroadwayBacklogTrigger",
+    ],
 }
 
 
