@@ -57,6 +57,7 @@ class TestStub(OnStub):
     """At least once; what is acknowledged too late changes nothing."""
 
 
+@pytest.mark.slow
 class TestExactlyOnce(OnStub):
     settings: ClassVar[dict[str, Any]] = {"enable_exactly_once_delivery": True}
 
@@ -92,8 +93,30 @@ class TestEmulator(PubSubContract):
     "name",
     [
         "test_every_message_is_in_exactly_one_count",
-        "test_a_stopped_source_takes_nothing_that_arrives_afterwards",
+        "test_a_lapsed_lease_returns_its_messages_marked",
+        "test_a_zombie_settles_nothing_of_what_another_holds",
         "test_killed_between_receive_and_settle_nothing_is_lost",
+    ],
+)
+@pytest.mark.parametrize(
+    "suite", [TestExactlyOnce, TestLateAcknowledgements, TestOrderedExactlyOnce]
+)
+def test_other_subscriptions_pass_the_heart_of_the_contract(
+    suite: type[OnStub], name: str, tmp_path: Path
+) -> None:
+    """The whole of it is slow."""
+    clock = str(tmp_path / "clock")
+    with StubServer(SharedClock(clock), late_acks=suite.late_acks) as server:
+        harness: Harness = harness_of(server, tmp_path, clock, keyed=suite.keyed, **suite.settings)
+        getattr(suite(), name)(harness)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_every_message_is_in_exactly_one_count",
+        "test_a_stopped_source_takes_nothing_that_arrives_afterwards",
+        "test_a_message_arrives_as_it_was_sent",
     ],
 )
 def test_the_emulator_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:
