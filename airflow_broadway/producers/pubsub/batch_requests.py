@@ -28,6 +28,8 @@ __all__ = ["Held", "acknowledging", "batch_requests", "modifying", "portions", "
 
 #: Bytes that a request has beside its ids: the subscription's name, and two lengths.
 _BESIDE: Final = 1024
+#: What stands for a deadline among those that are acknowledged.
+_ACKED: Final = -1
 #: Bytes that an id takes beside itself, at most.
 _EACH: Final = 4
 #: Seconds before a request is sent again that Pub/Sub did not answer; doubled for each more.
@@ -35,7 +37,10 @@ _AGAIN_INTERVAL, _LONGEST_INTERVAL = 0.1, 5.0
 
 
 class Held(NamedTuple):
-    """An entry: an ack id, and for how long it is held from now on; 0: given back."""
+    """An entry: an ack id, and for how long it is held from now on; 0: given back.
+
+    The entry of an id that is acknowledged is the id alone: there are so many of them.
+    """
 
     ack_id: str
     seconds: int = 0
@@ -50,12 +55,16 @@ def portions(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
     """Entries in requests: of one deadline each, at most 2,500 ids and 512 KiB."""
     open_ones: dict[int, tuple[list[Keyed], list[int]]] = {}
     for keyed in entries:
-        held: Held = keyed[1]
-        size = len(held.ack_id.encode()) + _EACH
-        request, room = open_ones.setdefault(held.seconds, ([], [MAX_REQUEST - _BESIDE]))
+        entry: str | Held = keyed[1]
+        ack_id, seconds = (entry, _ACKED) if isinstance(entry, str) else entry
+        size = (len(ack_id) if ack_id.isascii() else len(ack_id.encode())) + _EACH
+        found = open_ones.get(seconds)
+        request, room = found or ([], [MAX_REQUEST - _BESIDE])
         if request and (len(request) == MAX_IDS or size > room[0]):
             yield request
-            request, room = open_ones[held.seconds] = ([], [MAX_REQUEST - _BESIDE])
+            found, request, room = None, [], [MAX_REQUEST - _BESIDE]
+        if found is None:
+            open_ones[seconds] = request, room
         request.append(keyed)
         room[0] -= size
     for request, _ in open_ones.values():
@@ -66,8 +75,7 @@ def portions(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
 def acknowledging(client: Client, clock: Clock) -> Call:
     """One ``Acknowledge``."""
 
-    def call(entries: Sequence[Held]) -> Mapping[int, Refusal]:
-        ids = [held.ack_id for held in entries]
+    def call(ids: Sequence[str]) -> Mapping[int, Refusal]:
         return _refusals(ids, *tried_again(lambda: client.acknowledge(ids), client.timeout, clock))
 
     return call

@@ -60,8 +60,8 @@ class SubscriptionSettlement(ReceiptSettlement):
     def _remove_call(self) -> Call:
         return acknowledging(self._client, self._clock)
 
-    def _removed(self, receipt: str) -> Held:
-        return Held(receipt)
+    def _removed(self, receipt: str) -> str:
+        return receipt
 
     def _hide_call(self) -> Call:
         return modifying(self._client, self._clock)
