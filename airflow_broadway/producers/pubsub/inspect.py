@@ -272,7 +272,8 @@ def _depth(producer: PubSubOptions, env: ProducerEnv, client: Client) -> QueueDe
     found = _backlog(producer, env, client)
     if found is None:
         return None
-    leased = sum(each.messages for each in _held(producer, env))
+    now = env.clock.now()
+    leased = sum(each.messages for each in _held(producer, env) if each.until > now)
     ready = max(0, found.messages - leased)
     oldest = found.oldest_age if ready else None
     return QueueDepth(ready=ready, delayed=0, leased=leased, dead=0, oldest_age=oldest)

@@ -95,6 +95,10 @@ def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(
 
         assert depth is not None
         assert (depth.ready, depth.leased, depth.oldest_age) == (7, 3, 4711.0)
+        at.clock.advance(600.0)  # the lease has lapsed, and nobody has settled
+        later = other.producer.depth(other.env)
+        assert later is not None
+        assert (later.ready, later.leased) == (10, 0)
         for request in monitoring.asked:
             assert request.name == "projects/broadway-tests"
             assert f'subscription_id = "{at.name.split("/")[-1]}"' in request.filter
