@@ -123,3 +123,5 @@ def test_what_stands_behind_others_is_not_silent_nor_what_waits_as_it_was_told()
     heard.listened([("a", 0)], all_heard=True)
     with pytest.raises(ProducerUnavailable, match="nothing can be received: nobody answers"):
         heard.check({("a", 0): 0})
+    heard.heard(("a", 0))
+    heard.check({("a", 0): 0})
