@@ -50,6 +50,7 @@ class _ByOperators(Embedded):
 
     def execute(self, attempt: Attempt) -> Any:
         from airflow.sdk.exceptions import (
+            AirflowException,
             AirflowFailException,
             AirflowSkipException,
             TaskDeferred,
@@ -68,6 +69,10 @@ class _ByOperators(Embedded):
             if "does not balance" in str(error):
                 raise
             return ti.pushed.get("return_value", {"ended": str(error)})
+        except AirflowException as error:
+            if "no outcome" not in str(error):
+                raise
+            return {"outcomes": {"without_outcome": str(error)}}
         ti.xcom_push("return_value", returned)
         return returned
 

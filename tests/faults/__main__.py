@@ -63,6 +63,7 @@ def main() -> int:
             if subject.split()[0] == broker and given.case in f"points: {subject}":
                 points += _points(subject, given.seed)
                 _write(found, points)
+    _tell_points(points)
     # A point that is not there in every run was not struck: the campaign has a gap.
     bad = any(each["failures"] or each.get("unsteady") for each in points)
     return int(bad or not all(each.good for each in found))
@@ -80,6 +81,15 @@ def _points(subject: str, seed: int) -> list[dict[str, Any]]:
         return [{"broker": subject, "failures": [["the campaign itself came to no end"]]}]
     told: list[dict[str, Any]] = json.loads(report.read_text())
     return told
+
+
+def _tell_points(points: list[dict[str, Any]]) -> None:
+    """Say what was struck, a broker a line."""
+    counts = ("points", "cases", "runs", "lost", "unmarked", "left", "mistakes")
+    for broker in dict.fromkeys(each["broker"] for each in points):
+        of = [each for each in points if each["broker"] == broker]
+        sums = (f"{sum(each.get(name, 0) for each in of):,} {name}" for name in counts)
+        print(f"{broker}: {', '.join(sums)}", flush=True)
 
 
 def _cases_of(

@@ -158,7 +158,7 @@ class _Case:
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
             execution = self._attempt(run, task)
-            if execution.ended is Ended.DONE:
+            if execution.ended is Ended.DONE and not _has_open_batches(run, task):
                 continue
             if execution.ended is Ended.HUNG:
                 self._mistakes.append(f"{execution.name} hung")
@@ -214,13 +214,19 @@ class _Case:
             two.over = True
 
     def _go_on(self, run: Run, tasks: Sequence[str], failed: Sequence[str] = ()) -> None:
-        """Execute tasks, each until it is done; a task without a try left fails the run."""
+        """Execute tasks, each until it is done; a task without a try left fails the run.
+
+        One whose batches can get no outcome any more fails as well, and the others go on.
+        """
         for task in tasks:
             for _ in range(_TRIES):
                 execution = self._attempt(run, task, failed=failed)
-                if execution.ended is Ended.DONE:
+                if execution.ended is Ended.DONE and not _has_open_batches(run, task):
                     break
             else:
+                if execution.ended is Ended.DONE:
+                    failed = [*failed, task]
+                    continue
                 self._mistakes.append(f"{execution.name} {execution.ended.value}, after all tries")
                 return
 
@@ -265,3 +271,10 @@ class _Case:
     def _pass_time(self, seconds: float) -> None:
         self._scheduler.ahead += seconds
         self._subject.pass_time(seconds)
+
+
+def _has_open_batches(run: Run, task: str) -> bool:
+    """Whether a task left batches without an outcome: then it counts as failed."""
+    returned = run.returned.get(task)
+    outcomes = returned.get("outcomes") if isinstance(returned, dict) else None
+    return bool(outcomes and outcomes["without_outcome"])
