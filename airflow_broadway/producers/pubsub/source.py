@@ -82,8 +82,9 @@ class PubSubSource(ReceiptSource):
     def _attempts(
         self, fresh: Mapping[str, Received], now: datetime
     ) -> Callable[[str], tuple[int, bool]]:
-        failures = self._folder.failures.of(fresh, now)
+        # In this order: who settles a lapse meanwhile notes it before it ends the generation.
         earlier = self._earlier.among(fresh, now)
+        failures = self._folder.failures.of(fresh, now)
         self._compare_clocks(fresh, now)
 
         def attempt(key: str) -> tuple[int, bool]:

@@ -7,7 +7,7 @@ staging folder::
 
     <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
         receipts-000000.json          a portion: instants; id, receipt and group of each message
-        renewed.json                  all that was there is held until then
+        renewed.json                  so many portions are held until then
         lost-*.json                   ids whose receipt the broker refused
 
 Losing these files loses no message: all come back when their time is over.  Without a staging
@@ -109,6 +109,7 @@ class Receipts:
             self.groups.update(groups)
             self.since = since if self.since is None else min(self.since, since)
             self._spans.append((until, list(handles)))
+            self._portions += 1
 
     def write(
         self, handles: Mapping[str, str], groups: Mapping[str, str], since: float, until: float
@@ -120,7 +121,6 @@ class Receipts:
         if not self._files.durable:  # nobody else could read them
             return
         name = f"receipts-{self._portions:06d}.json"
-        self._portions += 1
         held = [
             [each, handle, groups[each]] if each in groups else [each, handle]
             for each, handle in handles.items()
@@ -148,7 +148,9 @@ class Receipts:
                     self._spans.append((held_until, ids))
             self._spans.append((until, renewed))
             everything = min(held_until for held_until, _ in self._spans)
-        self._log.write("renewed.json", {"until": everything})
+            # What is received meanwhile may have waited, and be held for less than that.
+            value = {"until": everything, "portions": self._portions}
+        self._log.write("renewed.json", value)
 
     def lose(self, ids: Iterable[str]) -> None:
         """Note ids whose receipt the broker refuses: they are not asked for again."""
@@ -219,13 +221,15 @@ class Receipts:
             return
         self.begun = "begun.json" in names
         self.done, self.now = self._log.done(names), self._log.now(names)
-        least = self._log.read("renewed.json")["until"] if "renewed.json" in names else 0.0
+        renewed = self._log.read("renewed.json") if "renewed.json" in names else {}
         for name in names:
             if name.startswith("receipts-"):
+                number = self._portions
                 try:
-                    self._load_portion(self._log.read(name), least)
+                    self._load_portion(self._log.read(name), _least(renewed, number))
                 except Damaged as error:  # its messages alone are not settled
                     log.error("%s: its messages come back by themselves", error)
+                self._portions = number + 1
             elif name.startswith("lost-"):
                 self.lost.update(self._log.read(name))
 
@@ -234,7 +238,8 @@ class Receipts:
         value = self._files.read(self._log.path("renewed.json"))
         if value is not None:
             with self._lock:
-                self._spans = [(max(until, value["until"]), ids) for until, ids in self._spans]
+                least = _least(value, self._portions - 1)
+                self._spans = [(max(until, least), ids) for until, ids in self._spans]
 
     def _load_portion(self, value: Any, least: float) -> None:
         folder = self._log.folder
@@ -253,7 +258,12 @@ class Receipts:
         except (KeyError, IndexError, TypeError, ValueError):
             raise Damaged(f"receipts of {folder} are damaged") from None
         self.add(handles, groups, since, max(until, least))
-        self._portions += 1
+
+
+def _least(renewed: Mapping[str, Any], portion: int) -> float:
+    """Until when a portion is held at least, by the note of the last renewal."""
+    covered: bool = portion < renewed.get("portions", portion + 1)
+    return float(renewed["until"]) if renewed and covered else 0.0
 
 
 #: The receipts that this process receives, and some that it has settled.

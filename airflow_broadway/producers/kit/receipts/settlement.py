@@ -32,7 +32,7 @@ from airflow_broadway.producers.kit.receipts.batch_requests import (
 from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.kit.reports import report_of
 
-__all__ = ["Letters", "ReceiptSettlement", "Work", "work_of"]
+__all__ = ["REMOVES", "Letters", "ReceiptSettlement", "Work", "work_of"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _NO_BODY: Final = (
 )
 _NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
 #: What the broker removes for good.
-_REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
+REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
 #: After these it comes again; in each group what fails goes before what follows it.
 _GIVES_BACK: Final = (Action.RETRY, Action.RELEASE, Action.LEAVE)
 
@@ -140,6 +140,8 @@ class ReceiptSettlement(ABC):
         self._errors: list[str] = []
         #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}
+        #: Of these, those whose receipt was void when it was asked again: taken as done then.
+        self._taken_as_done: set[str] = set()
         self._entries: Mapping[str, Entry] = {}
         self._letters: Letters | None = None
         self._lapsed = 0
@@ -197,7 +199,7 @@ class ReceiptSettlement(ABC):
         """
         receipts, self._entries = self._receipts, work.entries
         done = self.done
-        verdicts = self._held_back(work.verdicts) if receipts.groups else work.verdicts
+        verdicts = self._held_back(work.verdicts, all_of_it=note)
         keys = list(verdicts)
         for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
@@ -218,7 +220,7 @@ class ReceiptSettlement(ABC):
         removed = {
             key: each
             for key, each in verdicts.items()
-            if each.action in _REMOVES and key not in unsent
+            if each.action in REMOVES and key not in unsent
         }
         steps: list[tuple[dict[str, Verdict], _Ask]] = [
             (removed, self._remove),
@@ -333,6 +335,7 @@ class ReceiptSettlement(ABC):
             stands = self._done_before(action, key, refusal) if refusal.gone else None
             if stands is not None:
                 done[key] = stands
+                self._taken_as_done.add(key)
             elif refusal.gone:
                 self._lapsed += 1
                 self._note_error(
@@ -349,10 +352,10 @@ class ReceiptSettlement(ABC):
         if refusal.code == LAPSED.code:
             return None
         earlier = self._receipts.unanswered.get(key)
-        if earlier in _REMOVES:
+        if earlier in REMOVES:
             # It was done, though the answer never came: the message is gone for good.
             return earlier
-        if action in _REMOVES:
+        if action in REMOVES:
             return action if self.removes_once and refusal.unclear else None
         # An earlier settlement, killed since, gave it back, or the one before it in its group
         # brought it along: it is in flight no more.
@@ -367,22 +370,36 @@ class ReceiptSettlement(ABC):
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _held_back(self, verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    def _held_back(self, verdicts: Mapping[str, Verdict], *, all_of_it: bool) -> dict[str, Verdict]:
         """The verdicts, with what follows a message that comes again given back, in each group.
 
         It is handled again after that message, in order.  What failed is given back too: it may
         have failed because the one before it did, and so uses up no attempt.
+
+        :param all_of_it: Whether these are all that are left; before them, callbacks may have
+            given others back at once.
         """
         receipts, now = self._receipts, self._clock.now().timestamp()
         made = dict(verdicts)
+        if not receipts.groups:
+            return made
         held = 0
-        for key, verdict in verdicts.items():
+        walked = verdicts
+        if all_of_it:
+            at_once = {key: Verdict(action) for key, action in receipts.now.items()}
+            walked = {
+                key: each
+                for key in receipts.handles
+                if (each := verdicts.get(key) or at_once.get(key)) is not None
+            }
+        for key, verdict in walked.items():
             group = receipts.groups.get(key)
             if group is None:
                 continue
             if (
                 group in receipts.blocked
                 and key not in receipts.done
+                and key not in receipts.now
                 and verdict.action in HELD_BACK
             ):
                 behind = max(0.0, receipts.blocked[group] - now) if self.hides_behind else 0.0

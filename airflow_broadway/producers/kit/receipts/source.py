@@ -22,6 +22,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call, Refusal
 from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
 from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
+from airflow_broadway.producers.kit.receipts.settlement import REMOVES
 from airflow_broadway.producers.kit.state_files import day_of
 
 __all__ = ["ReceiptSource"]
@@ -390,6 +391,9 @@ class ReceiptSource(ABC):
             return
         spare = dict(self._spare)
         try:
+            # Done with at once, and delivered all the same: not every broker tells the next run.
+            done = [key for key in spare if self._receipts.now.get(key) in REMOVES]
+            self._folder.failures.note(dict.fromkeys(done, 0), self._clock.now())
             refused = self._hide(spare.items(), 0)
         except BroadwayError as error:  # tried once more at the very end
             log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
@@ -398,11 +402,17 @@ class ReceiptSource(ABC):
         log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
 
     def _release_late(self, found: Sequence[Received]) -> None:
-        """Give back what a receive found that nobody waited for any more; in its own thread."""
+        """Give back what a receive found that nobody waited for any more; in its own thread.
+
+        What the run holds, delivered again, stays hidden: it is to be settled.
+        """
+        spare = [each for each in found if not self._receipts.knows(each.key)]
+        if not spare:
+            return
         try:
-            self._hide_call()([self._hidden(each.receipt, 0) for each in found])
+            self._hide_call()([self._hidden(each.receipt, 0) for each in spare])
         except BroadwayError as error:
-            log.warning("Could not give back %s unused: %s", many(len(found), "message"), error)
+            log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
 
     def _hide(self, receipts: Iterable[tuple[str, str]], seconds: int) -> dict[str, Refusal]:
         """Hide messages for so long, from now on; those refused.

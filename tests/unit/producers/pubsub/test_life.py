@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,78 @@ def test_what_a_dead_generation_held_is_marked_before_anybody_settles_it(tmp_pat
         at.clock.advance(600.0)
 
         assert redelivery(running.take_more()) == {"a": (1, True)}
+
+
+def test_a_lapse_that_is_settled_while_a_run_receives_is_marked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        dead = at.begin()
+        held = dead.take()
+        running = at.begin()
+        at.clock.advance(600.0)
+        failures = running.source._folder.failures
+        known = failures.of
+
+        def settled_meanwhile(*args: Any) -> dict[str, int]:
+            found = known(*args)
+            assert dead.settle(held, by=dead.other()) == SettleReport(lapsed=1)
+            return found
+
+        monkeypatch.setattr(failures, "of", settled_meanwhile)
+        assert redelivery(running.take()) == {"a": (1, True)}
+
+
+def test_a_renewal_says_nothing_of_what_was_secured_after_it(tmp_path: Path) -> None:
+    """What waited in the process is held from its pull on, and so for less than what is renewed."""
+    with place(tmp_path) as at:
+        at.put("early")
+        dead = at.begin()
+        dead.take()
+        at.clock.advance(100.0)
+        at.put("late")
+        late = dead.source.receive(10, timeout=5.0)
+        at.clock.advance(150.0)
+        assert dead.custodian.renew(dead.source.lease) is not None
+        dead.source.secure(late)  # held until 700, "early" until 850; then it dies
+
+        at.clock.advance(455.0)
+
+        assert redelivery(at.begin().take()) == {"late": (1, True)}
+
+
+def test_what_a_run_settled_at_once_and_pubsub_delivers_again_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        [a] = run.take()
+        ack_id = run.source._receipts.handles[a.message_id]
+        monkeypatch.setattr(run.custodian._client, "acknowledge", lambda ids: {})  # forgotten
+        now = run.custodian.settle_now(run.source.lease, [entry_of(a, ACK)])
+        assert now == SettleReport(acked=1)
+        at.server.subscriber.modify_ack_deadline(
+            subscription=at.name, ack_ids=[ack_id], ack_deadline_seconds=0
+        )
+        assert run.source.receive(1000, timeout=20.0) == []
+        run.source.stop()
+        assert redelivery(at.begin().take()) == {"a": (1, True)}
+
+
+def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        [a] = run.take()
+        ack_id = run.source._receipts.handles[a.message_id]
+        at.server.subscriber.modify_ack_deadline(
+            subscription=at.name, ack_ids=[ack_id], ack_deadline_seconds=0
+        )
+        [again] = run.source._receive(1).messages
+        run.source._release_late([again])
+        assert at.waiting() == []
 
 
 def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
@@ -331,6 +404,21 @@ def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: P
 
         assert at.broker.requests["Acknowledge"] == 2
         assert at.left() == 0
+
+
+def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_path: Path) -> None:
+    """An id that is void at the second try was acknowledged by the first, or taken away."""
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a")
+        run = at.begin()
+        found = run.take()
+        lost = [Refused("UNAVAILABLE", "connection reset")]
+        at.broker.answer = lambda call, _: lost.pop() if call == "Acknowledge" and lost else None
+        at.broker.confirm = lambda ack_id: "PERMANENT_FAILURE_INVALID_ACK_ID"
+        assert run.settle(found) == SettleReport(acked=1)
+        at.broker.confirm = lambda ack_id: None
+        at.clock.advance(600.0)
+        assert redelivery(at.begin().take()) == {"a": (1, True)}
 
 
 def test_a_message_that_is_taken_away_while_a_lease_is_renewed_is_marked_elsewhere(

@@ -1,12 +1,14 @@
 """Ordering keys: what comes again holds back what follows it in its key, and nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdict
-from tests.unit.producers.pubsub.kit import Place, place
+from tests.unit.producers.pubsub.kit import Place, place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
@@ -43,6 +45,26 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_key(
             assert at.waiting() == []
             at.clock.advance(verdict.delay or 600.0)
         assert at.waiting() == ["a2", "a3"]
+
+
+def test_what_was_given_back_at_once_holds_back_the_later_ones_too(tmp_path: Path) -> None:
+    """Whoever settles the rest is another process than the one in which it failed."""
+    with place(tmp_path, enable_message_ordering=True) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        found = run.take()
+        [a2] = [each for each in found if each.data == b"a2"]
+        now = run.custodian.settle_now(run.source.lease, [entry_of(a2, RETRY)])
+        run.source.stop()
+        run.source.close()
+        given = settlement([each for each in found if each is not a2])
+        other = run.other()
+
+        report = other.settle(run.source.lease, replace(given, settled_now=now))
+
+        assert (report.acked, report.released, report.requeued) == (4, 1, 0)
+        assert at.waiting() == ["a2", "a3"]
+        other.close()
 
 
 @pytest.mark.parametrize("exactly_once", [False, True])
