@@ -6,6 +6,7 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     <generation>/
         messages/<batcher>/*.parquet    messages that wait for a batcher
         failed-*.jsonl                  entries of messages that no batcher gets
+        archive/*.parquet               what was received, for the archive
         manifest.json                   written once, exclusively: only now is the execution real
         lease.json                      the lease as last renewed
         journal-intent.json             settling has begun (exclusive)

@@ -10,6 +10,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway import Archive, Interval, Message, RunSource
@@ -619,3 +621,37 @@ def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
     assert written(world) == [1, 2]
     assert [each["reason"] for each in failures(world.archive)].count("sour") >= 1
     assert report["totals"]["acked"] >= 2
+
+
+def test_a_message_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+    # Given an archive by receipt, and a lease that lapsed: a broker delivers what it had settled
+    world = World(tmp_path)
+    for run_id, minute in (("one", 1), ("two", 1), ("three", 61)):
+        with world.queue() as queue:
+            queue.send([json.dumps({"minute": minute}).encode()])
+        run = world.run(run_id)
+        run.all()
+    rename_messages(world, "same")
+
+    # When an interval that has all of them is run again
+    report = world.run("again", of_minutes(0, 120)).all()
+
+    # Then it is there once: the first by its time
+    assert report["totals"]["received"] == 1
+    assert world.rows("again") == [1]
+
+
+def rename_messages(world: World, key: str) -> None:
+    """Give all archived messages one id, as delivered again."""
+    for files in look(world.archive).hours.values():
+        for path in files:
+            place = Path(world.store.root) / world.archive.path / path
+            table = pq.read_table(place)
+            for name, column in (
+                ("message_id", pa.repeat(key, len(table))),
+                ("redelivered", pa.repeat(True, len(table))),
+            ):
+                index = table.column_names.index(name)
+                table = table.set_column(index, table.schema.field(index), column)
+            place.unlink()
+            pq.write_table(table, place)
