@@ -126,7 +126,7 @@ def _place(
 def _copy_without(
     own: Folder, path: str, archive: Folder, stem: str, left: frozenset[str]
 ) -> tuple[str, int]:
-    files = TableFiles(archive, stem, COLUMNS)
+    files = TableFiles(archive, stem, COLUMNS, whole=True)
     unwanted = array_of(sorted(left), pa.string())
     rows = 0
     try:

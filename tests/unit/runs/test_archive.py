@@ -58,6 +58,9 @@ def test_a_backfill_gets_what_was_received_before_any_code_of_the_users(world: W
     assert {minute: key for key, minute in batch["rows"]} == {
         minute: live[minute] for minute in (3, 5, 7)
     }
+    # And of a part of the hour those from its start to before its end
+    world.backfill("part", 3, 5)
+    assert world.rows("part") == [3]
     # And the queue was not asked for anything
     with world.queue() as queue:
         assert queue.depth() == (0, 0, 0, 0, None)
@@ -655,3 +658,15 @@ def rename_messages(world: World, key: str) -> None:
                 table = table.set_column(index, table.schema.field(index), column)
             place.unlink()
             pq.write_table(table, place)
+
+
+def test_a_live_run_that_airflow_makes_a_backfill_reads_the_archive(world: World) -> None:
+    world.minutes(1, 2, 61)
+    world.run("day").all()
+
+    report = world.run("day", of_minutes(0, 60)).all()
+
+    assert report["balanced"]
+    assert report["totals"]["acked"] == 5
+    assert report["source"]["kind"] == "archive"
+    assert sorted(each["source"] for each in world.sink("day")) == ["archive", "live"]
