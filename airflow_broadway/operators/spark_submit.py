@@ -35,6 +35,7 @@ from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.runs.poison.isolation import MOST_PROCESSES
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.submit.environment import check_master
@@ -64,6 +65,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param check_pipeline: Whether to load the pipeline in a process of its own, as the driver will,
         before Spark is started.
+    :param max_applications: Applications that it may start in one run, once one of them has died:
+        see ``docs/poison.md``.
     :param kwargs: Anything :class:`SparkSubmitOperator` takes but ``application``,
         ``application_args`` and ``java_class``.
     :raises OptionsError: While the Dag is parsed, if the pipeline is a class of the Dag file, which
@@ -86,8 +89,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         batches: Any,
         staging: str | None = None,
         check_pipeline: bool = True,
+        max_applications: int = MOST_PROCESSES,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(max_applications, int) or max_applications < 1:
+            raise OptionsError("max_applications", "an integer of at least 1", max_applications)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -105,13 +111,21 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.batches = batches
         self.staging = staging
         self.check_pipeline = check_pipeline
+        self.max_applications = max_applications
 
     def execute(  # type: ignore[override] # the parent returns nothing
         self, context: Context
     ) -> dict[str, Any]:
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
-        batches = SparkBatches(run, pipeline, references(self.batches), ports_of(context))
+        batches = SparkBatches(
+            run,
+            pipeline,
+            references(self.batches),
+            ports_of(context),
+            name=task_of(context).file_name,
+            most=self.max_applications,
+        )
         ending = batches.begin()
         if ending is Ending.EMPTY:
             raise AirflowSkipException("No batcher has a batch.")
@@ -121,7 +135,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 f" {next(iter(batches.void.values()))}"
             )
         if ending is Ending.OPEN:
-            error = self._submit(context, run, batches)
+            self._running = batches
+            with batches.leases_kept():
+                error = self._submit_all(context, run, batches)
             self._check_complete(batches, batches.end(), error)
         tell_outlets(self, context, run, pipeline, batches.plans.heads)
         return self._reference(batches.plans)
@@ -129,20 +145,45 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def on_kill(self) -> None:
         # Without a hook nothing was started, and the parent would look up its connection.
         if self._hook is not None:
+            if self._running is not None:
+                self._running.stopped()
             super().on_kill()
 
+    #: The batches at work.
+    _running: SparkBatches | None = None
+
     # -- the application ---------------------------------------------------------------------------
+
+    def _submit_all(
+        self, context: Context, run: StagedRun, batches: SparkBatches
+    ) -> Exception | None:
+        """Run applications, until one does not die of its batches; returns what the last one ended
+        with, if that was an error.
+        """
+        error = None
+        # One that a cluster has may still be at work, and is taken up again.
+        there = batches.choose(over=not self._is_tracked())
+        while there:
+            error = self._submit(context, run, batches)
+            if not batches.goes_on():
+                break
+            if error is not None:
+                self.log.warning("An application died, and another goes on: %s", error)
+            there = batches.choose()
+        return error
+
+    def _is_tracked(self) -> bool:
+        """Whether the driver runs on a cluster, and outlives this task."""
+        hook = super()._get_hook()
+        return bool(hook._should_track_driver_status or hook._should_track_driver_via_k8s_api())
 
     def _submit(self, context: Context, run: StagedRun, batches: SparkBatches) -> Exception | None:
         """Run the application; returns what it ended with, if that was an error."""
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
-        self.external_id_key = f"spark_job_id_{batches.plans.key()}"
+        self.external_id_key = f"spark_job_id_{batches.key()}"
         self._plans = batches.plans
         about = task_of(context).file_name, self.pipeline, run_info(context)
-        with (
-            self._prepared(run.spark_uri(), lambda: batches.write_work(*about)),
-            batches.leases_kept(),
-        ):
+        with self._prepared(run.spark_uri(), lambda: batches.write_work(*about)):
             try:
                 super().execute(context)
             except AirflowException as error:
@@ -170,6 +211,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     @contextmanager
     def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
         """Complete the arguments; while this lasts, the application can be started."""
+        own = self.application, self.py_files, self.conf
         with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
             made = prepare(
                 self._chosen(),
@@ -187,7 +229,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 env=made.variables,
                 prepare=lambda: arguments_of(run_uri, *write_work()),
             )
-            yield
+            try:
+                yield
+            finally:  # what is made lies in the folder; another application has its own
+                self.application, self.py_files, self.conf = own
 
     #: Makes our hook of the parent's.
     _make_hook: Callable[[SparkSubmitHook], SparkSubmitHook] | None = None

@@ -16,6 +16,7 @@ from airflow_broadway.core.custody.run_summary import (
     settling_trouble,
 )
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
@@ -26,6 +27,7 @@ from airflow_broadway.staging.settlement_journal import settled_journal
 __all__ = [
     "REPORT",
     "batchers_of",
+    "isolation_of",
     "keep_report",
     "kept_report",
     "reasons_of",
@@ -48,12 +50,14 @@ def keep_report(
     reasons: Sequence[Mapping[str, Any]],
     failed_tasks: Sequence[str],
     at: datetime,
+    isolation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Account for the executions of a run, and keep the report in the run's folder.
 
     A run that balances is marked so, which lets retention remove it; an empty one leaves its report
     and no other file.  Its settled generations are open no more.
 
+    :param isolation: What processes died of, if any did; see :func:`isolation_of`.
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
     :raises StagingError: If it cannot be written.
@@ -78,6 +82,7 @@ def keep_report(
         "generations": generations,
         "batchers": dict(batchers),
         "reasons": list(reasons),
+        **({"isolation": isolation} if isolation else {}),
         "failed_tasks": list(failed_tasks),
         "errors": sorted({error for each in generations for error in each["errors"]}),
         **_about_source(records, run),
@@ -193,6 +198,27 @@ def batchers_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
                     seconds += outcome.seconds
         made[name] = {**counts, "triggers": dict(triggers), "seconds": round(seconds, 3)}
     return made
+
+
+def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
+    """How many processes died at batches, and what came of it; empty if none did.
+
+    ``split``: batches, and parts of such, that were split; ``crashed``: messages set aside.
+    """
+    files = recorded.run.files
+    deaths = sum(len(files.list(f"deaths/{folder}")) for folder in files.list("deaths"))
+    if not deaths:
+        return {}
+    found = []
+    for name in batchers:
+        split = crashed = 0
+        for plan in recorded.counted(name):
+            split += recorded.split(plan)
+            outcomes = (outcome for _, outcome in recorded.outcomes(plan) if outcome)
+            crashed += sum(outcome.error.startswith(CRASHED) for outcome in outcomes)
+        if split or crashed:
+            found.append({"batcher": name, "split": split, "crashed": crashed})
+    return {"deaths": deaths, "batches": found}
 
 
 def reasons_of(

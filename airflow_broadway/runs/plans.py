@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, begin_try
+from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
@@ -35,6 +37,8 @@ class OpenPlans:
         self._run = run
         self.heads: list[BatchPlan] = []
         self._open: dict[str, list[PlannedBatch]] = {}
+        #: How many more batches there are since some were split.
+        self._more = 0
         for path in plans:
             head, batches = BatchPlan.read(run.files, path)
             run.store.check_root(head.root_id, head.host)
@@ -43,15 +47,17 @@ class OpenPlans:
         self.look()
 
     def look(self) -> None:
-        """Look which batches have got an outcome since the last look."""
+        """Look which batches have got an outcome, or were split, since the last look."""
         for path, batches in self._open.items():
             done = set(self._run.files.list(paths.outcomes(path)))
-            self._open[path] = [each for each in batches if f"{each.batch_id}.json" not in done]
+            found = list(with_parts(batches, splits_of(self._run.files, path, done)))
+            self._more += len(found) - len(batches)
+            self._open[path] = [each for each in found if f"{each.batch_id}.json" not in done]
 
     @property
     def total(self) -> int:
         """How many batches the plans have."""
-        return sum(head.batches for head in self.heads)
+        return sum(head.batches for head in self.heads) + self._more
 
     @property
     def left(self) -> int:
@@ -84,20 +90,40 @@ class OpenPlans:
                 void[batch.batch_id] = str(error)
         return void
 
-    def key(self) -> str:
-        """A short hash of the list of work: other plans have another."""
+    def key(self, step: Step | None = None) -> str:
+        """A short hash of the list of work: other plans have another, and another step."""
         text = json.dumps([head.path for head in self.open_heads])
+        if step is not None and step.run is not None:
+            text += json.dumps([*step.run, step.deaths])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def open_batches(self) -> Iterator[tuple[BatchPlan, PlannedBatch]]:
+        """The open batches in order, each with its plan."""
+        for head in self.heads:
+            for batch in self._open[head.path]:
+                yield head, batch
+
     def write_work(
-        self, name: str, pipeline: Mapping[str, Any], run_info: RunInfo
+        self,
+        name: str,
+        pipeline: Mapping[str, Any],
+        run_info: RunInfo,
+        step: Step | None = None,
     ) -> tuple[str, Work]:
         """Write the work file of the next try, which takes ownership from the tries before it.
 
         :param name: The task's name in the staging folder.
         :param pipeline: The pipeline's reference.
+        :param step: Which batches; all open ones unless given.
         :returns: The file's path, and its content.
         """
+        step = step or Step()
+        only = None if step.run is None else list(step.run)
+        heads = [
+            head
+            for head in self.open_heads
+            if only is None or any(each.batch_id in only for each in self._open[head.path])
+        ]
 
         def work(number: int) -> Work:
             return Work(
@@ -105,7 +131,10 @@ class OpenPlans:
                 try_number=number,
                 pipeline=dict(pipeline),
                 run=run_info.to_json(),
-                plans=[head.path for head in self.open_heads],
+                plans=[head.path for head in heads],
+                only=only,
+                alone=step.alone,
+                marked=step.marked,
                 package_version=__version__,
             )
 

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
@@ -21,7 +21,9 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
+from airflow_broadway.core.formats.deaths import TRIES, mark_begun, say_ended
 from airflow_broadway.core.formats.entries import dump_entry
+from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, begin_try
@@ -50,6 +52,7 @@ class PythonBatches:
 
     ``concurrency`` batches at a time; those of one partition or key one after another, in order.
 
+    :param step: Which batches, and how: see :mod:`airflow_broadway.core.formats.isolation`.
     :param name: The task's name in the staging folder.  An earlier execution of the task, which the
         host may have lost though it still works, is fenced off by it: it records nothing any more.
         Without a name nobody is fenced off.
@@ -65,8 +68,11 @@ class PythonBatches:
         try_number: int = 1,
         ports: Ports | None = None,
         clock: Clock | None = None,
+        step: Step | None = None,
     ) -> None:
         self.run_folder = run
+        self._step = step or Step()
+        self._number = 0
         self.pipeline = pipeline
         self.plan = plan
         self._name = name
@@ -88,18 +94,40 @@ class PythonBatches:
 
         :raises OwnershipLost: If a later run of the task has begun.
         """
-        options = self.pipeline.batchers[self.plan.batcher]
-        counts = {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
+        counts = _no_counts()
         recorder = self._begin()
+        try:
+            self._run(recorder, counts)
+        finally:  # it has not died, whatever was raised
+            if self._name:
+                say_ended(self.run_folder.files, self._name, self._number, TRIES)
+        return counts
+
+    def count(self) -> dict[str, int]:
+        """The same counts by what is recorded; nothing is run."""
+        counts, recorded = _no_counts(), Recorded(self.run_folder)
+        found = recorded.recorded(self.plan)
+        _count(counts, found.values())
+        without = len(recorded.batches(self.plan)) - len(found)
+        counts["batches"] += without
+        counts["without_outcome"] += without
+        return counts
+
+    def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:
+        options = self.pipeline.batchers[self.plan.batcher]
         # Only now: what the run before records from now on, it records as one that is fenced off.
-        recorded = Recorded(self.run_folder).recorded(self.plan)
+        known = Recorded(self.run_folder)
+        recorded = known.recorded(self.plan)
+        batches = self._chosen(known)
         reader = BatchReader(self.run_folder, self.plan)
-        stages = [_Stage(self, index, reader, recorder) for index in range(options.concurrency)]
+        # One after another, a death tells of which batch it was.
+        concurrency = 1 if self._step.alone else options.concurrency
+        stages = [_Stage(self, index, reader, recorder) for index in range(concurrency)]
         pool: WorkerPool[PlannedBatch, Outcome | None] = WorkerPool(
             [stage.handle for stage in stages], name=f"batch-{self.plan.batcher}", ordered=False
         )
         try:
-            self._feed(pool, recorded, counts)
+            self._feed(pool, batches, recorded, counts)
         except BaseException:  # a kill and a time-out too; it goes on at once
             self._stop.request("error", at_once=True)  # what waits for a worker is not begun
             raise
@@ -109,18 +137,27 @@ class PythonBatches:
             self._reasons.log_table(log, f"batcher {self.plan.batcher!r}")
         recorder.finish()
         # What a stop did not wait for has no outcome, or one that this task has not seen.
-        counts["without_outcome"] += self.plan.batches - counts["batches"]
-        counts["batches"] = self.plan.batches
-        return counts
+        counts["without_outcome"] += len(batches) - counts["batches"]
+        counts["batches"] = len(batches)
+
+    def _chosen(self, known: Recorded) -> list[PlannedBatch]:
+        """The batches that are to be run, or were."""
+        batches = known.batches(self.plan)
+        if self._step.run is None:
+            return batches
+        place = {batch_id: number for number, batch_id in enumerate(self._step.run)}
+        chosen = [batch for batch in batches if batch.batch_id in place]
+        return sorted(chosen, key=lambda batch: place[batch.batch_id])
 
     def _feed(
         self,
         pool: WorkerPool[PlannedBatch, Outcome | None],
+        batches: Sequence[PlannedBatch],
         recorded: Mapping[str, Outcome],
         counts: dict[str, int],
     ) -> None:
         """Give the pool each batch without an outcome, and count what comes of all."""
-        for planned in self._batches():
+        for planned in batches:
             if planned.batch_id in recorded:
                 _count(counts, [recorded[planned.batch_id]])
                 continue
@@ -141,6 +178,8 @@ class PythonBatches:
         options = self.pipeline.batchers[self.plan.batcher]
         if planned.partition is None:
             return None, sorted(chains(planned, merged=options.merge_keys))
+        if self._step.alone:
+            return 0, ()
         # A plan stands, though the options may have changed since.
         return planned.partition % options.concurrency, ()
 
@@ -152,20 +191,19 @@ class PythonBatches:
         writer = f"{self._try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
         number = 0
         if self._name:
-            text = json.dumps({"version": VERSION, "by": writer})
-            number, _ = begin_try(files, self._name, lambda _: text, "tries")
+            about = {"version": VERSION, "by": writer}
+            about |= {"marked": self._step.marked, "only": self._step.run}
+            text = json.dumps(about)
+            number, _ = begin_try(files, self._name, lambda _: text, TRIES)
+            self._number = number
         return BatchRecorder(
             files,
             self.plan,
-            Ownership(files, self._name, number, folder="tries", clock=self._clock),
+            Ownership(files, self._name, number, folder=TRIES, clock=self._clock),
             writer=writer,
             try_number=self._try_number,
             clock=self._clock,
         )
-
-    def _batches(self) -> Iterator[PlannedBatch]:
-        _, batches = BatchPlan.read(self.run_folder.files, self.plan.path)
-        return batches
 
     # -- one batch -----------------------------------------------------------------------------
 
@@ -183,6 +221,9 @@ class PythonBatches:
 
     def _handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome:
         batch = stage.recorder.begin(planned, load_key(planned.batch_key))
+        if self._step.marked:
+            files = self.run_folder.files
+            mark_begun(files, self._name, self._number, TRIES, planned.batch_id)
         stage.sink.begin()
         messages = stage.reader.read(planned, stage.ack_ref_of)
         if len(messages) != planned.size:  # what was not read would count as a success
@@ -306,6 +347,10 @@ def _common_error(result: BatchResult, size: int) -> str:
         return ""
     reasons = {message.status.text for message in result.failed if message.status.kind != "failed"}
     return reasons.pop() if len(reasons) == 1 else ""
+
+
+def _no_counts() -> dict[str, int]:
+    return {"batches": 0, "successful": 0, "failed": 0, "without_outcome": 0}
 
 
 def _count(counts: dict[str, int], outcomes: Iterable[Outcome | None]) -> None:

@@ -13,12 +13,14 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from airflow_broadway.core.formats.deaths import WORK
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.runs.outcomes import is_settled, log_settled
 from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.poison.isolation import MOST_PROCESSES, Isolation
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.sources.pipelines import source_of
 from airflow_broadway.staging.run_folder import StagedRun
@@ -47,6 +49,8 @@ class SparkBatches:
     """The batches of some plans, in one execution of the task that has Spark run them.
 
     :param planned: What the batch tasks returned.
+    :param name: The task's name in the staging folder.
+    :param most: Applications that the run may start, once one has died.
     """
 
     def __init__(
@@ -55,12 +59,16 @@ class SparkBatches:
         pipeline: Pipeline,
         planned: Iterable[Mapping[str, Any]],
         ports: Ports,
+        *,
+        name: str = "",
+        most: int = MOST_PROCESSES,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
         self._ports = ports
         paths = (each.get("plan") for each in planned)
         self.plans = OpenPlans(run, dict.fromkeys(str(path) for path in paths if path))
+        self._isolation = Isolation(run, pipeline, self.plans, name, folder=WORK, most=most)
         #: Those without an outcome that will never get one, at the last look: id → why.
         self.void: dict[str, str] = {}
 
@@ -88,6 +96,22 @@ class SparkBatches:
     def _given_back(self) -> bool:
         return all(is_settled(self._run, each) for each in self.plans.open_generations)
 
+    def choose(self, *, over: bool = True) -> bool:
+        """Choose what the next application handles; see :meth:`Isolation.choose`."""
+        return self._isolation.choose(over=over)
+
+    def goes_on(self) -> bool:
+        """Whether another application is to follow; see :meth:`Isolation.goes_on`."""
+        return self._isolation.goes_on()
+
+    def stopped(self) -> None:
+        """Say that the application ends because its task is stopped: it does not die of a batch."""
+        self._isolation.stopped()
+
+    def key(self) -> str:
+        """A short hash of what the next application handles."""
+        return self.plans.key(self._isolation.step)
+
     @contextmanager
     def leases_kept(self) -> Iterator[None]:
         """While the application runs: keep leases alive, and settle at the end, where no sensor
@@ -111,7 +135,8 @@ class SparkBatches:
         :param info: Of this run; the source is that of the batches.
         """
         source = source_of(self._run, self.plans.generations)
-        return self.plans.write_work(name, ref, replace(info, source=source))
+        step = self._isolation.step
+        return self.plans.write_work(name, ref, replace(info, source=source), step)
 
     def end(self) -> Ending:
         """What came of the application."""

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from airflow_broadway.core.formats.deaths import TRIES
+from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.metrics import Metric, Metrics
+from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.poison.isolation import MOST_PROCESSES, Isolation
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
@@ -179,18 +185,47 @@ class BatchTask:
         """
         if self._pipeline.batchers[self._batcher].engine != "python":
             return None
-        self._batches = PythonBatches(
+        plans = OpenPlans(self._run, [plan.path])
+        name = self._task.file_name
+        isolation = Isolation(
+            self._run, self._pipeline, plans, name, folder=TRIES, most=MOST_PROCESSES
+        )
+        while isolation.choose() and isolation.has_deaths:
+            self._handle_apart(plan, isolation)
+            if not isolation.goes_on():
+                break
+        self._batches = self._python_batches(plan)
+        if isolation.has_deaths:
+            return self._batches.count()
+        with self._stand_in(plan):
+            return self._batches.run()
+
+    def _handle_apart(self, plan: BatchPlan, isolation: Isolation) -> None:
+        """Run batches in a process of its own: some process of this task has died of one."""
+        batches = self._python_batches(plan, isolation.step)
+        apart = Apart(batches.run)  # while no other thread of ours is at work
+        with self._stand_in(plan):
+            ending = apart.wait()
+        if ending:
+            log.warning("The process that ran batches of %r: %s.", plan.batcher, ending)
+
+    def _python_batches(self, plan: BatchPlan, step: Step | None = None) -> PythonBatches:
+        return PythonBatches(
             self._run,
             self._served,
             plan,
             name=self._task.file_name,
             try_number=self._task.try_number,
             ports=self._ports,
+            step=step,
         )
+
+    @contextmanager
+    def _stand_in(self, plan: BatchPlan) -> Iterator[None]:
         stand_in = StandIn(self._run, self._pipeline, plan.generations, ports=self._ports)
         stand_in.start()
         try:
-            return self._batches.run()
+            yield
         finally:
             stand_in.finish()
 

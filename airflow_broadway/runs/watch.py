@@ -19,6 +19,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.account import (
     REPORT,
     batchers_of,
+    isolation_of,
     keep_report,
     kept_report,
     reasons_of,
@@ -242,6 +243,7 @@ class RunWatcher:
         return keep_report(
             run,
             records,
+            isolation=isolation_of(recorded, self._pipeline.batchers),
             batchers=batchers_of(recorded, self._pipeline.batchers),
             reasons=reasons_of(recorded, records, self._pipeline.batchers),
             failed_tasks=failed_tasks,

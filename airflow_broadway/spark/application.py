@@ -16,9 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
+from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
+from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
@@ -80,6 +82,7 @@ def run_work(
     ownership = Ownership(files, work.name, work.try_number)
     ownership.check_try(fresh=True)
     stop = stop or threading.Event()
+    say_started(files, work.name, work.try_number, WORK)
     application = Application(
         spark=spark,
         uri=uri,
@@ -100,7 +103,7 @@ class _Threads:
     def __init__(
         self, application: Application, plans: Sequence[BatchPlan], stop: threading.Event
     ) -> None:
-        self._app = application
+        self._app = app = application
         self._plans = plans
         self._stop = stop
         self._parent = os.getppid()
@@ -108,6 +111,9 @@ class _Threads:
         self._running: set[str] = set()
         #: Batches: recorded now, failed whole among them, and recorded before.
         self._recorded = self._failed = self._known = 0
+        only = app.work.only
+        #: The batches that it is to see handled; more, once it is known which were split.
+        self._total = sum(plan.batches for plan in plans) if only is None else len(only)
         #: Why batches have no outcome, and how many for each reason.
         self._problems: dict[str, int] = {}
         self._error: BaseException | None = None
@@ -146,7 +152,8 @@ class _Threads:
                 thread.join(0.5)
 
     def _close(self) -> int:
-        total = sum(plan.batches for plan in self._plans)
+        self._say_ended()
+        total = self._total
         left = total - self._known - self._recorded
         log.info(
             "%s: %d handled now (%d of them failed whole), %d had an outcome before, %d have none.",
@@ -161,6 +168,23 @@ class _Threads:
         if isinstance(self._error, KeyboardInterrupt):
             return INTERRUPTED
         return INCOMPLETE if left or self._error is not None else 0
+
+    def _say_ended(self) -> None:
+        """Say that it ended, unless it dies of a batch: of a callback that exits, or takes the JVM
+        along.  What fails at storage, or was asked to stop, is no death.
+        """
+        from airflow_broadway.spark.batch import SparkLost
+
+        error = self._error
+        if isinstance(error, SparkLost) or not isinstance(
+            error, (BroadwayError, OSError, KeyboardInterrupt, type(None))
+        ):
+            return
+        work = self._app.work
+        try:
+            say_ended(self._app.files, work.name, work.try_number, WORK)
+        except Exception as failed:  # it then counts as a death, which one alone does no harm
+            log.warning("Could not write down that this application ended: %s", failed)
 
     def _look(self) -> None:
         """Look whether the JVM is alive, and no later try has begun; called now and then."""
@@ -211,6 +235,8 @@ class _Threads:
 
         options = self._app.pipeline.batchers[plan.batcher]
         order = BatchOrder(self._without_outcome(plan), merged=options.merge_keys)
+        # One after another, a death tells of which batch it was.
+        concurrency = 1 if self._app.work.alone else options.concurrency
         runner = BatchRunner(self._app, plan)
         progress = _Progress(plan)
         lanes = [
@@ -218,7 +244,7 @@ class _Threads:
                 f"{plan.batcher}-{lane}",
                 lambda lane=lane: self._run_lane(order, runner, progress, lane),  # type: ignore[misc]
             )
-            for lane in range(min(options.concurrency, plan.batches))
+            for lane in range(min(concurrency, self._total))
         ]
         for thread in lanes:
             thread.start()
@@ -228,10 +254,18 @@ class _Threads:
 
     def _without_outcome(self, plan: BatchPlan) -> Iterator[PlannedBatch]:
         """The batches of a plan that have no outcome."""
-        files = self._app.files
+        files, only = self._app.files, self._app.work.only
         done = set(files.list(paths.outcomes(plan.path)))
+        splits = splits_of(files, plan.path, done)
         _, batches = BatchPlan.read(files, plan.path)
-        for batch in batches:
+        found = with_parts(batches, splits)
+        if only is None:
+            self._total += sum(len(parts) - 1 for parts in splits.values())
+        else:
+            place = {batch_id: number for number, batch_id in enumerate(only)}
+            chosen = [batch for batch in found if batch.batch_id in place]
+            found = iter(sorted(chosen, key=lambda batch: place[batch.batch_id]))
+        for batch in found:
             if f"{batch.batch_id}.json" in done:
                 self._known += 1
             else:
@@ -267,6 +301,9 @@ class _Threads:
     ) -> None:
         from airflow_broadway.spark.batch import Unreadable
 
+        app = self._app
+        if app.work.marked:
+            mark_begun(app.files, app.work.name, app.work.try_number, WORK, batch.batch_id)
         try:
             outcome = runner.run(batch, lane=lane)
         except OwnershipLost:

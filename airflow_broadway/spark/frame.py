@@ -171,7 +171,8 @@ class BatchFrames:
         reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")
         # Whatever the cluster is set to: a message that was not read must not be acked.
         reader = reader.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
-        return reader.parquet(*files).where(in_ranges(batch.rows))
+        rows = reader.parquet(*files).where(in_ranges(batch.rows))
+        return rows if batch.part is None else rows.where(in_part(batch.part))
 
 
 def micros(column: Column, kind: DataType | None) -> Column:
@@ -232,6 +233,15 @@ def to_python(value: Any, kind: DataType | Schema) -> Any:
     if kind is Atomic.TIMESTAMP:
         return as_utc(value)
     return value
+
+
+def in_part(part: Sequence[Sequence[int]]) -> Column:
+    """The condition that a message belongs to a part of its batch."""
+    (first_source, first), (last_source, last) = part
+    source, position = F.col("source"), F.col("position")
+    after = (source > first_source) | ((source == first_source) & (position >= first))
+    before = (source < last_source) | ((source == last_source) & (position <= last))
+    return after & before
 
 
 def in_ranges(ranges: Sequence[Sequence[int]]) -> Column:

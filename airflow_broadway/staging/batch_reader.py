@@ -84,6 +84,12 @@ class BatchReader:
                     found.extend(zip(batches[start:stop], messages[start:stop], strict=True))
         if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
             found.sort(key=lambda each: each[0])  # stable: each batch stays in order of arrival
+        if planned.part is not None:
+            found = [
+                (number, (message, receipt))
+                for number, (message, receipt) in found
+                if planned.has(receipt.source, message.position)
+            ]
         if ack_ref_of is None:
             return [message for _, (message, _) in found]
         return [

@@ -14,7 +14,7 @@ from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.settlement_journal import Progress
@@ -43,6 +43,7 @@ class _Decided:
 
     :param source: The index of the generation in the plan.
     :param ranges: The numbers of the batches, sorted, as inclusive ranges.
+    :param parts: Those of batches that were split.
     :param files: Indexes of the data files that hold their rows.
     :param count: Messages of the generation in them.
     """
@@ -50,8 +51,19 @@ class _Decided:
     plan: BatchPlan
     source: int
     ranges: list[list[int]] = field(default_factory=list)
+    parts: list[PlannedBatch] = field(default_factory=list)
     files: set[int] = field(default_factory=set)
     count: int = 0
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of the generation is in one of them."""
+        number = row["batch"]
+        if holds(self.ranges, number, number):
+            return True
+        return any(
+            holds(part.rows, number, number) and part.has(row["source"], row["position"])
+            for part in self.parts
+        )
 
 
 class HeldMessages:
@@ -140,7 +152,10 @@ class HeldMessages:
                 continue
             self._recorded_batches += 1
             decided.count += count
-            decided.ranges.extend(planned.rows)
+            if planned.part is None:
+                decided.ranges.extend(planned.rows)
+            else:
+                decided.parts.append(planned)
             decided.files.update(planned.files)
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
@@ -148,7 +163,7 @@ class HeldMessages:
                     _Exceptions(outcome.exceptions, outcome.entries_sum, source, shared)
                 )
         self.decided += decided.count
-        if decided.ranges:
+        if decided.ranges or decided.parts:
             decided.ranges.sort()
             self._decided.append(decided)
 
@@ -275,18 +290,16 @@ class HeldMessages:
         :raises StagingDamaged: At their end, if they are more or fewer than the plan says.
         """
         plan, count = decided.plan, 0
-        columns = ["message_id", "batch", "source", "attempt", "redelivered"]
+        wanted = sorted([*decided.ranges, *(r for part in decided.parts for r in part.rows)])
+        columns = ["message_id", "batch", "source", "position", "attempt", "redelivered"]
         columns += ["_receipt", "_on_success", "_acked", *self._payload_columns()]
         for index in sorted(decided.files):
             with self._open(f"{plan.path}/{plan.data[index]}") as file:
                 for group in range(file.groups):
-                    if not holds(decided.ranges, *file.bounds(group, "batch")):
+                    if not holds(wanted, *file.bounds(group, "batch")):
                         continue
                     for row in file.read(group, columns).to_pylist():
-                        number = row["batch"]
-                        if row["source"] == decided.source and holds(
-                            decided.ranges, number, number
-                        ):
+                        if row["source"] == decided.source and decided.holds(row):
                             count += 1
                             yield row
         if count != decided.count:

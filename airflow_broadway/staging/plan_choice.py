@@ -16,6 +16,7 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
+from airflow_broadway.core.formats.parts import Splits, splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.staging.run_folder import StagedRun
@@ -40,8 +41,10 @@ class Recorded:
     def __init__(self, run: StagedRun) -> None:
         self.run = run
         self._standing: dict[str, list[BatchPlan]] = {}
-        #: By folder: the batches of the plan in it.
+        #: By folder: the batches of the plan in it, with its parts in place of each that was split.
         self._batches: dict[str, list[PlannedBatch]] = {}
+        #: By folder of outcomes: what was split in it.
+        self._splits: dict[str, Splits] = {}
         #: By folder of outcomes: the ids of the batches that have one.
         self._ids: dict[str, set[str]] = {}
         #: By path, without the lines that they hold.
@@ -71,10 +74,10 @@ class Recorded:
         for name in self.run.files.list(folder):  # oldest first
             try:
                 plan, batches = BatchPlan.read(self.run.files, f"{folder}/{name}")
-                held = self._batches[plan.path] = list(batches)
+                recorded = self.ids(plan)
+                held = self._batches[plan.path] = self._with_parts(plan, batches)
             except FileNotFoundError:  # never finished
                 continue
-            recorded = self.ids(plan)
             count = sum(batch.batch_id in recorded for batch in held) if recorded else 0
             if best is None or count >= best[0]:
                 best = count, plan
@@ -99,13 +102,16 @@ class Recorded:
     # -- outcomes ------------------------------------------------------------------------------
 
     def ids(self, plan: BatchPlan) -> set[str]:
-        """The ids of the batches with an outcome, of all plans of the same generations."""
+        """The ids of the batches with an outcome, of all plans of the same generations.
+
+        One that was split has none of its own: its parts have.
+        """
         folder = paths.outcomes(plan.path)
         if folder not in self._ids:
             names = self.run.files.list(folder)
-            self._ids[folder] = {
-                name.removesuffix(".json") for name in names if name.endswith(".json")
-            }
+            self._splits[folder] = splits_of(self.run.files, plan.path, set(names))
+            ids = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+            self._ids[folder] = ids - self._splits[folder].keys()
             self._gathered[folder] = [
                 f"{folder}/{name}" for name in names if paths.is_gathered(name)
             ]
@@ -113,10 +119,26 @@ class Recorded:
 
     def recorded(self, plan: BatchPlan) -> dict[str, Outcome]:
         """The outcomes of a plan's batches by batch id; a batch without one is missing."""
-        if not self.ids(plan):
+        if not self.ids(plan):  # else a folder of outcomes is read for nothing
             return {}
         found = ((batch.batch_id, outcome) for batch, outcome in self.outcomes(plan))
         return {batch_id: outcome for batch_id, outcome in found if outcome is not None}
+
+    def batches(self, plan: BatchPlan) -> list[PlannedBatch]:
+        """The batches of a plan in order, with its parts in place of each that was split."""
+        if plan.path not in self._batches:
+            _, batches = BatchPlan.read(self.run.files, plan.path)
+            self._batches[plan.path] = self._with_parts(plan, batches)
+        return self._batches[plan.path]
+
+    def split(self, plan: BatchPlan) -> int:
+        """How many of a plan's batches, and of their parts, were split."""
+        self.ids(plan)
+        return len(self._splits[paths.outcomes(plan.path)])
+
+    def _with_parts(self, plan: BatchPlan, batches: Iterable[PlannedBatch]) -> list[PlannedBatch]:
+        self.ids(plan)
+        return list(with_parts(batches, self._splits[paths.outcomes(plan.path)]))
 
     def outcomes(self, plan: BatchPlan) -> Iterator[tuple[PlannedBatch, Outcome | None]]:
         """The batches of a plan in order, each with its outcome where one is recorded.
@@ -124,9 +146,7 @@ class Recorded:
         Entries that an outcome holds itself are taken out of it: :meth:`entries` reads them, like
         those in a file, by :attr:`Outcome.exceptions`.
         """
-        if plan.path not in self._batches:
-            self._batches[plan.path] = list(BatchPlan.read(self.run.files, plan.path)[1])
-        batches, recorded = self._batches[plan.path], self.ids(plan)
+        batches, recorded = self.batches(plan), self.ids(plan)
         wanted = {
             batch.batch_id: paths.outcome(plan.path, batch.batch_id)
             for batch in batches

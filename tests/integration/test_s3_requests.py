@@ -101,5 +101,5 @@ def test_a_batcher_that_is_cleared_reads_what_was_recorded_together(
     with server.counted() as requests:
         assert run().batch(reference, try_number=2) == done
     assert requests.of(part="/outcomes/") == requests.of("GET", part="/gathered-") == 1
-    assert requests.of("PUT") == 1  # that it has begun
+    assert requests.of("PUT") == 2  # the file of this try, and that it ended
     assert requests.total() < 20

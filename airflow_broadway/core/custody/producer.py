@@ -183,6 +183,12 @@ class Producer(Options):
         rule=FUNCTION.or_none(),
         doc="Called with every message as received; returns the message to go on with.",
     )
+    max_crashes: int = option(
+        default=5,
+        rule=POSITIVE,
+        doc="How many processes may die of a message that they handled alone, before it is set"
+        " aside: see ``docs/poison.md``.",
+    )
     lease: float = option(
         default=900.0,
         rule=SECONDS,

@@ -114,6 +114,14 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         f"  {_n(each['count']).rjust(width)}  {each['stage'] or '-':7}  {printable(each['reason'])}"
         for each in reasons
     ]
+    isolation = report.get("isolation")
+    if isolation:
+        lines.append(f"{many(isolation['deaths'], 'process')} died at batches.")
+        lines += [
+            f"  {each['batcher']}: {many(each['split'], 'batch')} split,"
+            f" {many(each['crashed'], 'message')} set aside (crashed)"
+            for each in isolation["batches"]
+        ]
     if not report["balanced"]:
         lines.append(
             f"The sum does not balance: {_n(totals['received'])} received,"

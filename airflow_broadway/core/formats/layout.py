@@ -16,11 +16,16 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         plan.jsonl                      a header line, then a line per batch
     outcomes/<batcher>/<inputs>/
         <batch_id>.json                 what became of a batch: the first writer wins (exclusive)
+        <batch_id>.split                that may be: it was split, and each part has its own
         *.entries.jsonl                 entries of its exceptions, named by the outcome; where they
                                         are few, they are in the outcome itself
         gathered-*.jsonl                copies of many outcomes, to be read at once
     work/<task>-<try>.json              what a Spark application does, until a higher try has one
     tries/<task>-<try>.json             a task runs a Python batcher's batches, until the same
+    work/<task>-<try>.started           it began to handle batches
+    {work,tries}/<task>-<try>.ended     it ended, however its batches fared: it did not die of one
+    begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written once something died
+    deaths/{work,tries}/<task>-<try>.json        it died, and of which batches that may be
     heartbeat.json                      when the ack sensor last looked
 
 Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
@@ -87,6 +92,10 @@ class paths:  # noqa: N801 - a namespace
         return f"{paths.outcomes(plan)}/{batch_id}.json"
 
     @staticmethod
+    def split(plan: str, batch_id: str) -> str:
+        return f"{paths.outcomes(plan)}/{batch_id}.split"
+
+    @staticmethod
     def outcome_entries(plan: str, batch_id: str, writer: str) -> str:
         return f"{paths.outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
 
@@ -102,6 +111,22 @@ class paths:  # noqa: N801 - a namespace
     @staticmethod
     def work(name: str, try_number: int) -> str:
         return paths.of_try(name, try_number)
+
+    @staticmethod
+    def started(name: str, number: int, folder: str) -> str:
+        return f"{folder}/{name}-{number:06d}.started"
+
+    @staticmethod
+    def ended(name: str, number: int, folder: str) -> str:
+        return f"{folder}/{name}-{number:06d}.ended"
+
+    @staticmethod
+    def begun(name: str, number: int, folder: str) -> str:
+        return f"begun/{folder}/{name}-{number:06d}"
+
+    @staticmethod
+    def death(name: str, number: int, folder: str) -> str:
+        return f"deaths/{folder}/{name}-{number:06d}.json"
 
     @staticmethod
     def of_try(name: str, number: int, folder: str = "work") -> str:

@@ -34,6 +34,8 @@ class Outcome:
     :param seconds: How long that took.
     :param application_id: Spark's name of the application; empty without Spark.
     :param settled_now: A :class:`SettleReport` of what callbacks settled at once, as JSON.
+    :param parts: The parts that the batch was split into, as plans have batches, because processes
+        died of it: it says no more then, and each part has an outcome of its own.
     """
 
     batch_id: str
@@ -52,6 +54,7 @@ class Outcome:
     seconds: float = 0.0
     application_id: str = ""
     settled_now: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] | None = None
     version: int = VERSION
 
     @property
@@ -61,7 +64,10 @@ class Outcome:
 
     def dumps(self) -> str:
         """Return it as JSON on one line, with its seal."""
-        return sealed(asdict(self), sort_keys=True)
+        value = asdict(self)
+        if self.parts is None:  # an older release reads it then
+            del value["parts"]
+        return sealed(value, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str, path: str) -> Outcome:

@@ -82,7 +82,8 @@ class Ownership:
     ) -> None:
         self._files = files
         self._name = name
-        self._try_number = try_number
+        #: Which try of the task this is.
+        self.try_number = try_number
         self._folder = folder
         self._clock = clock or SystemClock()
         self._fresh_for = fresh_for
@@ -98,9 +99,9 @@ class Ownership:
         if not self._name or (not fresh and self._has_passed("try")):
             return
         highest = highest_try(self._files, self._name, self._folder)
-        if highest > self._try_number:
+        if highest > self.try_number:
             raise OwnershipLost(
-                f"try {highest} of {self._name!r} has begun, so try {self._try_number}"
+                f"try {highest} of {self._name!r} has begun, so try {self.try_number}"
                 " stops here and records nothing more"
             )
         self._set_passed("try")

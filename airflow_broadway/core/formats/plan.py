@@ -29,6 +29,8 @@ class PlannedBatch:
     :param trigger: Why it was closed: a :class:`Trigger`.
     :param redelivered: How many of its messages may have been handled before.
     :param sources: Generation → messages of it in the batch.
+    :param part: Of a part of a batch that was split: its first and its last message, each by the
+        columns ``source`` and ``position``; ``None`` for a whole batch.
     """
 
     batch_id: str
@@ -42,12 +44,26 @@ class PlannedBatch:
     trigger: str
     redelivered: int
     sources: dict[str, int]
+    part: list[list[int]] | None = None
 
     def dumps(self) -> str:
         """Return it as JSON on one line."""
+        return json.dumps(self.to_json(), separators=(",", ":"))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value of which it is made again."""
         # asdict copies deeply, and a plan may have 100,000 of these.
         value = {name: getattr(self, name) for name in self.__slots__}
-        return json.dumps(value, separators=(",", ":"))
+        if self.part is None:  # an older release reads it then
+            del value["part"]
+        return value
+
+    def has(self, source: int, position: int) -> bool:
+        """Whether a message of one of its rows belongs to it."""
+        if self.part is None:
+            return True
+        first, last = self.part
+        return first <= [source, position] <= last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,9 @@ class Work:
     :param pipeline: The pipeline's reference.
     :param run: :class:`RunInfo` as JSON.
     :param plans: Paths of plans, in order.
+    :param only: Ids of the batches to run, in this order; ``None``: all without an outcome.
+    :param alone: Whether they run one after another, so that a death tells of which it was.
+    :param marked: Whether each is marked before it begins, since something died before.
     :param package_version: This package's version, which the driver must have too.
     """
 
@@ -32,6 +35,9 @@ class Work:
     pipeline: dict[str, Any]
     run: dict[str, Any]
     plans: list[str]
+    only: list[str] | None = None
+    alone: bool = False
+    marked: bool = False
     package_version: str = ""
     version: int = VERSION
 

@@ -34,6 +34,7 @@ from airflow_broadway.core.errors import (
     OptionsError,
     PipelineError,
 )
+from airflow_broadway.core.formats.deaths import WORK, Deaths, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.outcome import Outcome
@@ -72,6 +73,10 @@ class World:
         self.envs: list[Mapping[str, str]] = []
         self.works: list[Work] = []
         self.handled: set[str] | None = None
+        #: Ids of batches at which an application dies: it runs them in order then, one at a time.
+        self.deadly: set[str] = set()
+        #: Whether each application says that it began, and that it ended.
+        self.says = (False, False)
         self.exit_code = 0
         self.output = io.StringIO()
 
@@ -104,7 +109,13 @@ class World:
         files = LocalFiles(arguments["--run"].removeprefix("file://"))
         work = Work.loads(files.read(arguments["--work"]), arguments["--work"])
         self.works.append(work)
-        for path in work.plans:
+        if self.says[0]:
+            say_started(files, work.name, work.try_number, WORK)
+        if self.deadly:
+            self._die(files, work)
+        if self.says[1]:
+            say_ended(files, work.name, work.try_number, WORK)
+        for path in () if self.deadly else work.plans:
             head, batches = BatchPlan.read(files, path)
             for batch in batches:
                 if self.handled is None or batch.batch_id in self.handled:
@@ -121,6 +132,28 @@ class World:
         return SimpleNamespace(
             stdout=self.output, wait=lambda: self.exit_code, poll=lambda: self.exit_code
         )
+
+    def _die(self, files: LocalFiles, work: Work) -> None:
+        """Run batches one after another, and die at a deadly one; else end in order."""
+        for path in work.plans:
+            head, batches = BatchPlan.read(files, path)
+            for batch in batches:
+                done = paths.outcome(head.path, batch.batch_id)
+                if files.exists(done) or (work.only and batch.batch_id not in work.only):
+                    continue
+                if work.marked:
+                    mark_begun(files, work.name, work.try_number, WORK, batch.batch_id)
+                if batch.batch_id in self.deadly:
+                    return
+                made = Outcome(
+                    batch_id=batch.batch_id,
+                    batcher=head.batcher,
+                    plan=head.path,
+                    successful=batch.size,
+                    failed=0,
+                )
+                files.create(done, made.dumps())
+        say_ended(files, work.name, work.try_number, WORK)
 
 
 @pytest.fixture
@@ -566,3 +599,77 @@ def test_two_applications_never_take_each_other_for_a_later_try(world: World) ->
 
     # Then each has a work file of its own, and none fences another off
     assert len(names) == 4
+
+
+# -- applications that die -------------------------------------------------------------------------
+
+
+def test_applications_that_die_are_followed_by_others_under_a_budget(world: World) -> None:
+    # Given three batches, at the second of which each application dies
+    world.deadly, world.says, world.exit_code = {"b1"}, (True, False), 137
+    with pytest.raises(AirflowException, match="1 of 3 batches has no outcome"):
+        world.execute(max_applications=4)
+
+    # Then the others are handled before it is alone, and no more are started than that
+    assert [work.only for work in world.works] == [None, ["b1", "b2"], ["b2"], ["b1"]]
+    assert [work.marked for work in world.works] == [False, True, True, True]
+    assert [work.alone for work in world.works] == [False, False, False, True]
+    assert set(world.staged.outcomes("default")) == {"b0", "b2"}
+    # A later try goes on from there, and does not begin again
+    with pytest.raises(AirflowException, match="no outcome"):
+        world.execute({"plan": "batches/default/inputs/1-try"}, max_applications=4)
+    assert len(world.works) == 4
+
+
+def test_an_application_that_never_began_is_not_followed_by_another(world: World) -> None:
+    world.handled, world.exit_code = set(), 1
+    with pytest.raises(AirflowException, match="have no outcome"):
+        world.execute()
+    assert len(world.works) == 1
+
+
+def test_an_application_that_ended_in_order_is_not_followed_by_another(world: World) -> None:
+    world.handled, world.exit_code, world.says = {"b0"}, 1, (True, True)
+    with pytest.raises(AirflowException, match="2 of 3 batches have no outcome"):
+        world.execute()
+    assert len(world.works) == 1
+
+
+def test_a_budget_of_no_applications_is_refused(world: World) -> None:
+    with pytest.raises(OptionsError, match=r"max_applications.*an integer of at least 1"):
+        world.operator(max_applications=0)
+
+
+def test_a_task_that_is_killed_does_not_die_of_its_batches(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an application that began, and is at work when its task is killed
+    world.handled, world.exit_code, world.says = {"b0"}, 137, (True, False)
+    operator = world.operator()
+    told: list[bool] = []
+
+    def killed(*_: Any) -> int:
+        operator.on_kill()
+        told.append(True)
+        return 137
+
+    popen = world.popen
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        made = popen(*args, **kwargs)
+        made.wait, made.kill = killed, lambda: None
+        return made
+
+    monkeypatch.setattr(
+        "airflow.providers.apache.spark.hooks.spark_submit.subprocess",
+        SimpleNamespace(Popen=started, PIPE=-1, STDOUT=-2),
+    )
+    with pytest.raises(AirflowException, match="2 of 3 batches have no outcome"):
+        operator.execute(world.context)
+
+    # Then no other follows, and its batches are not suspected
+    assert told
+    assert len(world.works) == 1
+    deaths = Deaths(world.staged.files, world.works[0].name, WORK)
+    deaths.look({"b1", "b2"}, over=True)
+    assert deaths.count == 0

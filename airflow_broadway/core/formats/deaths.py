@@ -1,0 +1,139 @@
+"""Which batches processes died of: what a dying process cannot say itself.
+
+A Spark application says in a file that it has begun, and in another that it has ended; a process
+that runs a Python batcher's batches has begun with the file of its try.  One that began, never
+ended, and is over has died.
+Whoever begins the next try writes down, once, of which batches that may be: of all without an
+outcome, or, where each batch was marked before it began, of those that had begun.  Marks cost a
+file for each batch, so nobody makes any before something has died.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import VERSION, paths, read_json
+from airflow_broadway.core.formats.plan import PlannedBatch
+
+__all__ = ["TRIES", "WORK", "Deaths", "mark_begun", "say_ended", "say_started"]
+
+#: Where the tries of a task have their files: Spark applications, and processes of a Python
+#: batcher.
+WORK: Final = "work"
+TRIES: Final = "tries"
+
+
+def say_started(files: Files, name: str, number: int, folder: str) -> None:
+    """Say that a Spark application begins to handle batches: before that it dies of none."""
+    files.create(paths.started(name, number, folder), json.dumps({"version": VERSION}))
+
+
+def say_ended(files: Files, name: str, number: int, folder: str) -> None:
+    """Say that a try ended, and did not die of a batch.  Safe to repeat."""
+    files.create(paths.ended(name, number, folder), json.dumps({"version": VERSION}))
+
+
+def mark_begun(files: Files, name: str, number: int, folder: str, batch_id: str) -> None:
+    """Say that a try is about to handle a batch."""
+    files.create(f"{paths.begun(name, number, folder)}/{batch_id}", "{}")
+
+
+class Deaths:
+    """The deaths of one task in one run.
+
+    :param name: The task's name in the staging folder.
+    :param folder: Where its tries have their files: ``work`` or ``tries``.
+    """
+
+    def __init__(self, files: Files, name: str, folder: str) -> None:
+        self._files = files
+        self._name = name
+        self._folder = folder
+        #: Tries so far.
+        self.tries = 0
+        self.count = 0
+        self._began: set[int] = set()
+        self._ended: set[int] = set()
+        self._of_all = 0
+        self._of: Counter[str] = Counter()
+        self._alone: Counter[str] = Counter()
+
+    def look(self, undecided: Collection[str], *, over: bool) -> None:
+        """Look who has died.
+
+        :param undecided: The ids of the batches without an outcome.
+        :param over: Whether no try is at work any more: each that has not ended has died then.
+        """
+        pattern = re.compile(re.escape(self._name) + r"-(\d+)\.(json|started|ended)")
+        found: dict[str, set[int]] = {"json": set(), "started": set(), "ended": set()}
+        for file in self._files.list(self._folder):
+            match = pattern.fullmatch(file)
+            if match:
+                found[match[2]].add(int(match[1]))
+        self.tries = max(found["json"], default=0)
+        self._began = found["started" if self._folder == WORK else "json"]
+        self._ended = found["ended"]
+        if over:
+            for number in sorted(self._began - self._ended):
+                self._note(number, undecided)
+        self._read(sorted(self._began))
+
+    def of(self, batch: PlannedBatch) -> int:
+        """How many processes may have died of a batch that has no outcome; of a part, as a part."""
+        return self._of[batch.batch_id] + (0 if batch.part else self._of_all)
+
+    def alone(self, batch: PlannedBatch) -> int:
+        """How many of them handled nothing else."""
+        return self._alone[batch.batch_id]
+
+    def ended(self, number: int) -> bool:
+        """Whether a try ended without dying of a batch, as of the last look."""
+        return number in self._ended
+
+    def began(self, number: int) -> bool:
+        """Whether a try began to handle batches, as of the last look."""
+        return number in self._began
+
+    def _note(self, number: int, undecided: Iterable[str]) -> None:
+        path = paths.death(self._name, number, self._folder)
+        if self._files.exists(path):
+            return
+        of_try = paths.of_try(self._name, number, self._folder)
+        about = read_json(self._files.read(of_try), of_try)
+        if "marked" not in about:  # of an older release, which did not say how it ended
+            return
+        batches: list[str] | None = None
+        if about["marked"]:
+            begun = set(self._files.list(paths.begun(self._name, number, self._folder)))
+            batches = sorted(begun.intersection(undecided))
+        value = {
+            "version": VERSION,
+            "task": self._name,
+            "try": number,
+            "batches": batches,
+            "alone": len(about.get("only") or ()) == 1,
+        }
+        self._files.create(path, json.dumps(value))
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        self.count = self._of_all = 0
+        self._of.clear()
+        self._alone.clear()
+        there = set(self._files.list(f"deaths/{self._folder}"))
+        for number in numbers:
+            path = paths.death(self._name, number, self._folder)
+            if path.rpartition("/")[2] not in there:
+                continue
+            death = read_json(self._files.read(path), path)
+            self.count += 1
+            if death["batches"] is None:  # nobody knows which had begun
+                self._of_all += 1
+                continue
+            self._of.update(death["batches"])
+            if death["alone"]:
+                self._alone.update(death["batches"])

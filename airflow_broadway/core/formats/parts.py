@@ -1,0 +1,87 @@
+"""Batches that were split, because processes died of them: their parts stand in their place.
+
+A split is the batch's outcome, created exclusively like any other: either what became of the batch
+stands, or its parts do.  A name in the folder of outcomes tells where to look, so that nobody reads
+outcomes for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.plan import PlannedBatch
+
+__all__ = ["Splits", "part_id", "record_split", "splits_of", "with_parts"]
+
+#: Id of a batch that was split → its parts.
+Splits = Mapping[str, list[PlannedBatch]]
+
+_HINT = ".split"
+
+
+def part_id(batch_id: str, number: int) -> str:
+    """The id of a part, the same whenever the batch is split."""
+    return hashlib.sha256(f"{batch_id}/{number}".encode()).hexdigest()[:32]
+
+
+def splits_of(files: Files, plan: str, names: Collection[str]) -> Splits:
+    """The batches of a plan that were split.
+
+    :param plan: The plan's path.
+    :param names: What is in its folder of outcomes.
+    :raises StagingDamaged: If an outcome is not as it was written.
+    """
+    found: dict[str, list[PlannedBatch]] = {}
+    for name in names:
+        batch_id = name.removesuffix(_HINT)
+        if batch_id == name or f"{batch_id}.json" not in names:
+            continue
+        path = paths.outcome(plan, batch_id)
+        outcome = Outcome.loads(files.read(path), path)
+        if outcome.parts:
+            try:
+                found[batch_id] = [PlannedBatch(**each) for each in outcome.parts]
+            except TypeError as error:
+                raise StagingDamaged(f"{path} is damaged ({error})") from error
+    return found
+
+
+def with_parts(batches: Iterable[PlannedBatch], splits: Splits) -> Iterator[PlannedBatch]:
+    """The batches in order, with its parts in place of each that was split."""
+    for batch in batches:
+        parts = splits.get(batch.batch_id)
+        if parts is None:
+            yield batch
+        else:
+            yield from with_parts(parts, splits)
+
+
+def record_split(
+    files: Files,
+    plan: str,
+    batcher: str,
+    batch: PlannedBatch,
+    parts: Iterable[PlannedBatch],
+    by: str,
+) -> None:
+    """Record that a batch was split, unless it has an outcome.  Safe to repeat.
+
+    :param by: Who did it, for people.
+    """
+    # The name first: an outcome without it would be taken for that of the batch itself.
+    files.create(paths.split(plan, batch.batch_id), "{}")
+    outcome = Outcome(
+        batch_id=batch.batch_id,
+        batcher=batcher,
+        plan=plan,
+        successful=0,
+        failed=0,
+        writer=by,
+        parts=[part.to_json() for part in parts],
+    )
+    files.create(paths.outcome(plan, batch.batch_id), outcome.dumps())

@@ -1,0 +1,1 @@
+"""Batches that processes die of: what the next process handles, and a process that may die."""

@@ -1,0 +1,78 @@
+"""Does work in a process of its own, which may die of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+__all__ = ["Apart"]
+
+log = logging.getLogger(__name__)
+
+#: Exit code of a process whose work raised.
+_RAISED: Final = 1
+#: Seconds that a process gets to end when it is told to.
+_END_TIMEOUT: Final = 10.0
+
+
+class Apart:
+    """A copy of this process that does some work, and ends.
+
+    It is a fork: connections, callbacks and what they have set up are there as they were.  So make
+    it while no other thread of this process is at work.
+
+    :param work: What it does; what that returns is lost.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            _be(work)
+
+    def wait(self) -> str:
+        """Wait until it ends; how it did, for people, empty if in order."""
+        try:
+            _, status = os.waitpid(self._pid, 0)
+        except BaseException:  # this process is to stop: so is the other
+            self._end()
+            raise
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            with suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}" if code else ""
+
+    def _end(self) -> None:
+        """Tell it to end, and kill it if it does not."""
+        limit = time.monotonic() + _END_TIMEOUT
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self._pid, signal.SIGTERM)
+            while not os.waitpid(self._pid, os.WNOHANG)[0]:
+                if time.monotonic() > limit:
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                    return
+                time.sleep(0.05)
+
+
+def _be(work: Callable[[], object]) -> None:
+    code = 0
+    try:
+        work()
+    except BaseException:  # whatever it is: this process has nobody to raise it to
+        code = _RAISED
+        log.exception("What a process of its own was to do failed.")
+    finally:
+        with suppress(Exception):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,174 @@
+"""Batches that processes die of: what the next process of a task handles, under a budget.
+
+One task's processes come one after another: Spark applications, or processes of a Python batcher.
+Before each, :meth:`Isolation.choose` reads who has died, splits and sets aside what is to be, and
+says what is left for it.  All of it is in files: another try of the task goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.core.formats.deaths import Deaths, say_ended
+from airflow_broadway.core.formats.isolation import Step, next_step
+from airflow_broadway.core.formats.ownership import Ownership, highest_try
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.text import many
+from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.sources.pipelines import source_of, with_source
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import host_name
+
+__all__ = ["MOST_PROCESSES", "Isolation"]
+
+log = logging.getLogger(__name__)
+
+#: Processes that one task may begin in one run, once one of them has died.
+MOST_PROCESSES: Final = 40
+
+
+class Isolation:
+    """One task's processes in one run.
+
+    :param name: The task's name in the staging folder.
+    :param folder: Where its tries have their files.
+    :param most: See :data:`MOST_PROCESSES`.
+    """
+
+    def __init__(
+        self,
+        run: StagedRun,
+        pipeline: Pipeline,
+        plans: OpenPlans,
+        name: str,
+        *,
+        folder: str,
+        most: int = MOST_PROCESSES,
+    ) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._plans = plans
+        self._name = name
+        self._folder = folder
+        self._most = most
+        self._deaths = Deaths(run.files, name, folder)
+        #: What the next process handles.
+        self.step = Step()
+
+    def choose(self, *, over: bool = True) -> bool:
+        """Choose what the next process handles; ``False``: there is to be none.
+
+        :param over: Whether no process is at work any more, so that whichever did not end has died.
+        """
+        if not highest_try(self._run.files, self._name, self._folder):
+            self.step = Step()
+            return self._plans.left > 0
+        while True:
+            held = self._look(over=over)
+            if not held:
+                return False
+            deaths = self._deaths
+            if deaths.count and deaths.tries >= self._most:
+                log.error(
+                    "%s of this task have begun in this run, and %d of them died: no more is begun;"
+                    " what has no outcome is given back, and comes with a later run.",
+                    many(deaths.tries, "process"),
+                    deaths.count,
+                )
+                return False
+            self.step = step = next_step(
+                [batch for _, batch in held],
+                deaths,
+                max_crashes=self._pipeline.producer.max_crashes,
+                proven=len(held) < self._plans.total,
+            )
+            if not step.split and not step.aside:
+                self._narrow(held)
+                return True
+            heads = {batch.batch_id: head for head, batch in held}
+            if not self._done(heads, step):
+                return False
+
+    def goes_on(self) -> bool:
+        """Whether another process is to follow the one that is over."""
+        if not self._look(over=True):
+            return False
+        last = self._deaths.tries
+        if not self._deaths.began(last):
+            return False  # it never came to a batch: no other would
+        if not self._deaths.ended(last):
+            return True
+        chosen = self.step.run
+        # It ended in order: what it left it could not handle.
+        return chosen is not None and not {
+            batch.batch_id for _, batch in self._plans.open_batches()
+        }.intersection(chosen)
+
+    def stopped(self) -> None:
+        """Say that the process at work is stopped by its task; called where that is killed."""
+        number = highest_try(self._run.files, self._name, self._folder)
+        try:
+            say_ended(self._run.files, self._name, number, self._folder)
+        except (BroadwayError, OSError) as error:
+            log.warning("Could not write down that a process was stopped: %s", error)
+
+    @property
+    def has_deaths(self) -> bool:
+        """Whether a process of the task has died in this run."""
+        return self._deaths.count > 0
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _look(self, *, over: bool) -> list[tuple[BatchPlan, PlannedBatch]]:
+        """The open batches whose messages the run still holds."""
+        self._plans.look()
+        void = self._plans.void()
+        held = [each for each in self._plans.open_batches() if each[1].batch_id not in void]
+        if not held:
+            return held
+        self._deaths.look({batch.batch_id for _, batch in held}, over=over)
+        return held
+
+    def _narrow(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:
+        """Of a process that runs one batch after another: those of one plan."""
+        step = self.step
+        if not step.alone or not step.run:
+            return
+        plan_of = {batch.batch_id: head.path for head, batch in held}
+        first = plan_of[step.run[0]]
+        self.step = step._replace(run=[each for each in step.run if plan_of[each] == first])
+
+    def _done(self, heads: dict[str, BatchPlan], step: Step) -> bool:
+        """Split and set aside; ``False`` if the run no longer holds the messages."""
+        from airflow_broadway.staging.isolation import set_aside, split  # loads pyarrow
+
+        by = f"{self._name} on {host_name()}"
+        ownership = Ownership(
+            self._run.files,
+            self._name,
+            self._deaths.tries,
+            folder=self._folder,
+            clock=self._run.clock,
+        )
+        source = source_of(self._run, self._plans.generations)
+        producer = with_source(self._pipeline, source).producer
+        try:
+            for batch in step.split:
+                split(self._run, heads[batch.batch_id], batch, by=by)
+            for batch in step.aside:
+                set_aside(
+                    self._run,
+                    heads[batch.batch_id],
+                    batch,
+                    producer,
+                    deaths=self._deaths.of(batch),
+                    ownership=ownership,
+                    by=by,
+                )
+        except LeaseLapsed as error:
+            log.error("%s.", error)
+            return False
+        return True

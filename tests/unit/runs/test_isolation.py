@@ -1,0 +1,202 @@
+"""Batches that processes die of: alone, in halves, and down to the message that is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway import BatchInfo
+from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.formats.deaths import TRIES, Deaths
+from airflow_broadway.core.formats.parts import part_id
+from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.runs import tasks
+from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.tasks import BatchTask
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.planner import plan_batches
+from tests.unit.runs.steps import Run, Sums
+
+
+class Deadly(Sums):
+    """A process dies that handles one of ``context["deadly"]``."""
+
+    name = "Sums"
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        handled = super().handle_batch(batcher, messages, batch_info, context)
+        with open(context["sizes"], "a") as file:
+            file.write(json.dumps([batch_info.batch_id, len(messages)]) + "\n")
+        if any(each.data in context["deadly"] for each in messages):
+            os._exit(9)
+        return handled
+
+
+class World:
+    """A run of ten messages a batch, whose batches a task handles again and again."""
+
+    def __init__(self, folder: Path, deadly: list[int], count: int, crashes: int = 2) -> None:
+        folder.mkdir(exist_ok=True)
+        self.sizes = folder / "sizes"
+        self.run = Run(
+            folder, pipeline=Deadly, context={"deadly": deadly, "sizes": str(self.sizes)}
+        )
+        pipeline = self.run.pipeline
+        object.__setattr__(pipeline.producer, "max_crashes", crashes)
+        # Neither by seven nor by five: what fails otherwise.
+        self.numbers = [n for n in range(1, 10 * count) if n % 7 and n % 5][:count]
+        self.run.send(self.numbers)
+        self.reference = self.run.process()
+        self.plan: BatchPlan = plan_batches(
+            self.run.staged, pipeline, "default", [self.reference["generation"]], try_label="1"
+        )
+        self.batches = len(Recorded(self.run.staged).batches(self.plan))
+
+    def task(self, try_number: int = 1) -> BatchTask:
+        task = replace(self.run.task(try_number=try_number), task_id="batch.default", map_index=-1)
+        return BatchTask(
+            self.run.staged, self.run.pipeline, task, self.run.ports, batcher="default"
+        )
+
+    def first_try(self) -> str:
+        """A try that handles batches in the task's own process; how that ended."""
+        return Apart(lambda: self.task().handle(self.plan)).wait()
+
+    def seen(self) -> list[tuple[str, int]]:
+        """The id and the size of each batch that was begun, in order."""
+        return [tuple(json.loads(line)) for line in self.sizes.read_text().splitlines()]
+
+    def deaths(self) -> int:
+        deaths = Deaths(self.run.staged.files, "batch.default", TRIES)
+        deaths.look(set(), over=False)
+        return deaths.count
+
+
+def test_a_poison_message_is_set_aside_and_its_neighbours_are_handled(tmp_path: Path) -> None:
+    # Given three batches, in one of which a message kills its process
+    world = World(tmp_path, deadly=[11], count=24)
+    assert world.batches == 3
+
+    # When the task's first try has died, and Airflow tries again
+    assert world.first_try() == "exit code 9"
+    counts = world.task(2).handle(world.plan)
+    report = world.run.ack()
+
+    # Then all but that one were handled, and it is a dead letter that says why
+    assert counts is not None
+    assert counts["without_outcome"] == 0
+    assert (counts["failed"], counts["successful"]) == (1, 23)
+    assert world.run.dead() == [11]
+    [letter] = world.run.queue().dead_letters()
+    assert letter.reason == "crashed: its process died 2 times, at last with nothing else to handle"
+    assert letter.stage == "batch"
+    assert report["balanced"]
+    totals = report["totals"]
+    assert (totals["acked"], totals["dead_lettered"], totals["released"]) == (23, 1, 0)
+    assert report["isolation"] == {
+        "deaths": world.deaths(),
+        "batches": [{"batcher": "default", "split": 3, "crashed": 1}],
+    }
+    lines = lines_of(report)
+    assert f"{world.deaths()} processes died at batches." in lines
+    assert "  default: 3 batches split, 1 message set aside (crashed)" in lines
+    # And each success was recorded in one batch
+    done = Counter(call.number for call in world.run.calls())
+    assert set(done) == set(world.numbers)
+
+
+def test_a_batch_goes_alone_then_in_halves_whose_ids_are_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path, deadly=[11], count=16)
+    poison, other = Recorded(world.run.staged).batches(world.plan)
+    world.first_try()
+    world.task(2).handle(world.plan)
+
+    # Twice among the others, then alone, then in halves; what was handled is not handled again
+    whole = (poison.batch_id, 10)
+    assert world.seen()[:4] == [whole, whole, (other.batch_id, 6), whole]
+    lower, upper = (part_id(poison.batch_id, number) for number in (0, 1))
+    assert world.seen()[4:6] == [(lower, 5), (upper, 5)]
+    left, right = (part_id(upper, number) for number in (0, 1))
+    assert world.seen()[6] == (right, 3)
+    last, rest = (part_id(right, number) for number in (0, 1))
+    assert world.seen()[7:] == [(left, 2), (rest, 2), (last, 1), (last, 1)]
+
+
+def test_a_try_that_is_killed_on_its_way_is_gone_on_with(tmp_path: Path) -> None:
+    # Given a task that is killed again and again while it isolates a message
+    world = World(tmp_path, deadly=[3], count=12)
+    world.first_try()
+    for number in range(2, 40):
+        apart = Apart(lambda number=number: world.task(number).handle(world.plan))  # type: ignore[misc]
+        time.sleep(0.05)
+        os.kill(apart._pid, 9)
+        os.waitpid(apart._pid, 0)
+        if world.deaths() >= 4:
+            break
+
+    # When it is left alone
+    counts = world.task(99).handle(world.plan)
+
+    # Then nothing is lost, nothing is set aside but the one that kills
+    assert counts is not None
+    assert counts["without_outcome"] == 0
+    world.run.ack()
+    assert world.run.dead() == [3]
+    assert world.run.depth() == (0, 0, 0, 1)
+
+
+def test_if_everything_dies_nothing_is_blamed(tmp_path: Path, monkeypatch: Any) -> None:
+    # Given a host on which every process dies, and a small budget
+    world = World(tmp_path, deadly=list(range(100)), count=12)
+    monkeypatch.setattr(tasks, "MOST_PROCESSES", 12)
+    world.first_try()
+    counts = world.task(2).handle(world.plan)
+
+    # Then no message is set aside: all go back, and come with a later run
+    assert counts is not None
+    assert counts["successful"] == counts["failed"] == 0
+    report = world.run.ack()
+    assert report["totals"]["released"] == 12
+    assert world.run.dead() == []
+    # And a later try begins no more processes
+    seen = len(world.seen())
+    world.task(3).handle(world.plan)
+    assert len(world.seen()) == seen
+
+
+def test_a_stop_is_no_death(tmp_path: Path) -> None:
+    world = World(tmp_path, deadly=[], count=12)
+    task = world.task()
+    task.handle(world.plan)
+    assert world.deaths() == 0
+    files = world.run.staged.files
+    deaths = Deaths(files, "batch.default", TRIES)
+    deaths.look({"any"}, over=True)
+    assert deaths.count == 0
+
+
+def test_a_single_message_of_a_run_needs_no_neighbours(tmp_path: Path) -> None:
+    world = World(tmp_path, deadly=[1], count=1, crashes=3)
+    world.first_try()
+    world.task(2).handle(world.plan)
+    world.run.ack()
+    assert world.run.dead() == [1]
+    assert [size for _, size in world.seen()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("deadly", [[2, 12], [1, 2, 3, 4]])
+def test_several_poison_messages_are_each_found(tmp_path: Path, deadly: list[int]) -> None:
+    world = World(tmp_path, deadly=deadly, count=16, crashes=1)
+    world.first_try()
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
+    world.run.ack()
+    assert world.run.dead() == deadly
+    assert counts["successful"] == 16 - len(deadly)
