@@ -65,31 +65,41 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
         queues: str = "",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bounds = Backlog(
-            min_messages=min_messages, max_age=max_age, poke_interval=poke_interval
-        )
-        for name, value, rule in (("dag_id", dag_id, TEXT), ("max_runs", max_runs, POSITIVE)):
-            if not rule.holds(value):
-                raise OptionsError(f"BroadwayBacklogTrigger.{name}", rule.text, value)
         self.dag_id = dag_id
+        self.min_messages = min_messages
+        self.max_age = max_age
+        self.poke_interval = poke_interval
         self.max_runs = max_runs
         self.staging = staging
-        self.queues = queues or _checked(queues_of(pipeline), self.bounds)
+        # What was stored has been checked.  An error here would end the triggerer, with all its
+        # triggers; one in run() is this trigger's alone.
+        self.queues = queues or self._checked(pipeline)
+
+    def _checked(self, pipeline: Any) -> str:
+        """The queues to store, of options that obey their rules."""
+        bounds = _bounds(self)
+        for name, rule in (("dag_id", TEXT), ("max_runs", POSITIVE)):
+            value = getattr(self, name)
+            if not rule.holds(value):
+                raise OptionsError(f"BroadwayBacklogTrigger.{name}", rule.text, value)
+        queues = queues_of(pipeline)
+        check_age(queues, bounds, "Backlog")
+        return queues.dumps()
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return _path(self), {
             "queues": self.queues,
             "dag_id": self.dag_id,
-            "min_messages": self.bounds.min_messages,
-            "max_age": self.bounds.max_age,
-            "poke_interval": self.bounds.poke_interval,
+            "min_messages": self.min_messages,
+            "max_age": self.max_age,
+            "poke_interval": self.poke_interval,
             "max_runs": self.max_runs,
             "staging": self.staging,
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         watch = BacklogWatch(
-            bounds=self.bounds,
+            bounds=_bounds(self),
             look=_looking(self.queues, self.staging),
             runs=partial(runs_of, self.dag_id),
             max_runs=self.max_runs,
@@ -118,25 +128,25 @@ class BroadwayBacklogReachedTrigger(BaseTrigger):
         staging: str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bounds = Backlog(
-            min_messages=min_messages, max_age=max_age, poke_interval=poke_interval
-        )
         self.queues = queues
+        self.min_messages = min_messages
+        self.max_age = max_age
+        self.poke_interval = poke_interval
         self.staging = staging
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
         return _path(self), {
             "queues": self.queues,
-            "min_messages": self.bounds.min_messages,
-            "max_age": self.bounds.max_age,
-            "poke_interval": self.bounds.poke_interval,
+            "min_messages": self.min_messages,
+            "max_age": self.max_age,
+            "poke_interval": self.poke_interval,
             "staging": self.staging,
         }
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        watch = BacklogWatch(bounds=self.bounds, look=_looking(self.queues, self.staging))
+        watch = BacklogWatch(bounds=_bounds(self), look=_looking(self.queues, self.staging))
         told = None
-        wait = self.bounds.poke_interval  # the sensor has just looked
+        wait = self.poke_interval  # the sensor has just looked
         while told is None:
             await asyncio.sleep(wait)
             told, wait = await off_the_loop(watch.step)
@@ -147,9 +157,12 @@ def _path(trigger: BaseTrigger) -> str:
     return f"{type(trigger).__module__}.{type(trigger).__qualname__}"
 
 
-def _checked(queues: WatchedQueues, bounds: Backlog) -> str:
-    check_age(queues, bounds, "backlog")
-    return queues.dumps()
+def _bounds(trigger: BroadwayBacklogTrigger | BroadwayBacklogReachedTrigger) -> Backlog:
+    return Backlog(
+        min_messages=trigger.min_messages,
+        max_age=trigger.max_age,
+        poke_interval=trigger.poke_interval,
+    )
 
 
 def _looking(queues: str, staging: str | None) -> Any:

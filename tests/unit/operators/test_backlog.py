@@ -160,23 +160,34 @@ def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence()
             await adapter.off_the_loop(lambda: 1 / 0)
 
     asyncio.run(failing())
-    answer, done = threading.Event(), threading.Event()
+    answer = threading.Event()
+    troubles: list[Any] = []
 
     def slow() -> None:
         answer.wait(30.0)
-        done.set()
 
     async def cancelled() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: troubles.append(about))
         look = asyncio.ensure_future(adapter.off_the_loop(slow))
         await asyncio.sleep(0)
         look.cancel()
         with pytest.raises(asyncio.CancelledError):
             await look
         answer.set()
-        await asyncio.to_thread(done.wait, 30.0)
+        [thread] = [each for each in threading.enumerate() if each.name == "broadway-backlog"]
+        await asyncio.to_thread(thread.join, 30.0)
         await asyncio.sleep(0)
 
     asyncio.run(cancelled())
+    assert troubles == []
+
+
+def test_what_another_release_has_stored_ends_its_own_trigger_and_no_triggerer() -> None:
+    kwargs = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3).serialize()[1]
+    # Made in the triggerer's own loop, which nothing but a TypeError leaves alone
+    trigger = BroadwayBacklogTrigger(**{**kwargs, "min_messages": "many"})
+    with pytest.raises(OptionsError):
+        asyncio.run(told_by(trigger, 1))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +258,10 @@ def test_a_deferrable_sensor_defers_to_a_trigger_of_the_same_bounds(queue: Sqlit
     trigger, timeout = deferred.value.trigger, deferred.value.timeout
     assert isinstance(trigger, BroadwayBacklogReachedTrigger)
     assert timeout == timedelta(seconds=600)
-    assert trigger.bounds == backlog(min_messages=2, poke_interval=5.0)
+    assert (trigger.min_messages, trigger.max_age, trigger.poke_interval) == (2, None, 5.0)
 
     queue.send([b"1", b"2"])
-    trigger.bounds = backlog(min_messages=2, poke_interval=0.001)
+    trigger.poke_interval = 0.001
     [told] = asyncio.run(told_by(again(trigger), 1))
     assert waiting.resume(task_context(), told)["ready"] == 2
     # and what is there at once is not deferred

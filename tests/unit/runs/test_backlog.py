@@ -287,7 +287,13 @@ class Addressed(Producer):
 
 PRODUCERS: list[Producer] = [
     SqliteProducer(queue="orders", conn_id="q", busy_timeout=2.0, on_failure="dead_letter"),
-    RabbitMQProducer(queue="orders", conn_id="q", on_failure="retry", declare={"durable": True}),
+    RabbitMQProducer(
+        queue="orders",
+        conn_id="q",
+        on_failure="retry",
+        declare={"durable": True},
+        after_connect=lambda channel: None,
+    ),
     SqsProducer(queue_name="orders.fifo", conn_id="q", retry=RetryPolicy(max_attempts=2)),
     KafkaProducer(group_id="orders", topics=["orders"], fetch_config=FetchConfig(min_bytes=5)),
     PubSubProducer(subscription="orders", on_failure=("nack", 10)),
