@@ -126,11 +126,8 @@ class _Unwritten(Register):
         self._begun = offsets
         return dict(offsets)
 
-    def _read(self, place: Place) -> Version:
-        return self._known.get(place) or super()._read(place)
-
     def change(self, place: Place, compute: Callable[[Table | None], tuple[Table, T]]) -> T:
-        known = self._read(place)
+        known = self._known.get(place) or self._read(place)
         table, result = compute(known.table)
         self._known[place] = Version(known.number, table, known.at)
         return result
