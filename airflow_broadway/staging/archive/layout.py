@@ -123,7 +123,8 @@ def start_of(hour: int) -> datetime:
 
 def partition_of(hour: int) -> str:
     """The folder of an hour."""
-    return start_of(hour).strftime("date=%Y-%m-%d/hour=%H")
+    start = start_of(hour)  # its strftime would write a year before 1000 in fewer than four digits
+    return f"date={start.date().isoformat()}/hour={start.hour:02d}"
 
 
 def parsed(value: dict[str, Any], name: str) -> datetime:

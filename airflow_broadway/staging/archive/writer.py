@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -204,7 +204,7 @@ def _aware(found: object) -> datetime:
         raise TypeError(f"expected an aware datetime, got: {found!r:.100}")
     if found.utcoffset() is None:
         raise ValueError(f"expected an aware datetime, got one without a time zone: {found!r:.100}")
-    return found
+    return found.astimezone(UTC)
 
 
 def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:

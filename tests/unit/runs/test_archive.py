@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -261,6 +261,30 @@ def test_what_is_no_instant_is_no_time(tmp_path: Path, gives: Any, why: str) -> 
 
     [told] = look(world.archive).untimed
     assert told.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("gives", "why"),
+    [
+        (datetime(1, 1, 1, tzinfo=UTC), ""),
+        (datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC), ""),
+        (datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=5))), "OverflowError"),
+        (datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-5))), "OverflowError"),
+    ],
+)
+def test_the_first_and_the_last_instant_are_kept_and_found(
+    tmp_path: Path, gives: Any, why: str
+) -> None:
+    """Other systems write "unknown" and "never" so; a year has four digits all the same."""
+    world = World(tmp_path)
+    run = world.run("live")
+    run.pipeline.archive = Archive(time=lambda message: gives)
+    world.minutes(1)
+    run.all()
+
+    found = look(world.archive)
+    assert found.messages == 1
+    assert [each.partition(":")[0] for each in found.untimed] == ([why] if why else [])
 
 
 def test_an_archive_by_the_brokers_time_has_it(tmp_path: Path) -> None:
