@@ -24,6 +24,7 @@ class PubSubCustodian(ReceiptCustodian):
     """Renews and settles the generations of one subscription."""
 
     service: ClassVar[str] = "Pub/Sub"
+    ends_in_order: ClassVar[bool] = True
 
     def __init__(self, producer: PubSubOptions, env: ProducerEnv) -> None:
         folder = receipts_folder(producer, env)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, ClassVar, Final
@@ -14,6 +14,7 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
@@ -45,6 +46,9 @@ class ReceiptCustodian(ABC):
     service: ClassVar[str]
     #: Seconds for which the broker holds a message in all, from its receipt; ``None``: for ever.
     limit: ClassVar[int | None] = None
+    #: Whether the broker ends a group's messages in order only: an acknowledgement counts once all
+    #: before it are acknowledged, and otherwise the message comes again.
+    ends_in_order: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -217,12 +221,17 @@ class ReceiptCustodian(ABC):
         if receipts.ended() or self._clock.now().timestamp() >= self._until(lease, receipts):
             return SettleReport(lapsed=len(given), undone=frozenset(given))
         before = {key: receipts.now[key] for key in given if key in receipts.now}
+        # Of a group what comes again holds back those behind it, so by arrival.
+        ordered = (key for key in receipts.handles if key in given) if receipts.groups else given
         verdicts = {
-            key: entry.verdict
-            for key, entry in given.items()
+            key: given[key].verdict
+            for key in ordered
             if key not in receipts.now and key in receipts.handles and key not in receipts.lost
         }
         lapsed = len(given) - len(before) - len(verdicts)
+        early = self._too_early(receipts, verdicts)
+        for key in early:
+            del verdicts[key]
         settling = self._settling(lease, receipts)
         try:
             settling.carry_out(Work(verdicts, given), note=False)
@@ -230,7 +239,24 @@ class ReceiptCustodian(ABC):
             receipts.note_now(settling.done)
         done = settling.done | before
         undone = frozenset(given.keys() - done.keys())
-        return settling.report(done.values()) + SettleReport(lapsed=lapsed, undone=undone)
+        rest = SettleReport(lapsed=lapsed, failed=len(early), undone=undone)
+        return settling.report(done.values()) + rest
+
+    def _too_early(self, receipts: Receipts, verdicts: Mapping[str, Verdict]) -> list[str]:
+        """Those that are done with before an earlier one of their group has a verdict."""
+        if not self.ends_in_order or not receipts.groups:
+            return []
+        early: list[str] = []
+        open_ones: set[str] = set()
+        for key in receipts.held():
+            group = receipts.groups.get(key)
+            if group is None:
+                continue
+            if key not in verdicts:
+                open_ones.add(group)
+            elif group in open_ones and verdicts[key].action not in COMES_AGAIN:
+                early.append(key)
+        return early
 
     def close(self) -> None:
         self._requests.close()

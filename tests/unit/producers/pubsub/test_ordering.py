@@ -7,7 +7,7 @@ import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import LEAVE, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
 from tests.unit.producers.pubsub.kit import Place, place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
@@ -88,6 +88,49 @@ def test_what_is_done_with_holds_nothing_back(exactly_once: bool, tmp_path: Path
             (b"a2", "a"),
             (b"b1", "b"),
         ]
+
+
+@pytest.mark.parametrize("exactly_once", [False, True])
+def test_verdicts_that_are_carried_out_at_once_hold_back_too_whatever_their_order(
+    exactly_once: bool, tmp_path: Path
+) -> None:
+    """A stage names what succeeded before what failed."""
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        found = run.take()
+        verdicts = {"a2": RETRY}
+        entries = [entry_of(each, verdicts.get(each.data.decode(), ACK)) for each in found]
+        entries.sort(key=lambda entry: entry.verdict is RETRY)
+
+        report = run.custodian.settle_now(run.source.lease, entries)
+
+        assert (report.acked, report.requeued, report.released) == (4, 1, 1)
+        assert at.waiting() == ["a2", "a3"]
+
+
+@pytest.mark.parametrize("exactly_once", [False, True])
+def test_an_acknowledgement_waits_for_those_before_it_in_its_key(
+    exactly_once: bool, tmp_path: Path
+) -> None:
+    """Pub/Sub would take it back, without a word, if one of those came again."""
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": exactly_once}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        found = run.take()
+        by_body = {each.data.decode(): each for each in found}
+        entries = [entry_of(by_body[each], ACK) for each in ("a3", "a1", "b1", "b3")]
+
+        report = run.custodian.settle_now(run.source.lease, entries)
+
+        early = {by_body[each].message_id for each in ("a3", "b3")}
+        assert report == SettleReport(acked=2, failed=2, undone=frozenset(early))
+        assert at.left() == 4
+        last = run.settle(found, {"a2": RETRY})
+        assert (last.acked, last.requeued, last.released) == (2, 1, 1)
+        assert at.waiting() == ["a2", "a3"]
 
 
 def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
