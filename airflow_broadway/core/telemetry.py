@@ -45,6 +45,7 @@ _SPANS: Final = (
     "batch_processor",
     "handle_failed",
     "sqs.receive_messages",
+    "pubsub.receive_messages",
 )
 
 #: Every event there is.

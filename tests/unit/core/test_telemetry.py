@@ -119,8 +119,8 @@ def test_every_event_carries_what_the_guide_lists() -> None:
         else:
             end = {"duration", "monotonic_time"}
             assert set(measurements) == (start if event.endswith(".start") else end), event
-    # Those of SQS have a test beside its producer.
-    others = {event for event in telemetry.EVENTS if not event.startswith("sqs.")}
+    # Those of SQS and of Pub/Sub have a test beside their producers.
+    others = {event for event in telemetry.EVENTS if not event.startswith(("sqs.", "pubsub."))}
     assert {event for event, *_ in seen} == others
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Facts, Verdict
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from tests.pubsub_stub.errors import Refused
 from tests.unit.producers.pubsub.kit import place
 
@@ -481,3 +482,31 @@ def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path: Pat
         report = run.settle(found)
         assert (report.acked, report.failed) == (19, 1)
         assert at.left() == 1
+
+
+def test_each_pull_is_told_as_a_span(tmp_path: Path) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+    events = [f"pubsub.receive_messages.{end}" for end in ("start", "stop", "exception")]
+    handler = telemetry.attach(
+        lambda event, _, metadata: seen.append((event, dict(metadata))), events=events
+    )
+    try:
+        with place(tmp_path) as at:
+            at.put("a")
+            run = at.begin()
+            assert len(run.source.receive(1, timeout=0)) == 1
+            denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
+            at.broker.answer = lambda call, _: denied if call == "Pull" else None
+            with pytest.raises(ProducerError):
+                run.source.receive(7, timeout=0)
+            at.broker.answer = lambda *_: None
+    finally:
+        telemetry.detach(handler)
+
+    ends = [event.rpartition(".")[2] for event, _ in seen]
+    assert ends == ["start", "stop", "start", "exception"]
+    first, found, second, _ = [metadata for _, metadata in seen]
+    shown = {"name", "demand", "max_messages"}
+    assert set(first) - {"telemetry_span_context"} == shown
+    assert (first["demand"], second["demand"]) == (1, 7)
+    assert len(found["messages"]) == 1
