@@ -73,6 +73,10 @@ class GenerationLog:
             return plan
         return self.read(_BEGUN)["plan"]
 
+    def has_begun(self) -> bool:
+        """Whether settling has begun, by anybody, and has not ended; reads no file."""
+        return self._files.exists(self.path(_BEGUN))
+
     def note_done(self, actions: Mapping[str, Action]) -> None:
         """Note what settling has carried out since the last such note: message id → action."""
         self._append("done", actions)

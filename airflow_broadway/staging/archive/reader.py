@@ -181,13 +181,7 @@ def tables(archive: Folder, found: Found, interval: Interval) -> Iterator[pa.Tab
 def _hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
     parts: list[pa.Table] = []
     for path, rows in sorted(files.items()):
-        try:
-            with ParquetFile(archive, path) as file:
-                found = [file.read(group) for group in range(file.groups)]
-        except FileNotFoundError:
-            raise StagingError(
-                f"{archive.path}/{path} was removed while the interval was read: run it again"
-            ) from None
+        found = list(_groups(archive, path))
         if sum(each.num_rows for each in found) != rows:
             raise StagingError(
                 f"{archive.path}/{path} does not hold the {many(rows, 'message')} that its index"
@@ -195,6 +189,17 @@ def _hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
             )
         parts += found
     return pa.concat_tables(parts).combine_chunks()
+
+
+def _groups(archive: Folder, path: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    try:
+        with ParquetFile(archive, path) as file:
+            for group in range(file.groups):
+                yield file.read(group, columns)
+    except FileNotFoundError:
+        raise StagingError(
+            f"{archive.path}/{path} was removed while the interval was read: run it again"
+        ) from None
 
 
 def _within(table: pa.Table, interval: Interval) -> pa.Table:
@@ -221,11 +226,9 @@ def _repeated(archive: Folder, found: Found) -> frozenset[str]:
     ids: set[Any] = set()
     for files in found.hours.values():
         for path in files:
-            with ParquetFile(archive, path) as file:
-                for group in range(file.groups):
-                    table = file.read(group, ["message_id", "redelivered", "attempt"])
-                    again = pc.or_(table["redelivered"], pc.greater(table["attempt"], 1))
-                    ids.update(table["message_id"].filter(again).to_pylist())
+            for table in _groups(archive, path, ["message_id", "redelivered", "attempt"]):
+                again = pc.or_(table["redelivered"], pc.greater(table["attempt"], 1))
+                ids.update(table["message_id"].filter(again).to_pylist())
     return frozenset(ids)
 
 

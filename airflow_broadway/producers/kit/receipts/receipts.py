@@ -207,6 +207,10 @@ class Receipts:
         """Whether it has been settled, by anybody."""
         return self.report is not None or self._log.is_settled()
 
+    def is_settled_elsewhere(self) -> bool:
+        """Whether somebody settles it, or has; for its source, which does not settle."""
+        return self._log.has_begun() or self.ended()  # in this order: the end removes the beginning
+
     # -- reading -------------------------------------------------------------------------------
 
     def load(self) -> None:

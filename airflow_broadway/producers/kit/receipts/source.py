@@ -344,10 +344,11 @@ class ReceiptSource(ABC):
         portion = self._unsecured
         if portion is None or not messages:
             return messages
-        if self._receipts.ended():
-            # A newer execution of this task, or a sweep, has ended the generation meanwhile.
-            raise self._lapsed()
         self._hold(*portion)
+        if self._receipts.is_settled_elsewhere():
+            # By a newer execution of this task, or a sweep, which may not have seen what was just
+            # written: so it is asked afterwards.
+            raise self._lapsed()
         self._unsecured = None
         self._secured += len(portion[0])
         return messages

@@ -11,9 +11,9 @@ from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Facts, Verdict
-from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from tests.pubsub_stub.errors import Refused
-from tests.unit.producers.pubsub.kit import place
+from tests.unit.producers.pubsub.kit import place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
 
@@ -223,6 +223,29 @@ def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> 
         [again] = run.source._receive(1).messages
         run.source._release_late([again])
         assert at.waiting() == []
+
+
+def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was thought dead wakes between two lines: its callbacks must not see the message."""
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        [a] = run.source.secure(run.source.receive(1, timeout=0))
+        b = run.source.receive(1, timeout=0)
+        lease, write = run.source.lease, run.source._receipts.write
+
+        def swept_before(*args: Any) -> None:
+            run.source._folder.close(run.env.generation)
+            assert run.other().settle(lease, settlement([a], rest=RELEASE)).released == 1
+            write(*args)
+
+        monkeypatch.setattr(run.source._receipts, "write", swept_before)
+        with pytest.raises(LeaseLapsed, match="settled while it still received"):
+            run.source.secure(b)
+        run.source.stop()
+        assert redelivery(at.begin().take()) == {"a": (1, True), "b": (1, False)}
 
 
 def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
