@@ -21,6 +21,7 @@ from airflow.triggers.base import BaseEventTrigger
 
 from airflow_broadway import Batcher, Broadway, Message, backlog
 from airflow_broadway.adapters import backlog as adapter
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -152,6 +153,29 @@ def test_a_broker_that_does_not_answer_leaves_the_loop_free() -> None:
         return "answered" if await look else "never"
 
     assert asyncio.run(both()) == "answered"
+
+
+@pytest.mark.parametrize("kind", ["event", "sensor"])
+def test_each_trigger_looks_in_a_thread_of_its_own(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def look(*_: Any) -> QueueDepth:
+        threads.append(threading.current_thread().name)
+        return QueueDepth(3, 0, 0, 0, None)
+
+    monkeypatch.setattr("airflow_broadway.triggers.backlog.look_at", look)
+    monkeypatch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
+    trigger: Any = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3)
+    if kind == "sensor":
+        trigger = BroadwayBacklogReachedTrigger(
+            queues=trigger.queues, min_messages=3, poke_interval=0.001
+        )
+
+    asyncio.run(told_by(trigger, 1))
+
+    assert threads == ["broadway-backlog"]
 
 
 def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence() -> None:
