@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=0, help="of the broker; of each pipeline")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--only", default="", help="just this case of --pipeline, as it is reported"
+    )
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
     plans = plans_of(given.broker)
@@ -29,7 +32,9 @@ def main() -> int:
     wanted = given.pipeline or PIPELINES
     plans = [plan._replace(restarts=given.restarts) for plan in plans if plan.pipeline in wanted]
     told = []
-    for plan, sums in campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed):
+    for plan, sums in campaigns(
+        given.broker, plans, jobs=given.jobs, seed=given.seed, only=given.only
+    ):
         print(
             f"{given.broker}, {plan.pipeline}: {len(sums.points)} points, {sums.cases} cases,"
             f" {sums.runs} runs, {sums.lost} lost, {sums.unmarked} unmarked, {sums.left} left over,"

@@ -90,9 +90,13 @@ def campaigns(
     *,
     jobs: int,
     seed: int = 1,
+    only: str = "",
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> Iterator[tuple[Plan, Sums]]:
-    """Strike each plan's pipeline over a broker; what failed keeps its files."""
+    """Strike each plan's pipeline over a broker; what failed keeps its files.
+
+    :param only: Just this case, as reports write it.
+    """
     with SUBJECTS[broker]() as make:
         for plan in plans:
             pipeline = PIPELINES[plan.pipeline]
@@ -100,12 +104,16 @@ def campaigns(
             campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
             spark = uses_spark(pipeline)
             with warm_spark() if spark else nullcontext():
-                cases = campaign.cases(
-                    list(Family),
-                    share=plan.share * (_SPARK_SHARE if spark else 1.0),
-                    pairs=round(plan.pairs * (_SPARK_SHARE if spark else 1.0)),
-                    seed=seed,
-                    tasks=_SPARK_TASKS if spark else (),
+                cases = (
+                    [campaign.named(only)]
+                    if only
+                    else campaign.cases(
+                        list(Family),
+                        share=plan.share * (_SPARK_SHARE if spark else 1.0),
+                        pairs=round(plan.pairs * (_SPARK_SHARE if spark else 1.0)),
+                        seed=seed,
+                        tasks=_SPARK_TASKS if spark else (),
+                    )
                 )
                 yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
                 if plan.restarts:

@@ -74,6 +74,14 @@ def test_it_is_so_where_operators_are_at_work_and_at_kafka(tmp_path: Path, broke
     assert sums["points"] >= 5
 
 
+@pytest.mark.slow
+def test_what_a_settler_at_kafka_leaves_who_fails_at_its_last_step_goes_in_time() -> None:
+    case = "one/process/1 mkdir staging/NoBatchers/kafka/<1>/ended/<instant> #1: error"
+    told = run("tests.crashes", "--broker", "kafka", "--pipeline", "no batchers", "--only", case)
+    assert "1 cases" in told
+    assert "0 left over, 0 other mistakes" in told
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_case_finds_the_guard_that_is_gone(mutant: str) -> None:
     whole, broken = json.loads(run("tests.crashes.mutants", mutant))

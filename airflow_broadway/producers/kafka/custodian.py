@@ -81,6 +81,7 @@ class KafkaCustodian:
         files = register.generation(lease.generation)
         settled = files.log.settled()
         if settled is not None:
+            files.forget_soon()  # whoever settled it may have died before it said so
             return settled.report
         files.end()
         work = Work(self._producer, lease, settlement, self._now())
