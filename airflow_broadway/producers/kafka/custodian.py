@@ -76,9 +76,11 @@ class KafkaCustodian:
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         register = self._register(lease)
-        if lease.state.get("stopped") and not lease.state.get("read"):
-            return SettleReport(lapsed=settlement.expected or 0)  # it never held anything
         files = register.generation(lease.generation)
+        if lease.state.get("stopped") and not lease.state.get("read"):
+            if files.deadline() is not None:  # it was about to hold something
+                files.forget_soon()
+            return SettleReport(lapsed=settlement.expected or 0)  # it never held anything
         settled = files.log.settled()
         if settled is not None:
             files.forget_soon()  # whoever settled it may have died before it said so
