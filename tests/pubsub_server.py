@@ -212,10 +212,10 @@ class StubServer(PubSubServer):
 
     kind = "stub"
 
-    def __init__(self, clock: Clock | None = None, *, late_acks: bool = False) -> None:
+    def __init__(self, clock: Clock | None = None, **options: Any) -> None:
         from tests.pubsub_stub.server import Stub
 
-        self._stub = Stub(clock, late_acks=late_acks)
+        self._stub = Stub(clock, **options)
         self.broker = self._stub.broker
 
     @property

@@ -26,11 +26,20 @@ _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)]
 class Stub:
     """A server in this process, with a port of its own.
 
-    :param broker: Its rules: tests reach into them.
+    :param patience: Seconds of real time for which a pull waits at most, if it finds nothing.
+
+    ``broker`` has its rules: tests reach into them.
     """
 
-    def __init__(self, clock: Clock | None = None, *, late_acks: bool = False) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        late_acks: bool = False,
+        patience: float = _PULL_WAITS,
+    ) -> None:
         self.broker = Broker(clock, late_acks=late_acks)
+        self._patience = patience
         self._ending = False
         self._server = grpc.server(ThreadPoolExecutor(64, "pubsub-stub"), options=_NO_LIMIT)
         self._server.add_generic_rpc_handlers((self._publisher(), self._subscriber()))
@@ -126,7 +135,7 @@ class Stub:
     def _pull(self, request: Any, context: grpc.ServicerContext) -> Any:
         remaining = context.time_remaining()
         # As the emulator, a second before the caller gives up: what nobody reads is gone for now.
-        wait = _PULL_WAITS if remaining is None else remaining - 1.0
+        wait = self._patience if remaining is None else min(self._patience, remaining - 1.0)
         end = time.monotonic() + (0.0 if request.return_immediately else wait)
         try:
             with self.broker.changed:

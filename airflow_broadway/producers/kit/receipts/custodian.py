@@ -188,6 +188,8 @@ class ReceiptCustodian(ABC):
         if receipts.report is not None:
             receipts.keep_report(day_of(self._clock.now()))
             return receipts.report
+        if receipts.handles:
+            receipts.begin()
         report = self._settle(lease, receipts, settlement)
         report += beyond(report_of(receipts.now.values()), settlement)
         if receipts.handles or settlement.expected != 0:
@@ -208,7 +210,6 @@ class ReceiptCustodian(ABC):
                 errors=self._why_lapsed(receipts),
             )
         settling = self._settling(lease, receipts)
-        receipts.begin()
         done = settling.carry_out(work, note=True)
         report = settling.report(done.values()) + lapsed
         return report + SettleReport(errors=self._nearly_lapsed(receipts))

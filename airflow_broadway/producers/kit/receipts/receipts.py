@@ -37,6 +37,8 @@ __all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
 log = logging.getLogger(__name__)
 
 _VERSION: Final = 1
+#: What the files begin with that each have a portion of them.
+_PORTION: Final = "receipts-"
 #: Days for which the report of a settled generation is kept.
 KEPT_REPORTS: Final = 7
 #: Generations that a process keeps after their end, so that settling again reports the same.
@@ -70,8 +72,8 @@ class Receipts:
         self.lost: set[str] = set()
         #: Groups of which something comes again → from when on it may.
         self.blocked: dict[str, float] = {}
-        #: Whether a settlement began before this one.
-        self.begun = False
+        #: Whether settling is noted to have begun; and whether it was before this settlement.
+        self.begun = self.resumed = False
         #: What was asked of the broker first whose answer never came.
         self.unanswered: dict[str, Action] = {}
         #: How it was settled; ``None`` while it is not.
@@ -120,7 +122,7 @@ class Receipts:
         """
         if not self._files.durable:  # nobody else could read them
             return
-        name = f"receipts-{self._portions:06d}.json"
+        name = f"{_PORTION}{self._portions:06d}.json"
         held = [
             [each, handle, groups[each]] if each in groups else [each, handle]
             for each, handle in handles.items()
@@ -169,10 +171,18 @@ class Receipts:
         self._log.note_now(actions)
 
     def begin(self) -> None:
-        """Note that settling begins."""
+        """Note that settling begins, and read what was written until then.
+
+        Its source looks for the note after each portion that it writes: one that is not there now
+        reaches no callback.
+        """
+        self.resumed = self.begun
         if not self.begun:
             self._log.begin()
         self.begun = True
+        written = [name for name in self._log.names() if name.startswith(_PORTION)]
+        for name in written[self._portions :]:
+            self._read_portion(name, {})
 
     def note_done(self, actions: Mapping[str, Action]) -> None:
         """Note what settling has carried out so far."""
@@ -223,17 +233,12 @@ class Receipts:
         if settled is not None:
             self.report = settled.report
             return
-        self.begun = "begun.json" in names
+        self.begun = self.resumed = "begun.json" in names
         self.done, self.now = self._log.done(names), self._log.now(names)
         renewed = self._log.read("renewed.json") if "renewed.json" in names else {}
         for name in names:
-            if name.startswith("receipts-"):
-                number = self._portions
-                try:
-                    self._load_portion(self._log.read(name), _least(renewed, number))
-                except Damaged as error:  # its messages alone are not settled
-                    log.error("%s: its messages come back by themselves", error)
-                self._portions = number + 1
+            if name.startswith(_PORTION):
+                self._read_portion(name, renewed)
             elif name.startswith("lost-"):
                 self.lost.update(self._log.read(name))
 
@@ -244,6 +249,14 @@ class Receipts:
             with self._lock:
                 least = _least(value, self._portions - 1)
                 self._spans = [(max(until, least), ids) for until, ids in self._spans]
+
+    def _read_portion(self, name: str, renewed: Mapping[str, Any]) -> None:
+        number = self._portions
+        try:
+            self._load_portion(self._log.read(name), _least(renewed, number))
+        except Damaged as error:  # its messages alone are not settled
+            log.error("%s: its messages come back by themselves", error)
+        self._portions = number + 1
 
     def _load_portion(self, value: Any, least: float) -> None:
         folder = self._log.folder

@@ -136,7 +136,7 @@ class ReceiptSettlement(ABC):
         self._held_until = held_until
         self._until = 0.0
         #: Whether a settlement before this one was killed on its way.
-        self._resumed = receipts.begun
+        self._resumed = receipts.resumed
         self._errors: list[str] = []
         #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}

@@ -84,7 +84,7 @@ class Place:
             "subscription": self.name,
             "endpoint": f"http://{self.server.host}",
             "receive_concurrency": 1,
-            "receive_timeout": 0.2,
+            "receive_timeout": 5.0,  # the stub answers at once; a busy machine may not
             **options,
         }
         env = ProducerEnv(
@@ -118,7 +118,7 @@ def place(staging: object = None, **settings: Any) -> Iterator[Place]:
     """
     clock = ManualClock()
     folder = None if staging is None else f"file://{staging}"
-    with StubServer(clock) as server:
+    with StubServer(clock, patience=0.0) as server:
         made = Place(server, clock, folder, settings)
         try:
             yield made

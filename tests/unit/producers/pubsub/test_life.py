@@ -12,6 +12,8 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Facts, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kit.generation_log import GenerationLog
 from tests.pubsub_stub.errors import Refused
 from tests.unit.producers.pubsub.kit import place, settlement
 
@@ -246,6 +248,33 @@ def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
             run.source.secure(b)
         run.source.stop()
         assert redelivery(at.begin().take()) == {"a": (1, True), "b": (1, False)}
+
+
+def test_what_is_secured_before_settling_is_noted_is_settled_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its callbacks may have seen it: who gets it next must know."""
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        [a] = run.source.secure(run.source.receive(1, timeout=0))
+        b = run.source.receive(1, timeout=0)
+        lease = run.source.lease
+        run.source._folder.close(run.env.generation)  # from now on the sweep reads files
+        begin = GenerationLog.begin
+        handed_out: list[Message] = []
+
+        def secured_before(self: GenerationLog) -> None:
+            handed_out.extend(run.source.secure(b))
+            begin(self)
+
+        monkeypatch.setattr(GenerationLog, "begin", secured_before)
+        report = run.other().settle(lease, settlement([a], rest=RELEASE))
+
+        assert len(handed_out) == 1
+        assert report.released == 2
+        run.source.stop()
+        assert redelivery(at.begin().take()) == {"a": (1, True), "b": (1, True)}
 
 
 def test_what_others_hold_as_they_should_marks_nothing(tmp_path: Path) -> None:
