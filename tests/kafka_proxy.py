@@ -7,9 +7,11 @@ the broker's: both are ``127.0.0.1`` and a port of four bytes, and no answer cha
 from __future__ import annotations
 
 import asyncio
+import gc
 import ssl
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -59,6 +61,10 @@ class KafkaProxy:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        # Nothing leads to a connection whose handshake was not over: the collector closes it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
     @property
     def bootstrap(self) -> str:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
@@ -197,6 +199,12 @@ class Clicks:
                 return folder.parent
         raise AssertionError("nothing is staged")
 
+    def drivers(self) -> list[int]:
+        """The processes that name the run's folder in staging: Spark's."""
+        folder = str(self.staged())
+        found = psutil.process_iter(["pid", "cmdline"])
+        return [each.pid for each in found if folder in " ".join(each.info["cmdline"] or ())]
+
     def held(self) -> None:
         """Wait until the sensor holds a run whose batcher, or Spark task, has failed."""
         task_id = BATCH if self.dag_id.endswith("clicked") else SPARK
@@ -242,12 +250,15 @@ def clear_a_batcher_rebuilds_the_same_batches(clicks: Clicks) -> None:
 
 @click(spark=True)
 def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
-    # Given a Spark application that died at its second batch
-    clicks.start("die", dag_id="clicked_spark")
+    # Given a Spark application that was stopped at its second batch
+    clicks.start("wait", dag_id="clicked_spark")
+    eventually(lambda: len(clicks.calls) == 2, timeout=150)
+    clicks.airflow.set_state(clicks.dag_id, clicks.run_id, SPARK, "failed")
+    eventually(lambda: not clicks.drivers(), timeout=150)
     clicks.held()
 
     # When the task is cleared before anything is settled
-    clicks.take_down("die")
+    clicks.take_down("wait")
     clicks.clear(SPARK)
 
     # Then only the batch without an outcome runs
