@@ -10,10 +10,10 @@ PYTEST = $(RUN) --rabbitmq --airflow airflow-test \
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all lint bench faults lock clean distclean
+.PHONY: help setup demo up test test-all test-browser lint bench faults lock clean distclean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## Make .venv and find or install what else is needed; the other targets do it by themselves
 	@scripts/setup.sh
@@ -24,11 +24,14 @@ demo: ## Drain a queue of 336,776 flights through Airflow and Spark, and report 
 up: ## A local Airflow with its UI, on loopback, until Ctrl-C
 	@exec $(RUN) python -m scripts.up $(ARGS)
 
-test: ## The tests, but for those that take too long or need a browser; ARGS="-k word" for some of them
+test: ## The tests, but for slow ones and those in a browser; ARGS="-k word" for some of them
 	@$(PYTEST) -m "not slow and not browser" $(ARGS)
 
-test-all: ## All tests, the slow ones too
+test-all: ## All tests, the slow ones too, but for those in a browser
 	@$(PYTEST) -m "not browser" $(ARGS)
+
+test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
+	@$(RUN) --browser --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
 
 lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
 	@$(RUN) ruff check .

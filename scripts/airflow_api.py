@@ -32,10 +32,14 @@ class ApiError(LocalAirflowError):
 
 
 class AirflowApi:
-    """The API of the Airflow at ``url``, whose users are all administrators."""
+    """The API of the Airflow at ``url``.
 
-    def __init__(self, url: str) -> None:
+    :param login: A user's name and password; ``None`` where whoever comes is an administrator.
+    """
+
+    def __init__(self, url: str, *, login: tuple[str, str] | None = None) -> None:
         self.url = url
+        self._login = login
         self._jwt: str | None = None
 
     def check_alive(self) -> None:
@@ -66,18 +70,24 @@ class AirflowApi:
         if query:
             url += "?" + urllib.parse.urlencode(query, doseq=True)
         if self._jwt is None:
-            self._jwt = self._log_in()
+            self._jwt = self.token_for(self._login)
         try:
             return _call(method, url, body, self._jwt)
         except ApiError as error:
             if error.status != http.client.UNAUTHORIZED:
                 raise
-        self._jwt = self._log_in()
+        self._jwt = self.token_for(self._login)
         return _call(method, url, body, self._jwt)
 
-    def _log_in(self) -> str:
-        # With "all are administrators" a GET hands out a token, and nobody has a password to POST.
-        return str(_call("GET", f"{self.url}/auth/token", None, None)["access_token"])
+    def token_for(self, login: tuple[str, str] | None) -> str:
+        """Log in, and return the token that Airflow hands out."""
+        if login is None:
+            # With "all are administrators" a GET suffices, and nobody has a password to POST.
+            answer = _call("GET", f"{self.url}/auth/token", None, None)
+        else:
+            body = dict(zip(("username", "password"), login, strict=True))
+            answer = _call("POST", f"{self.url}/auth/token", body, None)
+        return str(answer["access_token"])
 
     def wait_for_dag(self, dag_id: str, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the DAG processor has found ``dag_id``; return the API's description of it."""

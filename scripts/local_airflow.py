@@ -89,6 +89,7 @@ class LocalAirflow(AirflowApi):
         :func:`scripts.airflow_env.airflow_env`.  The port is taken from it.
     :param log_dir: Where each component writes ``<component>.log``.
     :param components: Which of :data:`COMPONENTS` to start.
+    :param login: Who calls its API, by name and password; ``None`` where all are administrators.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class LocalAirflow(AirflowApi):
         log_dir: Path,
         *,
         components: Sequence[str] = tuple(COMPONENTS),
+        login: tuple[str, str] | None = None,
     ) -> None:
         self.token = secrets.token_hex(16)
         self.env = {
@@ -108,7 +110,7 @@ class LocalAirflow(AirflowApi):
         }
         self.home = Path(env["AIRFLOW_HOME"])
         self.port = int(env.get("AIRFLOW__API__PORT", DEFAULT_PORT))
-        super().__init__(f"http://127.0.0.1:{self.port}")
+        super().__init__(f"http://127.0.0.1:{self.port}", login=login)
         self.log_dir = log_dir
         self.components = tuple(components)
         self._started: dict[str, datetime] = {}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq, a broker too.
+# Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq, a broker too;
+# with --browser, Chromium and its driver.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
 # second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
@@ -214,14 +215,36 @@ setup_rabbitmq() {
         "export AIRFLOW_BROADWAY_RABBITMQ_URL=amqp://guest:guest@127.0.0.1:5672/"
 }
 
+# --------------------------------------------------------------------------------------- Chromium
+# The tests find them on PATH, too: tests/browser/chromium.py.
+have_browser() {
+    command -v chromedriver >/dev/null \
+        && { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
+}
+
+setup_browser() {
+    have_browser && return
+    if root_on_debian; then
+        say "Installing Chromium and its driver for the tests in a browser."
+        apt_install chromium chromium-driver || true
+        have_browser && return
+    fi
+    # Whoever asks for these tests asks for a browser: nothing is left of them without one.
+    die "The tests in a browser need Chromium and its driver on PATH:" \
+        "sudo apt-get install chromium chromium-driver (Debian, Ubuntu)," \
+        "brew install --cask chromium chromedriver (macOS)"
+}
+
 # ------------------------------------------------------------------------------------------------
-rabbitmq=
+rabbitmq='' browser=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
-        *) die "setup.sh knows --rabbitmq alone, not $argument." ;;
+        --browser) browser=1 ;;
+        *) die "setup.sh knows --rabbitmq and --browser, not $argument." ;;
     esac
 done
 setup_python
 setup_java
 [ -z "$rabbitmq" ] || setup_rabbitmq
+[ -z "$browser" ] || setup_browser

@@ -1,0 +1,203 @@
+"""A headless Chromium, as the tests drive it: pages, users, phones, darkness and pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+__all__ = ["DESKTOP", "PHONE", "Chromium", "programs"]
+
+#: Width and height of the window, in CSS pixels.
+DESKTOP = (1280, 900)
+PHONE = (390, 844)
+
+#: Airflow keeps its token in this cookie.
+_TOKEN = "_token"
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def programs() -> tuple[str, str] | None:
+    """Return where the browser and its driver are, or ``None`` if one is not on PATH."""
+    found = [path for name in _BROWSERS if (path := shutil.which(name))]
+    driver = shutil.which("chromedriver")
+    return (found[0], driver) if found and driver else None
+
+
+class Chromium:
+    """One browser, for one Airflow; it finds no other host.
+
+    :param site: The address of the Airflow: ``http://127.0.0.1:…``.
+    :param folder: Where its profile goes.
+    """
+
+    def __init__(self, site: str, browser: str, driver: str, folder: Path) -> None:
+        self.site = site
+        options = ChromeOptions()
+        options.binary_location = browser
+        for argument in (
+            "--headless=new",
+            "--lang=en-US",
+            f"--user-data-dir={folder}",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--hide-scrollbars",
+            # What a page would fetch from another host fails, and is seen in `complaints`.
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.driver = Chrome(options=options, service=ChromeService(executable_path=driver))
+        self.driver.set_page_load_timeout(60)
+        self.size(DESKTOP)
+
+    def quit(self) -> None:
+        """End the browser and its driver."""
+        self.driver.quit()
+
+    # ------------------------------------------------------------------------------------- state
+    def fresh(self) -> None:
+        """Log out, and be a light desktop again."""
+        self.driver.switch_to.default_content()
+        with contextlib.suppress(WebDriverException):
+            self.driver.switch_to.alert.dismiss()
+        self.driver.get("about:blank")
+        self._cdp("Network.clearBrowserCookies")
+        self.size(DESKTOP)
+        self.colours("light")
+        self.complaints()
+
+    def log_in(self, token: str) -> None:
+        """Become the user to whom Airflow gave ``token``."""
+        self._cdp(
+            "Network.setCookie", name=_TOKEN, value=token, url=self.site, httpOnly=True, path="/"
+        )
+
+    def size(self, size: tuple[int, int]) -> None:
+        """Set the window's width and height; a narrow one is a phone's."""
+        width, height = size
+        self._cdp(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+
+    def colours(self, scheme: str) -> None:
+        """Prefer ``light`` or ``dark`` colours."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._cdp("Emulation.setEmulatedMedia", features=features)
+
+    # ------------------------------------------------------------------------------------- pages
+    def open(self, path: str) -> None:
+        """Open a page of the site."""
+        self.driver.switch_to.default_content()
+        self.driver.get(self.site + path)
+
+    def enter_frame(self, fragment: str, timeout: float = 60.0) -> None:
+        """Go into the frame whose address has ``fragment``, as soon as it has a page of ours."""
+        frame = self.find(f"iframe[src*='{fragment}']", timeout)
+        self.driver.switch_to.frame(frame)
+        self.find("main", timeout)
+
+    def find(self, css: str, timeout: float = 30.0) -> WebElement:
+        """Wait for an element that is to be seen, and return it."""
+        found: list[WebElement] = []
+
+        def there(driver: Any) -> bool:
+            with contextlib.suppress(StaleElementReferenceException):
+                found[:] = [e for e in self.all(css) if e.is_displayed()]
+            return bool(found)
+
+        self.until(there, f"no {css!r} is to be seen", timeout)
+        return found[0]
+
+    def all(self, css: str) -> list[WebElement]:
+        """Return all elements that are there now."""
+        return list(self.driver.find_elements(By.CSS_SELECTOR, css))
+
+    def button(self, text: str, timeout: float = 30.0) -> WebElement:
+        """Wait for a button or link that says exactly ``text``, and return it."""
+        path = f"//*[self::button or self::a or @role='button'][normalize-space()={text!r}]"
+        found: list[WebElement] = []
+
+        def there(driver: Any) -> bool:
+            with contextlib.suppress(StaleElementReferenceException):
+                found[:] = [
+                    e for e in self.driver.find_elements(By.XPATH, path) if e.is_displayed()
+                ]
+            return bool(found)
+
+        self.until(there, f"no button {text!r} is to be seen", timeout)
+        return found[0]
+
+    def text(self, css: str = "body") -> str:
+        """Return the text that is to be seen in the first such element, ``""`` if there is none."""
+        with contextlib.suppress(StaleElementReferenceException):
+            for element in self.all(css):
+                return element.text
+        return ""
+
+    def until(self, condition: Any, complaint: str, timeout: float = 30.0) -> None:
+        """Wait until ``condition(driver)`` holds.
+
+        :raises AssertionError: If it does not; it says what was to be seen.
+        """
+
+        def say() -> str:
+            return f"{complaint}, after {timeout:g} s, at {self.driver.current_url}:\n{self.text()}"
+
+        try:
+            WebDriverWait(self.driver, timeout, poll_frequency=0.1).until(condition)
+        except WebDriverException:
+            raise AssertionError(say()) from None
+
+    def wait_text(self, words: str, css: str = "body", timeout: float = 30.0) -> None:
+        """Wait until ``words`` are to be seen in an element."""
+        self.until(lambda _: words in self.text(css), f"{css} does not say {words!r}", timeout)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """Run JavaScript in the page, as its developer tools do, and return what it returns."""
+        return self.driver.execute_script(script, *arguments)
+
+    def complaints(self) -> list[str]:
+        """Return what the console said since the last look: errors, refusals, missing files."""
+        entries: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [f"{entry['level']} {entry['message']}" for entry in entries]
+
+    # ---------------------------------------------------------------------------------- pictures
+    def picture(self, path: Path, *, whole: bool = False) -> None:
+        """Write a PNG of what is to be seen, or of the whole page."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not whole:
+            path.write_bytes(self.driver.get_screenshot_as_png())
+            return
+        width = self.run("return window.innerWidth")
+        height = self.run("return document.documentElement.scrollHeight")
+        with self._window((width, min(height, 4000))):
+            path.write_bytes(self.driver.get_screenshot_as_png())
+
+    @contextlib.contextmanager
+    def _window(self, size: tuple[int, int]) -> Iterator[None]:
+        before = self.run("return [window.innerWidth, window.innerHeight]")
+        self.size(size)
+        try:
+            yield
+        finally:
+            self.size(tuple(before))
+
+    def _cdp(self, command: str, **parameters: Any) -> Any:
+        return self.driver.execute_cdp_cmd(command, json.loads(json.dumps(parameters)))

@@ -1,0 +1,63 @@
+"""One Airflow and one Chromium, for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.airflow_env import ROOT, home_of
+from tests.browser.chromium import Chromium, programs
+from tests.browser.site import Site, site_in
+
+#: Pictures of the pages go here.
+SCREENS = ROOT / "build" / "screens"
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """A real Airflow with users."""
+    if programs() is None:
+        pytest.skip("no Chromium and chromedriver on PATH: `make test-browser` sees to that")
+    with site_in(home_of(ROOT, "airflow-browser")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def _chromium(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    found = programs()
+    assert found is not None
+    browser = Chromium(site.url, *found, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture
+def browser(_chromium: Chromium, request: pytest.FixtureRequest) -> Iterator[Chromium]:
+    """A browser in which nobody is logged in; a test that fails leaves a picture."""
+    _chromium.fresh()
+    failed_before = request.session.testsfailed
+    yield _chromium
+    if request.session.testsfailed > failed_before:
+        _chromium.picture(SCREENS / "failed" / f"{request.node.name}.png")
+
+
+@pytest.fixture
+def as_admin(browser: Chromium, site: Site) -> Chromium:
+    """A browser whose user may do everything."""
+    browser.log_in(site.token("admin"))
+    return browser
+
+
+@pytest.fixture
+def as_viewer(browser: Chromium, site: Site) -> Chromium:
+    """A browser whose user may read, and nothing else."""
+    browser.log_in(site.token("viewer"))
+    return browser
+
+
+@pytest.fixture(scope="session")
+def screens() -> Path:
+    """Where pictures of pages go."""
+    return SCREENS

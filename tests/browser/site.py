@@ -1,0 +1,104 @@
+"""The Airflow that all tests in a browser share: its users, its DAGs, its queues."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
+
+__all__ = ["USERS", "Site", "site_in"]
+
+#: Users of Airflow's simple auth manager, by name, and what they may; a password is the name twice.
+USERS = {"admin": "admin", "viewer": "viewer"}
+
+_HERE = Path(__file__).parent
+
+
+class Site:
+    """An Airflow with users, and the queues that its DAGs drain.
+
+    :param folder: Where everything of it lies.
+    """
+
+    def __init__(self, folder: Path, airflow: LocalAirflow) -> None:
+        self.folder = folder
+        self.airflow = airflow
+        self.url = airflow.url
+        self._tokens: dict[str, str] = {}
+
+    def token(self, user: str) -> str:
+        """Return the user's token for cookies and headers."""
+        if user not in self._tokens:
+            self._tokens[user] = self.airflow.token_for((user, user * 2))
+        return self._tokens[user]
+
+    def queue(self, name: str) -> SqliteQueue:
+        """Return the queue that the DAGs know by this name."""
+        return SqliteQueue(self.folder / "queues.db", name)
+
+    def request(
+        self, method: str, path: str, *, user: str | None = None, **options: Any
+    ) -> requests.Response:
+        """Ask as ``user``, or as nobody; the path goes out as it is, and nothing is followed."""
+        session = requests.Session()
+        # The proxies of a developer's environment are for other hosts.
+        session.trust_env = False
+        if user is not None:
+            session.cookies.set("_token", self.token(user))
+        prepared = session.prepare_request(requests.Request(method, self.url, **options))
+        # As it is written: `requests` would resolve the dots of a path.
+        prepared.url = self.url + path
+        return session.send(prepared, timeout=60, allow_redirects=False)
+
+    def get(self, path: str, *, user: str | None = None, **options: Any) -> requests.Response:
+        """``GET`` as ``user``, or as nobody."""
+        return self.request("GET", path, user=user, **options)
+
+
+@contextmanager
+def site_in(folder: Path) -> Iterator[Site]:
+    """Start the Airflow in a folder that is new, healthy inside."""
+    shutil.rmtree(folder, ignore_errors=True)
+    dags = folder / "dags"
+    shutil.copytree(_HERE / "dags", dags)
+    for name in ("flights.py", "flights_pipeline.py"):
+        shutil.copy2(ROOT / "dags" / name, dags)
+    passwords = folder / "passwords.json"
+    passwords.write_text(json.dumps({user: user * 2 for user in USERS}))
+    env = airflow_env(
+        home=made_home(folder / "home"),
+        dags=dags,
+        port=free_port(),
+        settings={
+            "core.simple_auth_manager_all_admins": "False",
+            "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
+            "core.simple_auth_manager_passwords_file": str(passwords),
+            "broadway.staging": f"file://{folder / 'staging'}",
+        },
+    )
+    env |= _connections(folder)
+    airflow = LocalAirflow(
+        env,
+        folder / "logs",
+        # Nothing here is deferred.
+        components=("api-server", "scheduler", "dag-processor"),
+        login=("admin", "adminadmin"),
+    )
+    with airflow:
+        yield Site(folder, airflow)
+
+
+def _connections(folder: Path) -> Mapping[str, str]:
+    queue = {"conn_type": "broadway_sqlite", "host": str(folder / "queues.db")}
+    names = ("flights_queue", "letters_queue")
+    return {f"AIRFLOW_CONN_{name.upper()}": json.dumps(queue) for name in names}
