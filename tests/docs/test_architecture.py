@@ -50,7 +50,7 @@ def test_a_folder_can_be_read_at_a_glance() -> None:
 NAMES = sorted(
     set(
         re.findall(
-            r"`((?:adapters|cli|core|hooks|operators|producers|runs|sensors|spark|staging|submit|testing"
+            r"`((?:adapters|cli|core|hooks|operators|plugin|producers|runs|sensors|spark|staging|submit|testing"
             r"|triggers)(?:\.\w+)+)(?:\(\))?`",
             TEXT,
         )

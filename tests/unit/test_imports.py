@@ -29,6 +29,7 @@ BARRED = {
     "testing": [*CLIENTS, "airflow", "pyspark", "pyarrow"],
     "testing.crashes": [*CLIENTS, "airflow", "pyspark"],
     "runs": [*CLIENTS, "airflow", "pyspark"],
+    "plugin": [*CLIENTS, "pyspark"],
     "adapters": [*CLIENTS, "pyspark", "pyarrow"],
     "operators": [*CLIENTS, "pyspark", "pyarrow"],
     "sensors": [*CLIENTS, "pyspark", "pyarrow"],
@@ -70,6 +71,15 @@ def test_the_package_itself_loads_neither_airflow_nor_spark() -> None:
     script = SCRIPT.format(
         modules=["airflow_broadway"], barred=[*CLIENTS, "airflow", "pyspark", "pyarrow"]
     )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_each_process_of_airflow_loads_of_the_plugin_is_light() -> None:
+    barred = [*CLIENTS, "fastapi", "pyspark", "pyarrow", "airflow_broadway.staging"]
+    script = SCRIPT.format(modules=["airflow_broadway.plugin.broadway_plugin"], barred=barred)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
     )

@@ -1,0 +1,160 @@
+"""Who may see and do what: Airflow's auth manager is asked at every request.
+
+The whole app has :data:`GUARDS`: nobody gets anywhere without being logged in (401), and no request
+that changes something without a token (403).  A route of a Dag says what it needs besides::
+
+    @router.get("/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
+    @router.post("/dags/{dag_id}/pipelines/{pipeline}/…", dependencies=[EDITS_RUNS])
+
+Reading needs the right to read the Dag's runs.  Acting, and seeing payloads, needs the right to
+edit them; :data:`MayEdit` tells a page that shows more to some.
+
+**Forged requests.**  A form carries a token in the field :data:`CSRF_FIELD` (``csrf`` in every
+template): an HMAC, by the API server's secret, over the user and a random cookie of this browser.
+Airflow's own cookie would not do: auth managers replace it while a page is open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import urlsplit
+
+from airflow.api_fastapi.app import get_auth_manager
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
+from airflow.configuration import conf
+from airflow.models.dag import DagModel
+from fastapi import Depends, HTTPException, Request, status
+
+if TYPE_CHECKING:
+    from airflow.api_fastapi.auth.managers.models.base_user import BaseUser
+    from fastapi import Response
+
+__all__ = [
+    "CSRF_FIELD",
+    "CSRF_HEADER",
+    "EDITS_RUNS",
+    "GUARDS",
+    "READS_RUNS",
+    "GetUserDep",
+    "MayEdit",
+    "csrf_of",
+    "may_edit",
+    "remember_browser",
+]
+
+#: The dependency of a route that reads the runs of the Dag in its path.
+READS_RUNS: Final = Depends(requires_access_dag("GET", DagAccessEntity.RUN))
+#: The dependency of a route that acts on the Dag in its path, or shows payloads of it.
+EDITS_RUNS: Final = Depends(requires_access_dag("PUT", DagAccessEntity.RUN))
+
+#: The field of a form that carries the token.
+CSRF_FIELD: Final = "csrf"
+#: The header of a request that carries it.
+CSRF_HEADER: Final = "x-broadway-csrf"
+#: The cookie that tells one browser from another; it opens nothing.
+BROWSER_COOKIE: Final = "broadway_browser"
+#: Seconds for which a token is good.
+TOKEN_SECONDS: Final = 12 * 3600
+#: The methods that change nothing.
+_SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+def may_edit(dag_id: str, user: BaseUser) -> bool:
+    """Whether the user may act on a Dag's runs, and so see payloads."""
+    details = DagDetails(id=dag_id, team_name=DagModel.get_team_name(dag_id))
+    return get_auth_manager().is_authorized_dag(
+        method="PUT", access_entity=DagAccessEntity.RUN, details=details, user=user
+    )
+
+
+def _may_edit(dag_id: str, user: GetUserDep) -> bool:
+    return may_edit(dag_id, user)
+
+
+#: A parameter of a route with ``dag_id`` in its path: whether the user may edit its runs.
+MayEdit = Annotated[bool, Depends(_may_edit)]
+
+
+# -- forged requests -------------------------------------------------------------------------------
+
+
+def csrf_of(request: Request) -> str:
+    """The token for the forms of a page; empty for who is not logged in."""
+    user = getattr(request.state, "broadway_user", None)
+    if user is None:
+        return ""
+    browser = request.cookies.get(BROWSER_COOKIE) or secrets.token_urlsafe(24)
+    request.state.broadway_browser = browser
+    return make_token(user, browser, int(time.time()))
+
+
+def make_token(user: BaseUser, browser: str, at: int) -> str:
+    """The token of a user in a browser, good for :data:`TOKEN_SECONDS` from ``at``."""
+    # Each part has its length before it, so that no two triples give the same text.
+    parts = [f"{len(part)}:{part}" for part in (str(user.get_id()), browser, str(at))]
+    key = hashlib.sha256(b"broadway csrf" + conf.get("api", "secret_key").encode()).digest()
+    return f"{at}.{hmac.new(key, ''.join(parts).encode(), hashlib.sha256).hexdigest()}"
+
+
+def remember_browser(request: Request, response: Response) -> None:
+    """Give the browser its cookie, if a page with a token has just been made for it."""
+    browser = getattr(request.state, "broadway_browser", None)
+    if browser is None or request.cookies.get(BROWSER_COOKIE):
+        return
+    response.set_cookie(
+        BROWSER_COOKIE,
+        browser,
+        path=request.scope.get("root_path") or "/",
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+async def _remember_user(request: Request, user: GetUserDep) -> None:
+    """Let the page that is made know for whom."""
+    request.state.broadway_user = user
+
+
+async def _check_csrf(request: Request, user: GetUserDep) -> None:
+    """Refuse a request that another site's page has made.
+
+    :raises HTTPException: 403.
+    """
+    if request.method in _SAFE:
+        return
+    if _is_foreign(request):
+        raise HTTPException(status.HTTP_403_FORBIDDEN, "The request comes from another site.")
+    header = request.headers.get(CSRF_HEADER)
+    given = header if header is not None else (await request.form()).get(CSRF_FIELD)
+    browser = request.cookies.get(BROWSER_COOKIE)
+    if not isinstance(given, str) or not browser or not _is_token(given, user, browser):
+        raise HTTPException(
+            status.HTTP_403_FORBIDDEN, "The page was too old to act from: load it again."
+        )
+
+
+def _is_foreign(request: Request) -> bool:
+    """Whether the browser says that another site made the request."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in ("same-origin", "none")
+    origin = request.headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+
+
+def _is_token(given: str, user: BaseUser, browser: str) -> bool:
+    stamp = given.partition(".")[0]
+    if not (stamp.isascii() and stamp.isdigit() and len(stamp) < 12):
+        return False
+    good = hmac.compare_digest(given.encode(), make_token(user, browser, int(stamp)).encode())
+    return good and 0 <= time.time() - int(stamp) <= TOKEN_SECONDS
+
+
+#: The dependencies of every route.
+GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_csrf)]

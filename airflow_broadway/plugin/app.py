@@ -1,0 +1,57 @@
+"""The app that Airflow's API server mounts at ``/broadway``: routes, static files, headers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from fastapi import FastAPI, Request, Response
+from starlette.staticfiles import StaticFiles
+
+from airflow_broadway.plugin.access import GUARDS, remember_browser
+from airflow_broadway.plugin.pages import run
+from airflow_broadway.plugin.render import STATIC
+from airflow_broadway.plugin.troubles import add_troubles, broken
+
+__all__ = ["create_app"]
+
+#: Each page's module; its ``router`` has the routes.
+_PAGES: Final = (run,)
+
+#: What a browser may do with a page: run our script, and show our style, in our frame.
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " img-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'self';"
+    " base-uri 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+}
+
+
+def create_app() -> FastAPI:
+    """The pages; static files are for everyone, all else for who is logged in."""
+    app = FastAPI(
+        title="Broadway", dependencies=GUARDS, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    for each in _PAGES:
+        app.include_router(each.router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.middleware("http")(_with_headers)
+    add_troubles(app)
+    return app
+
+
+async def _with_headers(
+    request: Request, go_on: Callable[[Request], Awaitable[Response]]
+) -> Response:
+    try:
+        response = await go_on(request)
+    except Exception as error:
+        response = broken(request, error)
+    response.headers.update(_HEADERS)
+    # A static file's address changes with what is in it.
+    static = "/static/" in request.url.path and "v" in request.query_params
+    kept = "public, max-age=31536000, immutable" if static else "no-store"
+    response.headers["Cache-Control"] = kept
+    remember_browser(request, response)
+    return response
