@@ -74,21 +74,21 @@ class Chromium:
         with contextlib.suppress(WebDriverException):
             self.driver.switch_to.alert.dismiss()
         self.driver.get("about:blank")
-        self._cdp("Network.clearBrowserCookies")
+        self.cdp("Network.clearBrowserCookies")
         self.size(DESKTOP)
         self.colours("light")
         self.complaints()
 
     def log_in(self, token: str) -> None:
         """Become the user to whom Airflow gave ``token``."""
-        self._cdp(
+        self.cdp(
             "Network.setCookie", name=_TOKEN, value=token, url=self.site, httpOnly=True, path="/"
         )
 
     def size(self, size: tuple[int, int]) -> None:
         """Set the window's width and height; a narrow one is a phone's."""
-        width, height = size
-        self._cdp(
+        self._size = width, height = size
+        self.cdp(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
@@ -99,7 +99,7 @@ class Chromium:
     def colours(self, scheme: str) -> None:
         """Prefer ``light`` or ``dark`` colours."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._cdp("Emulation.setEmulatedMedia", features=features)
+        self.cdp("Emulation.setEmulatedMedia", features=features)
 
     # ------------------------------------------------------------------------------------- pages
     def open(self, path: str) -> None:
@@ -129,20 +129,24 @@ class Chromium:
         """Return all elements that are there now."""
         return list(self.driver.find_elements(By.CSS_SELECTOR, css))
 
-    def button(self, text: str, timeout: float = 30.0) -> WebElement:
-        """Wait for a button or link that says exactly ``text``, and return it."""
-        path = f"//*[self::button or self::a or @role='button'][normalize-space()={text!r}]"
+    def button(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
+        """Wait for a button that says ``text`` and nothing else, and return the last such."""
+        return self._saying(f"{within} button, {within} [role=menuitem]", text, timeout)
+
+    def link(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
+        """Wait for a link that says ``text`` and nothing else, and return the last such."""
+        return self._saying(f"{within} a[href]", text, timeout)
+
+    def _saying(self, css: str, text: str, timeout: float) -> WebElement:
         found: list[WebElement] = []
 
         def there(driver: Any) -> bool:
             with contextlib.suppress(StaleElementReferenceException):
-                found[:] = [
-                    e for e in self.driver.find_elements(By.XPATH, path) if e.is_displayed()
-                ]
+                found[:] = [e for e in self.all(css) if e.text.strip() == text and e.is_displayed()]
             return bool(found)
 
-        self.until(there, f"no button {text!r} is to be seen", timeout)
-        return found[0]
+        self.until(there, f"no {css} says {text!r}", timeout)
+        return found[-1]
 
     def text(self, css: str = "body") -> str:
         """Return the text that is to be seen in the first such element, ``""`` if there is none."""
@@ -182,22 +186,19 @@ class Chromium:
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Write a PNG of what is to be seen, or of the whole page."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not whole:
-            path.write_bytes(self.driver.get_screenshot_as_png())
-            return
-        width = self.run("return window.innerWidth")
-        height = self.run("return document.documentElement.scrollHeight")
-        with self._window((width, min(height, 4000))):
+        with self.whole_page() if whole else contextlib.nullcontext():
             path.write_bytes(self.driver.get_screenshot_as_png())
 
     @contextlib.contextmanager
-    def _window(self, size: tuple[int, int]) -> Iterator[None]:
-        before = self.run("return [window.innerWidth, window.innerHeight]")
-        self.size(size)
+    def whole_page(self) -> Iterator[None]:
+        """Make the window as high as the page: nothing is below its edge."""
+        width, height = self._size
+        self.size((width, max(height, self.run("return document.documentElement.scrollHeight"))))
         try:
             yield
         finally:
-            self.size(tuple(before))
+            self.size((width, height))
 
-    def _cdp(self, command: str, **parameters: Any) -> Any:
+    def cdp(self, command: str, **parameters: Any) -> Any:
+        """Send a command of the Chrome DevTools Protocol."""
         return self.driver.execute_cdp_cmd(command, json.loads(json.dumps(parameters)))

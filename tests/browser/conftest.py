@@ -9,7 +9,8 @@ import pytest
 
 from scripts.airflow_env import ROOT, home_of
 from tests.browser.chromium import Chromium, programs
-from tests.browser.site import Site, site_in
+from tests.browser.hostile import fill
+from tests.browser.site import Run, Site, site_in
 
 #: Pictures of the pages go here.
 SCREENS = ROOT / "build" / "screens"
@@ -61,3 +62,22 @@ def as_viewer(browser: Chromium, site: Site) -> Chromium:
 def screens() -> Path:
     """Where pictures of pages go."""
     return SCREENS
+
+
+@pytest.fixture(scope="session")
+def letters(site: Site) -> Run:
+    """A finished run whose messages were hostile."""
+    for name in ("letters", "secret"):
+        fill(site, name)
+        site.airflow.wait_for_dag(name)
+    runs = [Run(site, name, site.airflow.trigger(name)) for name in ("letters", "secret")]
+    for run in runs:
+        run.wait()
+    return runs[0]
+
+
+@pytest.fixture(scope="session")
+def secret(site: Site, letters: Run) -> Run:
+    """A finished run of a DAG that only the administrator may see."""
+    [run] = site.airflow.api("GET", "/dags/secret/dagRuns")["dag_runs"]
+    return Run(site, "secret", run["dag_run_id"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
 
-__all__ = ["USERS", "Site", "site_in"]
+__all__ = ["USERS", "Run", "Site", "site_in"]
 
 #: Users of Airflow's simple auth manager, by name, and what they may; a password is the name twice.
 USERS = {"admin": "admin", "viewer": "viewer"}
@@ -65,6 +67,32 @@ class Site:
         return self.request("GET", path, user=user, **options)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A Dag run."""
+
+    site: Site
+    dag_id: str
+    run_id: str
+
+    @property
+    def page(self) -> str:
+        """The path of its page."""
+        run_id = urllib.parse.quote(self.run_id, safe="")
+        return f"/broadway/dags/{self.dag_id}/runs/{run_id}"
+
+    @property
+    def tab(self) -> str:
+        """The path of its tab in Airflow's UI."""
+        run_id = urllib.parse.quote(self.run_id, safe="")
+        return f"/dags/{self.dag_id}/runs/{run_id}/plugin/broadway-run"
+
+    def wait(self) -> None:
+        """Wait until it has succeeded."""
+        state = self.site.airflow.wait_for_run(self.dag_id, self.run_id)
+        assert state == "success", f"{self.dag_id} {self.run_id}: {state}"
+
+
 @contextmanager
 def site_in(folder: Path) -> Iterator[Site]:
     """Start the Airflow in a folder that is new, healthy inside."""
@@ -80,6 +108,7 @@ def site_in(folder: Path) -> Iterator[Site]:
         dags=dags,
         port=free_port(),
         settings={
+            "core.auth_manager": "tests.browser.auth_manager.PerDag",
             "core.simple_auth_manager_all_admins": "False",
             "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
             "core.simple_auth_manager_passwords_file": str(passwords),

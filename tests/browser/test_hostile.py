@@ -1,0 +1,106 @@
+"""Whoever can send a message, or name something, gets no power over who looks at it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.chromium import Chromium
+from tests.browser.site import Run, Site
+
+pytestmark = [pytest.mark.browser, pytest.mark.airflow]
+
+#: Each page, below the run's own or as it is.
+PAGES = ("{run}",)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_messages_say_is_text(as_admin: Chromium, letters: Run, page: str) -> None:
+    # When a page shows messages that attack it
+    as_admin.open(page.format(run=letters.page))
+    as_admin.find("main")
+
+    # Then nothing of them has run, nor was it tried, and nothing else was fetched or left for
+    assert as_admin.run("return window.owned ?? null") is None
+    assert as_admin.complaints() == []
+    assert as_admin.driver.current_url.startswith(as_admin.site)
+    assert as_admin.all("main iframe, main script, main img, main base, main meta") == []
+    assert (
+        as_admin.run(
+            "return [...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]"
+            ".filter((a) => a.name.startsWith('on') || /^\\\\s*javascript:/i.test(a.value))"
+            ".map((a) => a.name + '=' + a.value))"
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_say_what_a_browser_may_do(site: Site, letters: Run, page: str) -> None:
+    headers = site.get(page.format(run=letters.page), user="admin").headers
+
+    policy = {
+        name: values
+        for name, *values in (
+            part.split() for part in headers["Content-Security-Policy"].split(";")
+        )
+    }
+    assert policy["default-src"] == ["'none'"]
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == ["'self'"]
+    assert policy["frame-ancestors"] == policy["form-action"] == ["'self'"]
+    assert policy["base-uri"] == ["'none'"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "same-origin"
+    assert headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/broadway/dags/{dag}/runs/..%2F..%2F..%2F..%2Fetc%2Fpasswd",
+        "/broadway/dags/{dag}/runs/../../../../../etc/passwd",
+        "/broadway/dags/{dag}/runs/..",
+        "/broadway/dags/{dag}/runs/%2e%2e",
+        "/broadway/dags/{dag}/runs/%00",
+        "/broadway/dags/{dag}/runs/..%5C..%5Csecret",
+        "/broadway/dags/..%2Fsecret/runs/{secret}",
+        "/broadway/dags/{dag}%2F..%2Fsecret/runs/{secret}",
+        "/broadway/dags/./secret/runs/{secret}",
+        "/broadway/dags/{dag}/runs/..%2F..%2Fsecret%2F{secret}",
+        "/broadway/dags/{dag}/../secret/runs/{secret}",
+        "/broadway/dags/%73ecret/runs/{secret}",
+        "/broadway//dags/secret/runs/{secret}",
+        "/broadway/static/../access.py",
+        "/broadway/static/..%2Faccess.py",
+        "/broadway/static/%2e%2e/access.py",
+        "/broadway/static//etc/passwd",
+    ],
+)
+def test_no_path_leads_out_of_what_a_user_may_read(
+    site: Site, letters: Run, secret: Run, path: str
+) -> None:
+    run_id = secret.page.rpartition("/")[2]
+
+    answer = site.get(path.format(dag="letters", secret=run_id), user="viewer")
+
+    assert answer.status_code in (403, 404) or _is_empty(answer.text), answer.text
+    for words in ("root:", "import ", "Traceback", "haystack", "acked"):
+        assert words not in answer.text
+
+
+def _is_empty(text: str) -> bool:
+    return "No pipeline of Broadway's" in text
+
+
+def test_a_broken_request_is_no_stack_trace(site: Site, letters: Run) -> None:
+    for path in (
+        "?page=x",
+        "?page=-1",
+        "?page=99999999999999999999",
+        "?sort=%00",
+        "?q=" + "x" * 9_000,
+    ):
+        for below in ("", "/batches", "/message", "/live"):
+            answer = site.get(letters.page + below + path, user="admin")
+            assert answer.status_code < 500, (below, path, answer.text)
+            assert "Traceback" not in answer.text
+            assert "Content-Security-Policy" in answer.headers
