@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from airflow_broadway.cli.arguments import (
     add_archive,
     add_dead_letters,
+    add_depth,
     add_kafka,
     add_pubsub,
     add_queue,
@@ -80,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="airflow-broadway",
         description="Look at staged runs, run their batches again, look after dead letters and"
-        " archives, serve the embedded queue, check a RabbitMQ, look after a Kafka group or a"
-        " Pub/Sub subscription, put a pipeline to the test.",
+        " archives, ask how much waits, serve the embedded queue, check a RabbitMQ, look after a"
+        " Kafka group or a Pub/Sub subscription, put a pipeline to the test.",
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
@@ -93,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_remove(commands)
     add_archive(commands)
     add_dead_letters(commands)
+    add_depth(commands)
     add_queue(commands)
     add_rabbitmq(commands)
     add_kafka(commands)

@@ -12,6 +12,7 @@ from airflow_broadway.cli.output import logging_at
 __all__ = [
     "add_archive",
     "add_dead_letters",
+    "add_depth",
     "add_kafka",
     "add_pubsub",
     "add_queue",
@@ -19,6 +20,9 @@ __all__ = [
     "command",
     "positive",
 ]
+
+#: Seconds after which a broker's silence is an answer.
+DEPTH_SECONDS = 15.0
 
 
 def command(commands: Any, name: str, text: str, handler: Any) -> argparse.ArgumentParser:
@@ -118,6 +122,54 @@ def _instant(text: str) -> datetime:
             f" {text!r}"
         )
     return found
+
+
+def add_depth(commands: Any) -> None:
+    """The arguments of ``depth``."""
+    made = command(
+        commands,
+        "depth",
+        "How many messages wait for pipelines at their brokers, and since when the oldest; none is"
+        " taken.",
+        _depth,
+    )
+    made.add_argument(
+        "pipeline", nargs="+", metavar="REF", help="pkg.module:Class, or a reference as JSON"
+    )
+    made.add_argument(
+        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+    )
+    made.add_argument(
+        "--staging",
+        metavar="URI",
+        help="the staging root; Airflow's [broadway] staging by default",
+    )
+    made.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=DEPTH_SECONDS,
+        metavar="S",
+        help=f"seconds in which brokers are to answer; {DEPTH_SECONDS:g} by default",
+    )
+
+
+def _depth(given: argparse.Namespace) -> int:
+    from airflow_broadway.cli.depth import depth
+
+    # What a broker's client logs stands in what is said of its pipeline.
+    with logging_at(logging.CRITICAL):
+        return depth(given)
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got: {text!r}")
+    return seconds
 
 
 def add_queue(commands: Any) -> None:

@@ -7,19 +7,15 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
 from itertools import islice
 from typing import Any
 
 from airflow_broadway.adapters.connections import AirflowConnections
-from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.cli.opening import connected, pipeline_of
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
-from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, DeadLetters, Moved
-from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.model.run_info import RunInfo
-from airflow_broadway.core.reference import load_ref, make_ref
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.text import many, table
 
 __all__ = ["dead_letters"]
@@ -207,9 +203,8 @@ def _json(letter: DeadLetter, *, body: bool) -> dict[str, Any]:
 @contextmanager
 def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
     """The place that the arguments name."""
-    add_dag_folders()
-    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
-    producer = _connected(pipeline.producer, given)
+    pipeline = pipeline_of(given.pipeline)
+    producer = connected(pipeline.producer, given.pipeline, given.conn_id)
     store = open_store(given.staging)
     env = ProducerEnv(
         pipeline=pipeline.name,
@@ -218,28 +213,6 @@ def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
     )
     with closing(producer.dead_letters(env, place=given.place)) as letters:
         yield letters
-
-
-def _connected(producer: Producer, given: argparse.Namespace) -> Producer:
-    """The pipeline's producer, as the arguments want it.
-
-    :raises CommandError: If one of its options is a template, which only a task can fill in.
-    """
-    names = [each.name for each in fields(producer)]
-    for name in names:
-        value = getattr(producer, name)
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, str) and "{{" in each:
-                raise CommandError(
-                    f"the producer of {given.pipeline} has the template {name}={each!r}: give"
-                    ' --pipeline as JSON, with {"class": …, "options": {"producer": {…}}}'
-                )
-    if given.conn_id is None:
-        return producer
-    if "conn_id" not in names:
-        raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
-    changed: Producer = replace(producer, conn_id=given.conn_id)  # type: ignore[call-arg]
-    return changed
 
 
 _ACTIONS = {"list": _list, "show": _show, "requeue": _requeue, "delete": _delete}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from airflow_broadway.adapters.connections import AirflowConnections
@@ -14,11 +14,44 @@ from airflow_broadway.cli.output import CommandError
 from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
 
-__all__ = ["opened"]
+__all__ = ["connected", "opened", "pipeline_of"]
 
 P = TypeVar("P", bound=Producer)
+
+
+def pipeline_of(reference: str) -> Pipeline:
+    """The pipeline that an argument names: ``pkg.module:Class``, or a reference as JSON.
+
+    :raises PipelineError: If its class cannot be imported here.
+    :raises OptionsError: If one of its options breaks its rule.
+    """
+    add_dag_folders()
+    return load_ref(make_ref(read_reference(reference)), RunInfo())
+
+
+def connected(producer: Producer, reference: str, conn_id: str | None) -> Producer:
+    """A pipeline's producer, of whatever kind, with the connection that a command wants.
+
+    :raises CommandError: If one of its options is a template, which only a task can fill in.
+    """
+    names = [each.name for each in fields(producer)]
+    for name in names:
+        value = getattr(producer, name)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, str) and "{{" in each:
+                raise CommandError(
+                    f"the producer of {reference} has the template {name}={each!r}: give the"
+                    ' pipeline as JSON, with {"class": …, "options": {"producer": {…}}}'
+                )
+    if conn_id is None:
+        return producer
+    if "conn_id" not in names:
+        raise CommandError(f"{type(producer).__name__} has no connection: leave --conn-id out")
+    changed: Producer = replace(producer, conn_id=conn_id)  # type: ignore[call-arg]
+    return changed
 
 
 def opened(
@@ -36,8 +69,7 @@ def opened(
     :param writes: Whether the command writes to the staging folder.
     :raises CommandError: If the pipeline has another kind of producer.
     """
-    add_dag_folders()
-    pipeline = load_ref(make_ref(read_reference(given.pipeline)), RunInfo())
+    pipeline = pipeline_of(given.pipeline)
     producer: Any = pipeline.producer
     if not isinstance(producer, kind):
         raise CommandError(

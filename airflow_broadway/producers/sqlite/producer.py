@@ -63,9 +63,10 @@ class SqliteProducer(SqliteOptions):
     def custodian(self, env: ProducerEnv) -> Custodian:
         return _Custodian(self.open_queue(env))
 
-    def depth(self, env: ProducerEnv) -> QueueDepth:
+    def depth(self, env: ProducerEnv) -> QueueDepth | None:
         with self.open_queue(env) as queue:
-            return queue.depth()
+            # Elsewhere, as on the API server's machine, there may be no such file.
+            return None if queue.names() is None else queue.depth()
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         queue = self.open_queue(env)

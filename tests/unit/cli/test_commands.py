@@ -242,7 +242,7 @@ def test_the_guide_shows_each_command() -> None:
     others = {("remove",), ("replay",), ("runs",), ("show",), ("where",), ("rabbitmq", "check")}
     kafka = {("kafka", action) for action in ("show", "check", "adopt", "reset")}
     pubsub = {("pubsub", action) for action in ("show", "check", "seek")}
-    assert commands == queue | kafka | pubsub | others | {("crash-test",)}
+    assert commands == queue | kafka | pubsub | others | {("crash-test",), ("depth",)}
 
 
 def test_the_queue_commands_start_without_airflow() -> None:
