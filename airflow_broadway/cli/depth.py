@@ -11,6 +11,7 @@ import argparse
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from airflow_broadway.adapters.backlog import look_at
@@ -46,8 +47,8 @@ class _Asked:
     done: threading.Event = field(default_factory=threading.Event)
 
     def to_json(self) -> dict[str, Any]:
-        known = self.found is not None and not self.unknown
-        counts = self.found._asdict() if known else dict.fromkeys(QueueDepth._fields)
+        found = None if self.unknown else self.found
+        counts = dict.fromkeys(QueueDepth._fields) if found is None else found._asdict()
         return {
             "reference": self.reference,
             "pipeline": self.pipeline,
@@ -62,7 +63,7 @@ def depth(given: argparse.Namespace) -> int:
     asked = [_Asked(reference) for reference in given.pipeline]
     for each in asked:
         # One after another, in the main thread: users' modules are loaded here.
-        look = _guarded(each, lambda each=each: _prepare(each, given))
+        look = _guarded(each, partial(_prepare, each, given))
         if look is None:
             each.done.set()
             continue

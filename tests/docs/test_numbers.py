@@ -12,6 +12,7 @@ from airflow_broadway.cli import runs as cli_staged
 from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
+from airflow_broadway.plugin import children
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
@@ -34,6 +35,9 @@ MIB = 1024 * 1024
         ("cli.md", "{:,} to a transaction", queues.PORTION),
         ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
         ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
+        ("ui.md", "at most {} at once", children.MOST),
+        ("ui.md", "for at most {:g} s each", children.TIMEOUT),
+        ("ui.md", "the same within {:g} s", children.KEEP),
         ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
         ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),
