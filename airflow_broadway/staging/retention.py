@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.layout import VERSION
+from airflow_broadway.core.formats.layout import VERSION, paths
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.run_folder import (
     OPEN,
@@ -131,8 +131,11 @@ def remove_run(run: StagedRun) -> None:
 
 
 def _remove_files(run: StagedRun, records: Iterable[GenerationRecord]) -> None:
-    for record in records:  # on the list without its folder, it would count as unsettled
+    # A record without its folder would count as unsettled, and keep the run for good, if whoever
+    # removes it died amid: so records go first, and before them their copies on the list.
+    for record in records:
         run.forget_open(record.generation)
+        run.files.remove(paths.generation(record.generation))
     run.files.remove_all()
 
 

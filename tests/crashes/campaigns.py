@@ -11,13 +11,17 @@ from typing import NamedTuple
 
 from airflow_broadway.testing.crashes import (
     Campaign,
+    Case,
+    Failure,
     Family,
     Result,
     Subject,
     Sums,
+    UnsoundPipeline,
     uses_spark,
     warm_spark,
 )
+from airflow_broadway.testing.crashes.account import Wrong
 from tests.crashes.pipelines import PIPELINES, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
@@ -104,23 +108,34 @@ def campaigns(
             campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
             spark = uses_spark(pipeline)
             with warm_spark() if spark else nullcontext():
-                cases = (
-                    [campaign.named(only)]
-                    if only
-                    else campaign.cases(
-                        list(Family),
-                        share=plan.share * (_SPARK_SHARE if spark else 1.0),
-                        pairs=round(plan.pairs * (_SPARK_SHARE if spark else 1.0)),
-                        seed=seed,
-                        tasks=_SPARK_TASKS if spark else (),
-                    )
-                )
+                try:
+                    cases = [campaign.named(only)] if only else _cases(campaign, plan, spark, seed)
+                except UnsoundPipeline as error:  # the others are struck all the same
+                    yield plan, _unsound(error)
+                    continue
                 yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
                 if plan.restarts:
                     cases = campaign.restarts(plan.restarts, seed)
                     yield plan, campaign.strike(cases, on_result=on_result)
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]:
+    part = _SPARK_SHARE if spark else 1.0
+    return campaign.cases(
+        list(Family),
+        share=plan.share * part,
+        pairs=round(plan.pairs * part),
+        seed=seed,
+        tasks=_SPARK_TASKS if spark else (),
+    )
+
+
+def _unsound(error: UnsoundPipeline) -> Sums:
+    """What is told of a pipeline that cannot be struck."""
+    failure = Failure(Case(), [str(error)], str(error.log), {Wrong.OTHER: [str(error)]})
+    return Sums(mistakes=1, failures=[failure])
 
 
 def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import time
@@ -76,6 +77,9 @@ class Rabbit(Subject):
 
     def id_of(self, message: Message) -> str:
         return str(message.metadata["message_id"])
+
+    def archived_id(self, row: Mapping[str, Any]) -> str:
+        return str(json.loads(row["metadata"])["message_id"])
 
     def overrides(self) -> Mapping[str, Any]:
         declared = self.pipeline.producer

@@ -46,11 +46,13 @@ from airflow_broadway.testing.crashes import Campaign, Case, Embedded
 from tests.crashes.campaigns import MESSAGES
 from tests.crashes.pipelines import Batches
 
-strikes = "one/process/1 return #1: killed before, then one/process/2 return #1: asleep before"
 campaign = Campaign(partial(Embedded, Batches), MESSAGES, Path(sys.argv[1]))
-result, _ = campaign.run(Case.parse(strikes))
-assert result.good, result.account.lines
-print([each.ended.value for each in result.executions if each.name.startswith("one/process")])
+for sleeper in ("one/process/2", "drain-1/process/1"):
+    strikes = f"one/process/1 return #1: killed before, then {sleeper} return #1: asleep before"
+    result, _ = campaign.run(Case.parse(strikes))
+    assert result.good, result.account.lines
+    task = sleeper[:-2]
+    print([each.ended.value for each in result.executions if each.name.startswith(task)])
 """
 #: A pipeline that makes another file in each run.
 ODD = """
@@ -75,7 +77,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     ("program", "told"),
     [
         (RAISES, "the broker is gone\nno child is left\n"),
-        (SLEEPS, "['died', 'done', 'done']\n"),
+        (SLEEPS, "['died', 'done', 'done']\n['done', 'done']\n"),
         (ODD, "['create'] 0\n"),
     ],
     ids=["a subject raises", "a second one sleeps", "an odd pipeline"],

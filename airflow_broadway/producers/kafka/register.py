@@ -167,19 +167,25 @@ class Register:
         """
         known = self._known.get(place)
         now = self._clock.now().timestamp()
-        if known is None or now - known.at > _FRESH_SECONDS:
+        newest = known is None or now - known.at > _FRESH_SECONDS
+        if known is None or newest:
             known = self._read(place)
         for _ in range(_MOST_CONFLICTS):
             table, result = compute(known.table)
-            if table is known.table:
+            if table is known.table and newest:
                 return result
+            if table is known.table:
+                # Only a write finds out that somebody else wrote; that there is nothing to write
+                # must not be said of an old version.
+                known, newest = self._read(place), True
+                continue
             number = known.number + 1
             table = _remembering(table, number, self._clock.now().timestamp())
             if self._files.create(f"{self._folder(place)}/{number:012d}.json", table.to_json()):
                 at = self._clock.now().timestamp()
                 self._known[place] = Version(number, table, at)
                 return result
-            known = self._read(place)
+            known, newest = self._read(place), True
         raise StagingError(
             f"the table of {place[0]}-{place[1]} could not be written: {_MOST_CONFLICTS} times"
             " somebody else was faster; look who else uses this staging folder"

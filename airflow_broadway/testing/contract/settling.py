@@ -10,6 +10,7 @@ from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
@@ -209,6 +210,23 @@ class Settling(ContractBase):
             assert report.undone == {"of nobody"}
             assert custodian.settle_now(lease, [early[0], stranger, early[1]]) == report
             assert custodian.settle(lease, settlement_of(messages[2:])) == SettleReport(acked=2)
+        assert self.rest_of_queue(harness) == []
+
+    def test_what_is_received_after_something_was_settled_now_can_be_so_too(
+        self, harness: Harness
+    ) -> None:
+        harness.send(bodies(4))
+        with self.source(harness, "g1") as source, self.custodian(harness) as custodian:
+            messages: list[Message] = []
+            while len(messages) < 4:
+                taken = self.take(source, 1)
+
+                now = custodian.settle_now(source.lease, [entry_of(m, ACK) for m in taken])
+
+                assert now == SettleReport(acked=len(taken))
+                messages += taken
+            source.stop()
+            self.settle(harness, source.lease, settlement_of([]))
         assert self.rest_of_queue(harness) == []
 
     def test_a_run_does_not_receive_what_it_gave_back(self, harness: Harness) -> None:

@@ -191,8 +191,10 @@ def _check_archive(found: Account, subject: Subject, ids: Sequence[str]) -> None
     for index in archive.glob("index/*.json"):
         for path in json.loads(index.read_text())["files"]:
             # No thread may begin here: this process forks.
-            rows = parquet.ParquetFile(archive / path).read(["message_id"], use_threads=False)
-            kept.update(map(str, rows["message_id"].to_pylist()))
+            rows = parquet.ParquetFile(archive / path).read(
+                ["message_id", "metadata"], use_threads=False
+            )
+            kept.update(map(subject.archived_id, rows.to_pylist()))
     for place, key in enumerate(ids):
         if found.fates[place] and key not in kept:
             found.lost.append(f"{key}, in the archive")

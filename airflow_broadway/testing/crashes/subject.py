@@ -90,6 +90,10 @@ class Subject(ABC):
         """The id under which :meth:`send` and :meth:`letters` know a message."""
         return message.message_id
 
+    def archived_id(self, row: Mapping[str, Any]) -> str:
+        """The same of a row of the archive, with its ``message_id`` and ``metadata``."""
+        return str(row["message_id"])
+
     @abstractmethod
     def overrides(self) -> Mapping[str, Any]:
         """The options with which the pipeline runs on the queue."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.retention import KEEP, mark_balanced, sweep_retention
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -101,6 +102,38 @@ def test_a_sweep_removes_twenty_runs_at_most(tmp_path: Path) -> None:
     clock.advance(8 * DAY)
     run = open_run(tmp_path, clock=clock)
     assert [len(sweep(run, clock)) for _ in range(3)] == [20, 1, 0]
+
+
+@pytest.mark.parametrize("gone", range(7))
+def test_who_dies_amid_the_removal_of_a_folder_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    # Given a run of two executions of which some files are removed when the remover dies
+    clock = ManualClock()
+    run = settled_run(tmp_path, "a", clock)
+    record_settled(run, open_generation(run, try_number=2), SettleReport(acked=1))
+    mark_balanced(run)
+    clock.advance(8 * DAY)
+    calls = iter(range(gone))
+
+    def dies(path: str) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        Path(path).unlink(missing_ok=True)
+
+    def removed_in_some_order(backend: Any, path: str) -> None:
+        for file in sorted(Path(path).rglob("*.json"), key=lambda file: file.parent.name):
+            dies(str(file))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "remove", lambda disk, path: dies(path))
+        patched.setattr(Disk, "remove_tree", removed_in_some_order)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(run, clock)
+
+    # Then the next one removes the rest
+    assert sweep(run, clock) == ["a"]
+    assert not (tmp_path / run.path).exists()
 
 
 def test_who_dies_while_removing_is_finished_by_the_next(
