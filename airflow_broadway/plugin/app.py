@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Final
 
 from fastapi import FastAPI, Request, Response
@@ -10,7 +11,7 @@ from starlette.staticfiles import StaticFiles
 
 from airflow_broadway.plugin.access import GUARDS, remember_browser
 from airflow_broadway.plugin.pages import run
-from airflow_broadway.plugin.render import STATIC
+from airflow_broadway.plugin.render import STATIC, version
 from airflow_broadway.plugin.troubles import add_troubles, broken
 
 __all__ = ["create_app"]
@@ -44,14 +45,25 @@ def create_app() -> FastAPI:
 async def _with_headers(
     request: Request, go_on: Callable[[Request], Awaitable[Response]]
 ) -> Response:
+    # What is mounted below changes it.
+    root = request.scope.get("root_path", "")
     try:
         response = await go_on(request)
     except Exception as error:
         response = broken(request, error)
     response.headers.update(_HEADERS)
-    # A static file's address changes with what is in it.
-    static = "/static/" in request.url.path and "v" in request.query_params
-    kept = "public, max-age=31536000, immutable" if static else "no-store"
-    response.headers["Cache-Control"] = kept
+    kept = response.status_code == HTTPStatus.OK and _is_kept(request, f"{root}/static/")
+    response.headers["Cache-Control"] = (
+        "public, max-age=31536000, immutable" if kept else "no-store"
+    )
     remember_browser(request, response)
     return response
+
+
+def _is_kept(request: Request, static: str) -> bool:
+    """Whether it is for a static file, by the address that changes with what is in it."""
+    path = request.url.path
+    # Another release's server, beside this one or before it, has other files of these names.
+    return path.startswith(static) and request.query_params.get("v") == version(
+        path.removeprefix(static)
+    )

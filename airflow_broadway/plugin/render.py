@@ -31,7 +31,7 @@ from airflow_broadway.plugin.access import csrf_of
 if TYPE_CHECKING:
     from fastapi import Request
 
-__all__ = ["STATIC", "page"]
+__all__ = ["STATIC", "page", "version"]
 
 _HERE: Final = Path(__file__).parent
 #: The folder of static files.
@@ -48,7 +48,7 @@ def page(request: Request, name: str, *, status: int = 200, **facts: Any) -> HTM
             facts,
             root=root,
             airflow=root.removesuffix("/broadway"),
-            static=lambda file: f"{root}/static/{file}?v={_version(file)}",
+            static=lambda file: f"{root}/static/{file}?v={version(file)}",
             csrf=csrf_of(request),
             now=datetime.now(UTC),
         )
@@ -57,7 +57,7 @@ def page(request: Request, name: str, *, status: int = 200, **facts: Any) -> HTM
 
 
 @cache
-def _version(file: str) -> str:
+def version(file: str) -> str:
     """A static file's version, so that browsers may keep it for long."""
     return sha256((STATIC / file).read_bytes()).hexdigest()[:12]
 
@@ -136,6 +136,8 @@ def path_part(value: str) -> str:
 
 def web(value: str | None) -> str | None:
     """A link's address, if it is one of http; ``None`` else, so that no script is a link."""
-    if not value or urlsplit(value).scheme not in ("http", "https"):
+    try:
+        scheme = urlsplit(value or "").scheme
+    except ValueError:  # such as http://[
         return None
-    return value
+    return value if scheme in ("http", "https") else None

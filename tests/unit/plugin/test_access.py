@@ -13,7 +13,7 @@ from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.plugin import access
 from airflow_broadway.plugin.access import EDITS_RUNS, READS_RUNS, MayEdit
 from airflow_broadway.plugin.app import create_app
-from airflow_broadway.plugin.render import page
+from airflow_broadway.plugin.render import page, version, web
 from tests.unit.plugin.site import Site
 
 RUN = "/broadway/dags/d/runs/manual__2026-01-01T00:00:00+00:00"
@@ -153,6 +153,7 @@ def test_a_token_has_its_time(acting: Site) -> None:
         ({"origin": "http://airflow.test"}, 200),
         ({"origin": "http://evil.test"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
     ],
 )
 def test_a_request_of_another_site_is_refused_even_with_a_token(
@@ -176,6 +177,38 @@ def test_pages_say_what_browsers_may_do_with_them(site: Site) -> None:
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "same-origin"
         assert headers["cache-control"] == "no-store"
+
+
+def test_only_a_static_file_of_this_release_is_kept_by_browsers(site: Site) -> None:
+    browser = site.browser("VIEWER")
+    file = "/broadway/static/broadway.js"
+    now = version("broadway.js")
+
+    kept = {
+        path: "immutable" in browser.get(path).headers["cache-control"]
+        for path in (
+            f"{file}?v={now}",
+            f"{file}?v=another",
+            f"/broadway/static/nothing.js?v={now}",
+            f"/broadway/dags/static/runs/broadway.js?v={now}",
+        )
+    }
+
+    assert list(kept.values()) == [True, False, False, False]
+
+
+def test_a_link_is_one_of_http_or_none() -> None:
+    bad = (
+        "javascript:alert(1)",
+        "JavaScript:alert(1)",
+        "data:text/html,x",
+        "//evil",
+        "http://[",
+        "",
+    )
+
+    assert web("https://a/b?c") == "https://a/b?c"
+    assert [each for each in (*bad, None) if web(each)] == []
 
 
 def test_a_staging_root_that_is_gone_is_said_in_a_sentence(site: Site) -> None:
