@@ -1,6 +1,6 @@
 """The metrics of a run: a closed list, sent wherever the host sends metrics.
 
-Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number has no bound.
+Tags are pipeline, dag_id, batcher, trigger and alert; never keys or ids, whose number has no bound.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Metric(StrEnum):
     #: Gauges: messages ready in the queue, and the age of the oldest in seconds.
     QUEUE_DEPTH = "broadway.queue.depth"
     QUEUE_OLDEST_AGE = "broadway.queue.oldest_age"
+    #: Counter: alerts, each once for a run; tag alert.
+    ALERTS = "broadway.alerts"
     #: Gauge: seconds until the lease that lapses next does.
     LEASE_REMAINING = "broadway.lease.remaining"
 

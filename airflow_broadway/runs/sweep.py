@@ -37,7 +37,7 @@ def sweep(
     task: Task,
     ports: Ports,
     source: RunSource | None = None,
-) -> None:
+) -> list[StagedRun]:
     """Settle what earlier executions of this task hold, and what runs hold that are over.
 
     After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
@@ -48,6 +48,7 @@ def sweep(
 
     :param pipeline: As it is loaded: with its own producer.
     :param source: Of this run.
+    :returns: The runs that are over and were settled, or accounted for.
     :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
     """
     source = source or RunSource()
@@ -75,6 +76,7 @@ def sweep(
     custodians.close()
     for other in dead.values():
         _account(other, pipeline, ports)
+    return list(dead.values())
 
 
 def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> None:

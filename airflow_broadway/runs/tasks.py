@@ -19,6 +19,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.alerts import note_swept
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.apart import Apart
@@ -109,7 +110,8 @@ class ProcessTask:
 
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
-        sweep(self._run, self._pipeline, self._task, self._ports, self._source)
+        swept = sweep(self._run, self._pipeline, self._task, self._ports, self._source)
+        note_swept(self._run, swept)
         remove_old_runs(self._run, self._pipeline)
         send_back(self._served, self._env)
         reference = self._process.run()

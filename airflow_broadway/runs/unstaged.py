@@ -80,6 +80,8 @@ class UnstagedTask:
         self._budget = budget
         self._fail_when = fail_when
         self._source = source or RunSource()
+        #: The dead runs that it has settled and accounted for.
+        self.swept: list[StagedRun] = []
         self._stop = Stop(SystemClock(), min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
@@ -92,7 +94,7 @@ class UnstagedTask:
         :raises BroadwayError: If the broker or staging fails; what has no outcome was given back.
         """
         pipeline, ports, run = self._pipeline, self._ports, self._run
-        sweep(run, pipeline, self._task, ports, self._source)
+        self.swept = sweep(run, pipeline, self._task, ports, self._source)
         pipeline = with_source(pipeline, self._source)
         env = producer_env(
             pipeline,

@@ -65,6 +65,8 @@ class RunWatcher:
         self._custodians = self.custodians()
         self._recorded = Recorded(run)
         self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
+        #: The generations, as they were when they were last read.
+        self.seen: list[GenerationRecord] = []
 
     def close(self) -> None:
         """Release connections.  Safe to repeat."""
@@ -226,7 +228,8 @@ class RunWatcher:
 
     def _generations(self) -> list[GenerationRecord]:
         found = self._run.generations(self._task_ids)
-        return [each for each in found if self._only is None or each.generation in self._only]
+        self.seen = [each for each in found if self._only is None or each.generation in self._only]
+        return self.seen
 
     # -- accounting ----------------------------------------------------------------------------
 

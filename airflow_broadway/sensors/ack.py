@@ -19,15 +19,18 @@ from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.alerts import checked_alerts, run_alerts
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of
 from airflow_broadway.core.custody.run_summary import check_fail_when, lines_of
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.model.rules import SECONDS, SECONDS_OR_ZERO
 from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+    from airflow_broadway.core.model.alerts import Alerts
 
 __all__ = ["BroadwayAckSensor"]
 
@@ -65,6 +68,8 @@ class BroadwayAckSensor(BaseSensorOperator):
     :param fail_when: When failed messages make the run fail, once all are settled: ``"all"``
         (default), if every message that was handled failed; an integer, from so many on; a share
         below 1, such as ``0.05``, from that share of them on; ``"never"``.
+    :param alerts: Who is told when a run does not balance, a lease is about to lapse, messages
+        became dead letters, or the backlog is too old; the log and ``Stats`` always are.
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
         at most 15, unless given.  A young run is looked at more often.  With ``"reschedule"``, less
@@ -87,6 +92,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         watch: Sequence[str],
         hold_failed: float = 0.0,
         fail_when: str | float = "all",
+        alerts: Alerts | None = None,
         staging: str | None = None,
         poke_interval: timedelta | float | None = None,
         deferrable: bool | None = None,
@@ -109,6 +115,7 @@ class BroadwayAckSensor(BaseSensorOperator):
             raise OptionsError(f"{self.task_id}.hold_failed", SECONDS_OR_ZERO.text, hold_failed)
         self.hold_failed = hold_failed
         self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
+        self.alerts = checked_alerts(alerts, ref)
         self.staging = staging
         if deferrable is None:
             deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
@@ -207,12 +214,17 @@ class BroadwayAckSensor(BaseSensorOperator):
         finished = _over(states)
         failed = sorted(task for task, state in states.items() if state in FAILED)
         last = self._elapsed(context) + self.poke_interval > self.timeout
+        alerts = run_alerts(self.alerts, context, run, pipeline)
         try:
             report = settler.look(
                 over=finished, failed=failed, last=last, hold_failed=self.hold_failed
             )
+        except BroadwayError:
+            alerts.look(settler.seen)
+            raise
         finally:
             settler.close()
+        alerts.look(settler.seen, report, last=report is not None)
         return None if report is None else self._conclude(report)
 
     def _conclude(self, report: dict[str, Any]) -> dict[str, Any]:

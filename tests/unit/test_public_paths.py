@@ -9,6 +9,7 @@ import pytest
 #: Module → the names that pipelines, Dags and their tests import from it.
 PUBLIC = {
     "airflow_broadway": [
+        "Alerts",
         "Archive",
         "BatchInfo",
         "BatchMode",
