@@ -50,9 +50,15 @@ def add_dead_letters(commands: Any) -> None:
         made.set_defaults(action=name)
         made.add_argument(
             "--pipeline",
+            action="append",
             required=True,
             metavar="REF",
             help="pkg.module:Class, or a reference as JSON",
+        )
+        made.add_argument(
+            "--named",
+            metavar="NAME",
+            help="of several --pipeline that of this name",
         )
         made.add_argument(
             "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
@@ -66,7 +72,15 @@ def add_dead_letters(commands: Any) -> None:
             "--place", metavar="NAME", help="the queue or topic, if it is not the pipeline's own"
         )
         if name == "show":
-            made.add_argument("message_id", nargs="+", metavar="MESSAGE_ID")
+            made.add_argument("named_ids", nargs="*", metavar="MESSAGE_ID")
+            made.add_argument(
+                "--message-id",
+                action="extend",
+                nargs="+",
+                default=[],
+                metavar="ID",
+                help="the same; --message-id=ID for one that begins with a dash",
+            )
             made.add_argument(
                 "--as",
                 dest="format",
@@ -77,9 +91,8 @@ def add_dead_letters(commands: Any) -> None:
             made.add_argument(
                 "--bytes",
                 type=positive,
-                default=2_000,
                 metavar="N",
-                help="of each payload, at most; 2,000 by default",
+                help="of each payload, at most; 2,000 by default, all of them with --json",
             )
             continue
         which = made.add_argument_group("which; all that is given must apply")
@@ -97,6 +110,15 @@ def add_dead_letters(commands: Any) -> None:
         if name == "list":
             made.add_argument(
                 "--limit", type=positive, default=100, metavar="N", help="100 by default"
+            )
+            made.add_argument(
+                "--offset", type=int, default=0, metavar="N", help="leave out the first N"
+            )
+            made.add_argument(
+                "--by-reason", action="store_true", help="how many there are of each reason, too"
+            )
+            made.add_argument(
+                "--seconds", type=positive, metavar="N", help="look for so long, and no longer"
             )
         else:
             which.add_argument("--all", action="store_true", help="every one")

@@ -5,23 +5,37 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.staging import open_store
-from airflow_broadway.cli.opening import connected, pipeline_of
+from airflow_broadway.cli.opening import connected, named_pipeline
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
-from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter, DeadLetters, Moved
+from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.custody.dead_letters import (
+    EVERY,
+    Choice,
+    DeadLetter,
+    DeadLetters,
+    Moved,
+)
 from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.text import many, table
 
 __all__ = ["dead_letters"]
 
 #: Bytes in a line of ``--as hex``.
 _HEX_BYTES = 16
+#: Bytes of a payload that people are shown unless they ask for more.
+_BYTES = 2_000
+#: Characters of a reason by which letters are counted together, as in a run's report.
+_REASON = 200
 
 
 def dead_letters(given: argparse.Namespace) -> int:
@@ -35,15 +49,78 @@ def dead_letters(given: argparse.Namespace) -> int:
 
 
 def _list(place: DeadLetters, given: argparse.Namespace) -> int:
-    with _walk(place, _choice(given)) as letters:
-        found = list(islice(letters, given.limit))
-        more = next(letters, None) is not None
+    # First: a broker may not count what is being looked at.
+    total = place.count() if given.by_reason else None
+    looked = _look(place, given, SystemClock())
     if given.json:
-        say_json([_json(each, body=False) for each in found])
-        return 0
-    if not found:
+        letters = [_json(each, body=False) for each in looked.letters]
+        say_json(letters if total is None else {**looked.to_json(place, total), "letters": letters})
+    elif not looked.matching:
         say(f"No dead letters in {place.place}.")
-        return 0
+    else:
+        _say_list(place, looked, total)
+    return 0
+
+
+@dataclass(slots=True)
+class _Looked:
+    """What was found while looking.
+
+    :param letters: Those that are asked for.
+    :param matching: All that were met, of those that are chosen.
+    :param whole: Whether there are no more than these.
+    :param reasons: How many of each stage and reason.
+    """
+
+    letters: list[DeadLetter]
+    matching: int = 0
+    whole: bool = True
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def to_json(self, place: DeadLetters, total: int) -> dict[str, Any]:
+        shown = self.reasons.most_common(SHOWN_REASONS)
+        return {
+            "place": place.place,
+            "total": total,
+            "matching": self.matching,
+            "whole": self.whole,
+            "reasons": [{"count": n, "stage": s, "reason": r} for (s, r), n in shown],
+            "other_reasons": self.matching - sum(n for _, n in shown),
+        }
+
+
+def _look(place: DeadLetters, given: argparse.Namespace, clock: Clock) -> _Looked:
+    """Look as far as is asked: to the last letter shown, or to the end; and not for too long."""
+    looked, choice = _Looked([]), _choice(given)
+    until = math.inf if given.seconds is None else clock.monotonic() + given.seconds
+    # Where time counts, letters that are not chosen count as well.
+    with _walk(place, choice if given.seconds is None else EVERY) as letters:
+        for letter in letters:
+            if choice.takes(letter):
+                enough = looked.matching >= given.offset + given.limit
+                if enough and not given.by_reason:
+                    looked.whole = False
+                    break
+                if looked.matching >= given.offset and not enough:
+                    looked.letters.append(letter)
+                looked.matching += 1
+                looked.reasons[letter.stage, letter.reason[:_REASON]] += 1
+            if clock.monotonic() >= until:
+                looked.whole = False
+                break
+    return looked
+
+
+def _say_list(place: DeadLetters, looked: _Looked, total: int | None) -> None:
+    if total is not None:
+        found = looked.to_json(place, total)
+        counts = [
+            (each["count"], each["stage"] or None, cut(each["reason"]) or None)
+            for each in found["reasons"]
+        ]
+        if found["other_reasons"]:
+            counts.append((found["other_reasons"], None, "other reasons"))
+        say(*table(("letters", "stage", "reason"), counts), "")
     rows = (
         (
             each.message_id,
@@ -53,19 +130,22 @@ def _list(place: DeadLetters, given: argparse.Namespace) -> int:
             len(each.body),
             cut(each.reason) or None,
         )
-        for each in found
+        for each in looked.letters
     )
     heads = ("message id", "attempt", "stage", "died at", "bytes", "reason")
     say(f"In {place.place}:", "", *table(heads, rows))
-    if more:
-        say("", f"These are the first {len(found)}: --limit shows more.")
-    return 0
+    if total is not None and not looked.whole:
+        say("", "There was no time to look at all of them: --seconds gives more.")
+    elif not looked.whole:
+        say("", f"These are the first {len(looked.letters)}: --limit shows more.")
 
 
 def _show(place: DeadLetters, given: argparse.Namespace) -> int:
     """1 if one of the ids is none of theirs."""
     found: dict[str, DeadLetter] = {}
-    wanted = dict.fromkeys(given.message_id)
+    wanted = dict.fromkeys([*given.named_ids, *given.message_id])
+    if not wanted:
+        raise CommandError("which letters? Give their ids")
     with _walk(place, Choice(ids=frozenset(wanted))) as letters:
         for each in letters:
             found.setdefault(each.message_id, each)
@@ -73,7 +153,8 @@ def _show(place: DeadLetters, given: argparse.Namespace) -> int:
                 break
     unknown = [each for each in wanted if each not in found]
     if given.json:
-        say_json([_json(found[each], body=True) for each in wanted if each in found])
+        limit = given.bytes
+        say_json([_json(found[each], body=True, limit=limit) for each in wanted if each in found])
     else:
         for number, key in enumerate(each for each in wanted if each in found):
             say(*([""] if number else []), *_shown(found[key], given))
@@ -161,7 +242,7 @@ def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
         "properties": json.dumps(letter.properties, ensure_ascii=False, default=str),
     }
     lines = [f"{name + ':':<12}{value}" for name, value in about.items() if value not in ("", None)]
-    body = letter.body[: given.bytes]
+    body = letter.body[: given.bytes or _BYTES]
     lines.append(f"{'payload:':<12}{many(len(letter.body), 'byte')}")
     if len(body) < len(letter.body):
         lines[-1] += f", of which these are the first {len(body):,} (--bytes shows more)"
@@ -185,11 +266,12 @@ def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
     return body.decode("utf-8", "backslashreplace").split("\n")
 
 
-def _json(letter: DeadLetter, *, body: bool) -> dict[str, Any]:
+def _json(letter: DeadLetter, *, body: bool, limit: int | None = None) -> dict[str, Any]:
     value = letter._asdict()
     raw: bytes = value.pop("body")
     value["bytes"] = len(raw)
     if body:
+        raw = raw[:limit]
         try:
             value["body"] = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -203,8 +285,8 @@ def _json(letter: DeadLetter, *, body: bool) -> dict[str, Any]:
 @contextmanager
 def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
     """The place that the arguments name."""
-    pipeline = pipeline_of(given.pipeline)
-    producer = connected(pipeline.producer, given.pipeline, given.conn_id)
+    reference, pipeline = named_pipeline(given.pipeline, given.named)
+    producer = connected(pipeline.producer, reference, given.conn_id)
     store = open_store(given.staging)
     env = ProducerEnv(
         pipeline=pipeline.name,

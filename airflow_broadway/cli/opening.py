@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -13,11 +13,12 @@ from airflow_broadway.adapters.staging import open_existing_store, open_store
 from airflow_broadway.cli.output import CommandError
 from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
 
-__all__ = ["connected", "opened", "pipeline_of"]
+__all__ = ["connected", "named_pipeline", "opened", "pipeline_of"]
 
 P = TypeVar("P", bound=Producer)
 
@@ -30,6 +31,30 @@ def pipeline_of(reference: str) -> Pipeline:
     """
     add_dag_folders()
     return load_ref(make_ref(read_reference(reference)), RunInfo())
+
+
+def named_pipeline(references: Sequence[str], name: str | None) -> tuple[str, Pipeline]:
+    """Of several pipelines that of a name, with its reference: a pipeline says its name itself.
+
+    :param name: ``None``: there is one, whatever its name.
+    :raises CommandError: If none of them has the name, or several are given and no name.
+    """
+    if name is None and len(references) > 1:
+        raise CommandError("several pipelines are given: --named says which of them it is")
+    names: list[str] = []
+    first: BroadwayError | None = None
+    for reference in references:
+        try:
+            pipeline = pipeline_of(reference)
+        except BroadwayError as error:  # another of them may be the one
+            first = first or error
+            continue
+        if name in (None, pipeline.name):
+            return reference, pipeline
+        names.append(pipeline.name)
+    if first is not None:
+        raise first
+    raise CommandError(f"none of these pipelines is named {name!r}: they are {sorted(names)}")
 
 
 def connected(producer: Producer, reference: str, conn_id: str | None) -> Producer:

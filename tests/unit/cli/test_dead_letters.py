@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.testing import ManualClock
 from tests.cli_runs import ran
 
 Capsys = pytest.CaptureFixture[str]
@@ -71,7 +74,7 @@ def guide() -> list[str]:
 
 def test_the_commands_of_the_guide_run(queue: SqliteQueue, capsys: Capsys) -> None:
     lines = guide()
-    assert len(lines) == 11
+    assert len(lines) == 12
     for line in lines:
         [key, _] = kill(queue, b'{"n": 1}', b"{}")
         words = shlex.split(line.replace("3f2a90c1d4e5b607-1042", key))[1:]
@@ -181,3 +184,96 @@ def test_a_pipeline_with_a_template_is_given_as_json(queue: SqliteQueue, capsys:
     reference = json.dumps({"class": "shop.orders:Templated", "options": options})
     found = ran(capsys, "dead-letters", "list", "--pipeline", reference, "--json").json
     assert [each["message_id"] for each in found] == [key]
+
+
+# ------------------------------------------------------------------------------- for the page
+
+
+def test_letters_are_counted_by_reason_and_shown_in_pages(
+    queue: SqliteQueue, capsys: Capsys
+) -> None:
+    kill(queue, b"one", b"two", b"three")
+    last = kill(queue, b"x", b"y", reason="KeyError: 'y'")
+    words = ("list", *ME, "--by-reason")
+
+    done = ran(capsys, "dead-letters", *words, "--limit", "2", "--offset", "3", "--json")
+
+    assert [each["message_id"] for each in done.json.pop("letters")] == last
+    assert {name: value for name, value in done.json.items() if name != "letters"} == {
+        "place": f"queue 'orders' in {queue.path}",
+        "total": 5,
+        "matching": 5,
+        "whole": True,
+        "reasons": [
+            {"count": 3, "stage": "process", "reason": "ValueError: why"},
+            {"count": 2, "stage": "process", "reason": "KeyError: 'y'"},
+        ],
+        "other_reasons": 0,
+    }
+    chosen = ran(capsys, "dead-letters", *words, "--reason", "KeyError", "--json").json
+    assert (chosen["total"], chosen["matching"], len(chosen["letters"])) == (5, 2, 2)
+    text = ran(capsys, "dead-letters", *words).out
+    assert text.splitlines()[1:3] == [
+        "      3  process  ValueError: why",
+        "      2  process  KeyError: 'y'",
+    ]
+
+
+def test_looking_ends_in_time_and_says_so(
+    queue: SqliteQueue, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(queue, b"one", b"two", b"three")
+    kill(queue, b"x", reason="KeyError")
+    clock = ManualClock()
+    takes = Choice.takes
+
+    def slow(choice: Choice, letter: DeadLetter) -> bool:
+        clock.advance(1.0)
+        return takes(choice, letter)
+
+    monkeypatch.setattr(Choice, "takes", slow)
+    monkeypatch.setattr("airflow_broadway.cli.dead_letters.SystemClock", lambda: clock)
+    words = ("list", *ME, "--by-reason", "--seconds", "2")
+
+    found = ran(capsys, "dead-letters", *words, "--json").json
+    assert (found["total"], found["matching"], found["whole"]) == (4, 2, False)
+    assert "There was no time to look at all" in ran(capsys, "dead-letters", *words).out
+    # Letters that are not chosen take time, too.
+    none = ran(capsys, "dead-letters", *words, "--reason", "KeyError", "--json").json
+    assert (none["matching"], none["whole"]) == (0, False)
+
+
+def test_a_payload_in_json_is_cut_on_request(queue: SqliteQueue, capsys: Capsys) -> None:
+    [key] = kill(queue, "aü".encode() * 3000)
+
+    whole = ran(capsys, "dead-letters", "show", *ME, key, "--json").json
+    cut = ran(capsys, "dead-letters", "show", *ME, f"--message-id={key}", "--bytes", "3", "--json")
+    within = ran(capsys, "dead-letters", "show", *ME, key, "--bytes", "2", "--json").json
+
+    assert len(whole[0]["body"]) == 6000
+    assert (cut.json[0]["bytes"], cut.json[0]["body"]) == (9000, "aü")
+    assert base64.b64decode(within[0]["body_base64"]) == b"a\xc3"
+    assert "which letters?" in ran(capsys, "dead-letters", "show", *ME).error
+
+
+def test_of_several_pipelines_the_one_of_a_name_is_meant(
+    queue: SqliteQueue, capsys: Capsys
+) -> None:
+    [key] = kill(queue, b"a")
+    several = (
+        "--pipeline",
+        "shop.orders:Nothing",
+        "--pipeline",
+        "shop.orders:Templated",
+        *ME,
+    )
+
+    named = ran(capsys, "dead-letters", "list", *several, "--named", "Orders", "--json").json
+    assert [each["message_id"] for each in named] == [key]
+    nobody = ran(capsys, "dead-letters", "delete", *several, "--named", "Other", "--all")
+    assert "Nothing" in nobody.error  # it may be the one
+    known = ran(capsys, "dead-letters", "delete", *ME, "--named", "Other", "--all")
+    assert "none of these pipelines is named 'Other': they are ['Orders']" in known.error
+    unnamed = ran(capsys, "dead-letters", "delete", *several, "--all")
+    assert "--named says which" in unnamed.error
+    assert queue.depth().dead == 1
