@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import DAG, Asset, AssetWatcher, Param, TaskGroup
 
 from airflow_broadway.adapters.outlets import with_outlets
-from airflow_broadway.adapters.parsing import check_engine, declared
+from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.alerts import Alerts
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.run_source import KINDS
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.reference import make_ref
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
@@ -109,7 +108,7 @@ def make_task_group(
     :param staging: URI of the staging root.
     :raises OptionsError: While the Dag is parsed.
     """
-    ref = make_ref(pipeline)
+    ref = pipeline_ref(pipeline)
     check_engine(ref)
     merged: Any = {**DEFAULT_ARGS, **(default_args or {})}
     with TaskGroup(group_id, default_args=merged, **kwargs) as group:

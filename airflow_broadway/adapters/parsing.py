@@ -14,17 +14,25 @@ __all__ = ["check_engine", "declared", "pipeline_ref"]
 
 
 def pipeline_ref(pipeline: object) -> dict[str, Any]:
-    """The reference that an operator stores, checked as far as parsing may.
+    """The reference that an operator stores, checked as far as parsing may, with what is known of
+    the pipeline then: who only reads the Dag need not import its class.
 
-    A class that was given as text is not imported.
+    A class that was given as text is not imported, and nothing is known of it.
 
     :raises OptionsError: Naming the option and the rule.
     """
     ref = make_ref(pipeline)
     known = declared(ref)
-    if known is not None:
-        known.check_callbacks(known.batchers)
-    return ref
+    if known is None:
+        return ref
+    known.check_callbacks(known.batchers)
+    about = {
+        "name": known.name,
+        "broker": known.producer.kind or type(known.producer).__name__,
+        "producers": known.producer.concurrency,
+        "batchers": {name: each.engine for name, each in known.batchers.items()},
+    }
+    return {**ref, "about": about}
 
 
 def declared(ref: Mapping[str, Any]) -> Pipeline | None:

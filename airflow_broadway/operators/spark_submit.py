@@ -34,6 +34,7 @@ from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.runs.poison.isolation import MOST_PROCESSES
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
@@ -182,7 +183,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # A job id of a cluster outlives the clearing of its task: another list of work is not its.
         self.external_id_key = f"spark_job_id_{batches.key()}"
         self._plans = batches.plans
-        about = task_of(context).file_name, self.pipeline, run_info(context)
+        about = task_of(context).file_name, make_ref(self.pipeline), run_info(context)
         with self._prepared(run.spark_uri(), lambda: batches.write_work(*about)):
             try:
                 super().execute(context)

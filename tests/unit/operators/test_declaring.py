@@ -171,6 +171,22 @@ def test_an_operator_is_one_of_several_producers_only_if_it_is_told_which(operat
     assert operator(task_id="one", pipeline=PythonOrders, producer_index=0).producer_index == 0
 
 
+def test_a_task_carries_what_is_known_of_its_pipeline_when_the_dag_is_parsed() -> None:
+    dag = PythonOrders(name="shop").dag("orders")
+
+    known = {
+        "name": "shop",
+        "broker": "sqlite",
+        "producers": 1,
+        "batchers": dict.fromkeys(PythonOrders().batchers, "python"),
+    }
+    assert dag.get_task("broadway.process").partial_kwargs["pipeline"]["about"] == known
+    assert dag.get_task("broadway.ack").pipeline["about"] == known
+    # Nothing is loaded for it.
+    unknown = BroadwayProcessorOperator(task_id="late", pipeline="no_such_shop:Orders")
+    assert "about" not in unknown.pipeline
+
+
 def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
     dag = PythonOrders(producer={"queue": "orders-{{ var.value.env }}"}).dag("orders")
 

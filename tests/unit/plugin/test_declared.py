@@ -1,0 +1,120 @@
+"""The pipelines that Dags declare are read from what Airflow has stored of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from airflow.sdk import DAG
+from airflow.serialization.serialized_objects import DagSerialization
+
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.plugin import declared as reading
+from airflow_broadway.plugin.declared import declared_in, declared_pipeline, declared_pipelines
+from airflow_broadway.producers.sqlite import SqliteProducer
+from tests.unit.plugin.dags import stored_dags
+
+ME = f"{__name__}:Orders"
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path="/tmp/orders.db", concurrency=2)
+    batchers = {
+        "default": Batcher(engine="python"),
+        "late": Batcher(engine="python"),
+    }
+
+    def handle_message(self, processor: str, message: Any, context: Any) -> Any:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+def stored(dag: DAG) -> dict[str, Any]:
+    """A Dag as Airflow's database has it."""
+    value: dict[str, Any] = json.loads(json.dumps(DagSerialization.to_dict(dag)))
+    return value
+
+
+def test_a_pipeline_is_known_with_its_topology_and_its_overrides() -> None:
+    dag = Orders(context={"to": "{{ params.to }}"}).dag("orders", params={"to": "here"})
+
+    [found] = declared_in("orders", stored(dag))
+
+    assert (found.name, found.task_id, found.broker) == ("Orders", "broadway.process", "sqlite")
+    assert found.reference == {"class": ME, "options": {"context": {"to": "{{ params.to }}"}}}
+    assert (found.producers, found.batchers) == (2, {"default": "python", "late": "python"})
+    assert found.staging is None
+
+
+def test_each_pipeline_of_a_dag_is_one_and_a_task_without_a_group_too() -> None:
+    with DAG("shop", schedule=None) as dag:
+        Orders(name="first").task_group("first", staging="file:///elsewhere")
+        Orders(name="second").task_group("second")
+        BroadwayRunOperator(task_id="third", pipeline=Orders(name="third"))
+
+    found = declared_in("shop", stored(dag))
+
+    assert {each.name: each.staging for each in found} == {
+        "first": "file:///elsewhere",
+        "second": None,
+        "third": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("no_such_shop.orders:Late", "Late"),
+        ({"class": "no_such_shop.orders:Late", "options": {"name": "later"}}, "later"),
+    ],
+)
+def test_a_class_that_was_given_as_text_is_not_loaded(reference: Any, name: str) -> None:
+    with DAG("shop", schedule=None) as dag:
+        BroadwayProcessorOperator(task_id="process", pipeline=reference)
+
+    [found] = declared_in("shop", stored(dag))
+
+    assert (found.name, found.broker, found.batchers) == (name, None, None)
+
+
+def test_a_dag_of_others_has_none_and_what_was_cut_is_passed_over() -> None:
+    other = {"__type": "operator", "__var": {"task_id": "a", "_task_module": "airflow.x"}}
+    cut = {"task_id": "b", "_task_module": "airflow_broadway.operators.run", "pipeline": "{'cl…"}
+
+    assert declared_in("d", {"dag": {"tasks": [other, {"__var": cut, "__type": "operator"}]}}) == []
+
+
+# -- Airflow's database ----------------------------------------------------------------------------
+
+
+def test_a_dag_is_read_once_and_anew_when_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+
+    def counted(dag_id: str, dag: Any) -> list[reading.Declared]:
+        read.append(dag_id)
+        return declared_in(dag_id, dag)
+
+    monkeypatch.setattr(reading, "declared_in", counted)
+    with stored_dags(Orders().dag("declared_a"), Orders(name="b").dag("declared_b")) as store:
+        ours = {"declared_a", "declared_b"}
+        for _ in range(2):
+            found = [(each.dag_id, each.name) for each in declared_pipelines(ours)]
+            assert found == [("declared_a", "Orders"), ("declared_b", "b")]
+        assert {each.dag_id for each in declared_pipelines()} >= ours
+        assert [each for each in read if each in ours] == ["declared_a", "declared_b"]
+
+        store(Orders(name="other").dag("declared_a"), is_paused=True)
+        assert declared_pipeline("declared_a", "Orders") is None
+        changed = declared_pipeline("declared_a", "other")
+        assert changed is not None
+        assert changed.paused
+
+        store(Orders(name="other").dag("declared_a"), is_stale=True)
+        assert declared_pipelines({"declared_a"}) == []
