@@ -2,8 +2,8 @@
 const seen = (element) => element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
 
 const named = (element) => {
-  const id = element.id ? `#${element.id}` : "";
-  return `<${element.tagName.toLowerCase()}${id}${element.className ? ` class=${element.getAttribute("class")}` : ""}>`;
+  const style = element.getAttribute("class");
+  return `<${element.tagName.toLowerCase()}${element.id && ` id=${element.id}`}${style ? ` class=${style}` : ""}>`;
 };
 
 // Any CSS colour as red, green, blue of 0 to 255 and an alpha of 0 to 1.
@@ -84,7 +84,9 @@ const contrast = () => {
 // What is wider than the page, so that the page itself scrolls sideways.
 const tooWide = () => {
   const width = document.documentElement.clientWidth;
-  if (document.documentElement.scrollWidth <= width) return [];
+  if (width > 600) return [`a phone makes it ${width} pixels wide: it has no meta viewport`];
+  // A phone zooms out of a page that is too wide.
+  if (Math.max(document.scrollingElement.scrollWidth, window.innerWidth) <= width) return [];
   return [...document.body.querySelectorAll("*")]
     .filter((each) => each.getBoundingClientRect().right > width + 1)
     .map((each) => `${Math.round(each.getBoundingClientRect().right)} of ${width}: ${named(each)}`)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import urllib.parse
+from collections.abc import Iterator
+
 import pytest
+from fastapi.routing import APIRoute
 from selenium.webdriver.common.by import By
 
+from airflow_broadway.plugin.app import create_app
 from tests.browser.chromium import Chromium
 from tests.browser.site import Run, Site
 
@@ -43,29 +48,49 @@ def test_a_run_has_the_tab_and_the_menu_has_the_entry(as_admin: Chromium, letter
     assert as_admin.link("Broadway", within="[role=menu]").get_attribute("href")
 
 
-@pytest.mark.parametrize("path", ["", "?page=2"])
-def test_who_is_not_logged_in_gets_nothing(site: Site, letters: Run, path: str) -> None:
-    answer = site.get(letters.page + path)
+def routes(run: Run) -> Iterator[tuple[str, str]]:
+    """Each method and path that the pages have, for a run's Dag and pipeline."""
+    known = {"dag_id": run.dag_id, "run_id": urllib.parse.quote(run.run_id), "pipeline": "Letters"}
+    for route in create_app().routes:
+        if isinstance(route, APIRoute):
+            given = {name: known.get(name, "1") for name in route.param_convertors}
+            for method in sorted(route.methods):
+                yield method, "/broadway" + route.path_format.format(**given)
 
-    assert answer.status_code == 401
-    assert letters.run_id not in answer.text.replace(letters.page, "")
-    assert "haystack" not in answer.text
+
+def test_whoever_is_not_logged_in_gets_nothing(site: Site, letters: Run) -> None:
+    for method, path in routes(letters):
+        answer = site.request(method, path)
+
+        assert answer.status_code == 401, (method, path)
+        for words in ("haystack", "acked", "Letters"):
+            assert words not in answer.text.replace(path, "")
 
 
-def test_a_viewer_reads_a_run(as_viewer: Chromium, letters: Run) -> None:
-    as_viewer.open(letters.page)
+def test_a_viewer_changes_nothing(site: Site, letters: Run) -> None:
+    changing = [(method, path) for method, path in routes(letters) if method != "GET"]
 
-    assert as_viewer.text("h1") == letters.run_id
+    answers = {path: site.request(method, path, user="viewer") for method, path in changing}
+
+    assert {path: answer.status_code for path, answer in answers.items()} == dict.fromkeys(
+        answers, 403
+    )
 
 
 def test_a_dag_that_a_user_may_not_read_tells_nothing(site: Site, secret: Run) -> None:
     # Given a run that the administrator may read
     assert site.get(secret.page, user="admin").status_code == 200
 
-    # When another user asks for it
-    answer = site.get(secret.page, user="viewer")
+    # When another user asks for each of its pages, and for what is about all DAGs
+    answers = {path: site.request(method, path, user="viewer") for method, path in routes(secret)}
 
-    # Then it is refused, and nothing of it told
-    assert answer.status_code == 403
-    assert secret.run_id not in answer.text
-    assert "secret" not in site.get("/broadway/", user="viewer").text
+    # Then what is the DAG's own is refused, and nothing of it told
+    for path, answer in answers.items():
+        assert answer.status_code == 403 or "secret" not in path, path
+        assert "secret" not in answer.text.replace(path, "").replace("a secret", "")
+
+
+def test_a_viewer_reads_a_run(as_viewer: Chromium, letters: Run) -> None:
+    as_viewer.open(letters.page)
+
+    assert as_viewer.text("h1") == letters.run_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,45 @@ def test_a_page_can_be_read_and_used_by_everyone(
     as_admin.size(PHONE)
 
     assert complaints == []
+
+
+#: A page that nobody should be given.
+BAD = """\
+<!doctype html><title>bad</title><meta name=viewport content="width=device-width">
+<main><h1>Bad</h1><h3>too deep</h3>
+<p style="color: #999; background: #eee">pale</p>
+<svg width=90 height=20><rect width=90 height=20 fill="#036"/>
+<text y=12 fill="#047">dim</text></svg>
+<table><tr><th>head</table>
+<button></button>
+<a href="#x" style="outline: none">no ring</a>
+<button style="position: absolute; left: 900px; width: 500px">far</button>
+<dialog open inert><a href="#y">out of reach</a></dialog>
+"""
+
+
+def test_a_bad_page_is_found_out(browser: Chromium) -> None:
+    browser.driver.get("data:text/html," + urllib.parse.quote(BAD))
+
+    complaints = " ".join(
+        [
+            *complaints_of_looks(browser),
+            *not_reached_by_tab(browser),
+            *too_wide_on_a_phone(browser),
+        ]
+    )
+
+    for words in (
+        "<p> pale",
+        "<text> dim",
+        "no language",
+        "comes after an h1",
+        "<table> has no caption",
+        "th head has no scope",
+        "<svg> has no name",
+        "a button has no name",
+        "nothing shows that <a> has the focus",
+        "Tab never reaches <a>",
+        "of 390: <button>",
+    ):
+        assert words in complaints
