@@ -6,9 +6,10 @@ method is sent.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
@@ -17,17 +18,62 @@ __all__ = ["Amqp"]
 
 #: Methods after which the broker has what it had before, but for what any death ends.
 _LOOKS = ("connection.", "channel.", "confirm.", "basic.qos")
+#: Seconds for the broker to take what was on its way.
+_PATIENCE = 5.0
 
 
 class _Cut(ConnectionError):
     """The connection is cut here."""
 
 
+class _Silent(ConnectionError):
+    """The broker is not heard any more, and does not hear either."""
+
+
+class _Line:
+    """What a connection has sent that is still on its way, and the way."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection  # else another could get its place in memory
+        self.on_its_way: list[bytes] = []
+        sock = _socket(connection)
+        self._socket = None if sock is None else socket.socket(fileno=os.dup(sock.fileno()))
+
+    def deliver(self) -> None:
+        """Have it arrive; then the line is cut, for nobody is there any more to answer."""
+        if self._socket is None:
+            return
+        with closing(self._socket) as line:
+            line.setblocking(True)
+            line.settimeout(_PATIENCE)
+            line.sendall(b"".join(self.on_its_way))
+            line.shutdown(socket.SHUT_WR)
+            while line.recv(65536):
+                pass
+
+    def give_up(self) -> None:
+        """What pika does when it has not heard of the broker for too long."""
+        from pika.exceptions import AMQPHeartbeatTimeout
+
+        connection = self.connection
+        sock = _socket(connection)
+        if sock is None:
+            return
+        # pika shuts its socket down, which would end the line: let it be another one.
+        connection._transport._nbio.remove_reader(sock.fileno())
+        connection._transport._nbio.remove_writer(sock.fileno())
+        one, other = socket.socketpair()
+        with one, other:
+            os.dup2(one.fileno(), sock.fileno())
+        connection._terminate_stream(AMQPHeartbeatTimeout("no heartbeat came: struck"))
+
+
 class Amqp:
     """Every connection of pika that this process has.
 
     Half of a publication is the first half of its bytes.  A method that fails is not sent, for the
-    connection is cut; one whose answer is lost is the last that is.
+    connection is cut; one whose answer is lost is the last that is.  One that hangs is on its way,
+    with all that is sent after it, until the process has gone on with another connection.
 
     :param plain: Takes out of a queue's name what is random in it.  The methods of several threads
         come in any order, so their names should not depend on it.
@@ -37,6 +83,8 @@ class Amqp:
         self._plain = plain
         # Which queue a channel reads, by connection and number.
         self._reads: dict[tuple[int, int], str] = {}
+        # Connections that are silent, by their places in memory.
+        self._silent: dict[int, _Line] = {}
 
     def install(self, interceptor: Interceptor) -> None:
         from pika.connection import Connection
@@ -46,14 +94,29 @@ class Amqp:
 
     def _sending(self, do: Any) -> Any:
         def send(connection: Any, channel: int, method: Any, content: Any = None) -> None:
+            def sent() -> bytes:
+                return _marshalled(connection, lambda: do(connection, channel, method, content))
+
             name = method.NAME.lower()
+            line = self._silent.get(id(connection))
+            if line is not None:
+                line.on_its_way.append(sent())
+                return
+
+            def hung() -> Exception:
+                _flush(connection)
+                made = self._silent[id(connection)] = _Line(connection)
+                made.on_its_way.append(sent())
+                self._interceptor.do_later(made.deliver)
+                connection.ioloop.add_callback_threadsafe(made.give_up)
+                return _Silent()
 
             def whole() -> None:
                 do(connection, channel, method, content)
                 _flush(connection)
 
             def half() -> None:
-                data = _marshalled(connection, lambda: do(connection, channel, method, content))
+                data = sent()
                 _flush(connection)
                 connection._transport._sock.send(data[: len(data) // 2])
 
@@ -66,7 +129,10 @@ class Amqp:
                     half=half if content else None,
                     changes=not looks,
                     error=_Cut,
+                    hangs=hung,
                 )
+            except _Silent:
+                pass
             except _Cut:
                 sock = _socket(connection)
                 if sock is not None:

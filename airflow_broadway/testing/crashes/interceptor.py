@@ -148,6 +148,10 @@ class Interceptor:
                 self.seen[place] = point._replace(traits=traits._replace(locked_after=True))
             return came
 
+    def do_later(self, do: Callable[[], object]) -> None:
+        """Do it after the next call, when the process has gone on; nobody hears what comes."""
+        self._late.append(do)
+
     @contextmanager
     def _within(self, nested: bool) -> Iterator[None]:
         before = getattr(self._inside, "callback", False)
@@ -190,7 +194,7 @@ class Interceptor:
             self.on_strike()
             self.pass_time(_TIME_OUT)
             if failures.late:
-                self._late.append(do)
+                self.do_later(do)
             raise failures.hangs()
         elif what in failures.others:
             self.on_strike()

@@ -83,11 +83,11 @@ class LeaseQueues:
             self._bind(connection, name)
             queue_calls.await_age()
             # A broker that died meanwhile may have left one without a leader, which never answers
-            # again: that holds nothing yet, and nothing is to depend on it.
+            # again: that holds nothing yet, and nothing is to depend on it.  If it was the network
+            # that did not answer, a later run deletes it.
             if self.is_empty(connection, name):
                 return name
             self._silent.add(name)
-            self._journal.note_used(name)  # it would be asked in vain
         raise ProducerUnavailable(
             f"RabbitMQ declares lease queues that do not answer, the last of them {name!r}: look at"
             " its log"

@@ -79,7 +79,13 @@ def sweep(
             except BroadwayError as error:
                 log.warning("The lease queue %r could not be looked after: %s", due.queue, error)
                 gone, lost = False, connection.lost is not None
-            if gone and due.unused:
+            if due.unused and (gone or now > due.sure + _JOURNAL_RETENTION):
+                if not gone:
+                    log.warning(
+                        "The lease queue %r never came into use, and could not be deleted for a"
+                        " week: it is not looked after any more.  Delete it by hand.",
+                        due.queue,
+                    )
                 journal.forget(due)
                 continue
             journal.put_off(

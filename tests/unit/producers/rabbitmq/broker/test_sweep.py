@@ -229,6 +229,40 @@ def test_a_lease_queue_whose_process_died_before_it_came_into_use_is_deleted(
     assert not journal.files.names(f"claims/{digest(UNUSED)}")
 
 
+def test_one_that_does_not_answer_is_asked_every_day_for_a_week(
+    journal: QueueJournal, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given one that never came into use, in a broker that cannot say whether it is empty
+    journal.note_unused(UNUSED, 2_000.0)
+    broker: Any = Broker()
+    broker.depths[UNUSED] = 0
+    broker.silent.add(UNUSED)
+
+    for day in range(8):
+        sweep(broker, broker, journal, 2_000.0 + day * DAY, unknown)
+        assert [due.queue for due in journal.due(1e12)].count(UNUSED) == 1
+    assert "Delete it by hand" not in caplog.text
+
+    # When a week is over, people are asked to
+    sweep(broker, broker, journal, 2_000.0 + 8 * DAY, unknown)
+    assert UNUSED not in [due.queue for due in journal.due(1e12)]
+    assert f"{UNUSED!r} never came into use" in caplog.text
+
+
+def test_one_that_answers_again_is_deleted(journal: QueueJournal) -> None:
+    journal.note_unused(UNUSED, 2_000.0)
+    broker: Any = Broker()
+    broker.depths[UNUSED] = 0
+    broker.silent.add(UNUSED)
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    broker.silent.clear()
+    sweep(broker, broker, journal, 2_000.0 + DAY, unknown)
+
+    assert UNUSED not in broker.depths
+    assert UNUSED not in [due.queue for due in journal.due(1e12)]
+
+
 def test_one_that_came_into_use_is_left_to_its_generation(
     journal: QueueJournal,
 ) -> None:
