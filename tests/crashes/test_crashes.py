@@ -84,7 +84,14 @@ FOUND = {
     "who is about to hold messages of Kafka wakes too late": (
         "kafka",
         "no batchers",
-        "one/process/1 replace staging/NoBatchers/kafka/<1>/<5>/lease.json #1: asleep after [lapse]",
+        "one/process/1 replace staging/NoBatchers/kafka/<1>/<5>/lease.json #1:"
+        " asleep after [lapse]",
+    ),
+    "two settlers at Kafka are about to send the same letters": (
+        "kafka key",
+        "two batchers",
+        "one/ack/1 replace staging/TwoBatchers/kafka/<8>/<9>/letters-<12>.json #1:"
+        " asleep before [next run]",
     ),
     "a new lease queue of RabbitMQ does not answer": (
         "rabbitmq",

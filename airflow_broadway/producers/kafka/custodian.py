@@ -203,13 +203,17 @@ class KafkaCustodian:
     ) -> dict[tuple[Place, int], str]:
         """Send dead letters; those that may have been sent before say so.
 
-        Which are sent is written down first, for whoever settles after a kill.
+        Which are sent is written down first, for whoever settles after a kill, and only then is
+        looked what others have written: of two that settle at once, one at least sees the other.
         """
         log_of = files.log
+        own = log_of.append(
+            "letters", [[*place, offset] for place, whys in letters.items() for offset in whys]
+        )
         sent = {
             tuple(each)
             for name in log_of.names()
-            if name.startswith("letters-")
+            if name.startswith("letters-") and name != own
             for each in log_of.read(name)
         }
         marked = {
@@ -219,9 +223,6 @@ class KafkaCustodian:
             }
             for place, whys in letters.items()
         }
-        log_of.append(
-            "letters", [[*place, offset] for place, whys in letters.items() for offset in whys]
-        )
         return dead_letters.send(
             self._cluster,
             self._producer,

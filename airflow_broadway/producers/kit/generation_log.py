@@ -142,9 +142,14 @@ class GenerationLog:
         """Write a file of the producer's own, replacing any."""
         self._files.write(self.path(name), value)
 
-    def append(self, kind: str, value: Any) -> None:
-        """Write a file of the producer's own beside all others of that kind: ``<kind>-*.json``."""
-        self.write(f"{kind}-{uuid.uuid4().hex}.json", value)
+    def append(self, kind: str, value: Any) -> str:
+        """Write a file of the producer's own beside all others of that kind: ``<kind>-*.json``.
+
+        :returns: Its name.
+        """
+        name = f"{kind}-{uuid.uuid4().hex}.json"
+        self.write(name, value)
+        return name
 
     def _append(self, kind: str, actions: Mapping[str, Action]) -> None:
         if actions:
