@@ -9,7 +9,7 @@ import pytest
 
 from scripts.airflow_env import ROOT, home_of
 from tests.browser.chromium import Chromium, programs
-from tests.browser.hostile import fill
+from tests.browser.messages import fill_flights, fill_hostile
 from tests.browser.site import Run, Site, site_in
 
 #: Pictures of the pages go here.
@@ -22,6 +22,10 @@ def site() -> Iterator[Site]:
     if programs() is None:
         pytest.skip("no Chromium and chromedriver on PATH: `make test-browser` sees to that")
     with site_in(home_of(ROOT, "airflow-browser")) as made:
+        # They run while the first tests look at something else.
+        for name in ("letters", "secret"):
+            fill_hostile(made, name)
+            made.trigger(name)
         yield made
 
 
@@ -67,17 +71,25 @@ def screens() -> Path:
 @pytest.fixture(scope="session")
 def letters(site: Site) -> Run:
     """A finished run whose messages were hostile."""
-    for name in ("letters", "secret"):
-        fill(site, name)
-        site.airflow.wait_for_dag(name)
-    runs = [Run(site, name, site.airflow.trigger(name)) for name in ("letters", "secret")]
-    for run in runs:
-        run.wait()
-    return runs[0]
+    return _first_run(site, "letters")
 
 
 @pytest.fixture(scope="session")
-def secret(site: Site, letters: Run) -> Run:
+def secret(site: Site) -> Run:
     """A finished run of a DAG that only the administrator may see."""
-    [run] = site.airflow.api("GET", "/dags/secret/dagRuns")["dag_runs"]
-    return Run(site, "secret", run["dag_run_id"])
+    return _first_run(site, "secret")
+
+
+@pytest.fixture(scope="session")
+def demo(site: Site) -> Run:
+    """A finished run of the demo: the one that `test_demo` looks at, or one of its own."""
+    if not site.runs("flights"):
+        fill_flights(site)
+        site.trigger("flights")
+    return _first_run(site, "flights")
+
+
+def _first_run(site: Site, dag_id: str) -> Run:
+    run = site.runs(dag_id)[0]
+    run.wait()
+    return run

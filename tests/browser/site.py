@@ -48,6 +48,17 @@ class Site:
         """Return the queue that the DAGs know by this name."""
         return SqliteQueue(self.folder / "queues.db", name)
 
+    def trigger(self, dag_id: str, **conf: Any) -> Run:
+        """Start a run, as soon as the DAG is known."""
+        self.airflow.wait_for_dag(dag_id)
+        return Run(self, dag_id, self.airflow.trigger(dag_id, conf))
+
+    def runs(self, dag_id: str) -> list[Run]:
+        """The runs of a DAG, the oldest first."""
+        self.airflow.wait_for_dag(dag_id)
+        found = self.airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
+        return [Run(self, dag_id, run["dag_run_id"]) for run in found["dag_runs"]]
+
     def request(
         self, method: str, path: str, *, user: str | None = None, **options: Any
     ) -> requests.Response:

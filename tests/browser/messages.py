@@ -1,6 +1,6 @@
-"""Messages that attack whoever shows them.
+"""What is in the queues: flights, and messages that attack whoever shows them.
 
-Each tries to set ``window.owned`` in the page, or to break out of where it is shown.
+Each of those tries to set ``window.owned`` in the page, or to break out of where it is shown.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 
+from scripts.load_flights import flights, load
 from tests.browser.site import Site
 
-__all__ = ["HOSTILE", "ID", "fill"]
+__all__ = ["FLIGHTS", "HOSTILE", "ID", "fill_flights", "fill_hostile"]
+
+#: How many flights the demo drains.
+FLIGHTS = 2_000
 
 #: The first half of every message id in these queues.
 ID = "\"><script>window.owned='id'</script>"
@@ -34,7 +38,7 @@ HOSTILE = (
 )
 
 
-def fill(site: Site, name: str) -> None:
+def fill_hostile(site: Site, name: str) -> None:
     """Send hostile messages to a queue, and harmless ones: each good, failing, and failing late."""
     queue = site.queue(name)
     queue.send([b'{"n": 0}'])
@@ -47,3 +51,10 @@ def fill(site: Site, name: str) -> None:
     queue.send([b'{"n": %d, "needle": "haystack-%d"}' % (n, n) for n in range(1, 30)])
     queue.send([b"bad: \xff\xfe\x00not text", bytes(range(256)), b"y" * 2_000_000])
     queue.close()
+
+
+def fill_flights(site: Site) -> int:
+    """Send flights to the demo's queue; return how many of them never departed."""
+    sent = list(flights(FLIGHTS))
+    load(site.queue("flights"), sent)
+    return sum(flight["dep_delay"] is None for flight in sent)
