@@ -82,13 +82,11 @@ def test_no_path_leads_out_of_what_a_user_may_read(
 
     answer = site.get(path.format(dag="letters", secret=run_id), user="viewer")
 
-    assert answer.status_code in (403, 404) or _is_empty(answer.text), answer.text
+    assert answer.status_code in (200, 403, 404)
+    # At most a page that has nothing to show, with what was asked for as its title.
+    assert answer.status_code != 200 or "<section" not in answer.text
     for words in ("root:", "import ", "Traceback", "haystack", "acked"):
         assert words not in answer.text
-
-
-def _is_empty(text: str) -> bool:
-    return "No pipeline of Broadway's" in text
 
 
 def test_a_broken_request_is_no_stack_trace(site: Site, letters: Run) -> None:
