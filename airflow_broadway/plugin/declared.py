@@ -19,7 +19,7 @@ from airflow.serialization.enums import Encoding
 from airflow.utils.session import create_session
 from sqlalchemy import func, select
 
-__all__ = ["Declared", "declared_in", "declared_pipeline", "declared_pipelines"]
+__all__ = ["Declared", "declared_in", "declared_pipeline", "declared_pipelines", "plain"]
 
 #: The modules of tasks that receive a pipeline's messages, as they are in a stored Dag.
 _RECEIVING: Final = frozenset(
@@ -68,7 +68,7 @@ def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
 
 def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     # A mapped task has its arguments apart.
-    given = _plain({**task, **(task.get("partial_kwargs") or {})})
+    given = plain({**task, **(task.get("partial_kwargs") or {})})
     reference = given.get("pipeline")
     if not isinstance(reference, Mapping) or not isinstance(reference.get("class"), str):
         return None  # Airflow stores arguments that are too long as cut text
@@ -89,13 +89,13 @@ def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A stored value without the marks of Airflow's serialization."""
     if isinstance(value, Mapping):
         if Encoding.VAR in value and Encoding.TYPE in value:
-            return _plain(value[Encoding.VAR])
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+            return plain(value[Encoding.VAR])
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 # -- Airflow's database ----------------------------------------------------------------------------

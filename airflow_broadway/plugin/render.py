@@ -26,6 +26,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from airflow_broadway.core.text import printable
 from airflow_broadway.plugin.access import csrf_of
 
 if TYPE_CHECKING:
@@ -73,7 +74,15 @@ def _environment() -> Environment:
         auto_reload=False,
     )
     made.filters.update(
-        instant=instant, count=count, size=size, seconds=seconds, path=path_part, web=web
+        instant=instant,
+        count=count,
+        rate=rate,
+        size=size,
+        seconds=seconds,
+        path=path_part,
+        web=web,
+        shorten=shorten,
+        sentence=sentence,
     )
     return made
 
@@ -99,6 +108,24 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}".replace(",", "\N{NARROW NO-BREAK SPACE}")
 
 
+def rate(value: float) -> str:
+    """So many messages in a second; of slow ones, in a minute."""
+    if value >= 10:
+        return f"{count(value)}/s"
+    return f"{value:.1f}/s" if value >= 1 else f"{value * 60:.1f}/min"
+
+
+def shorten(text: str, limit: int) -> str:
+    """A text on one line, cut to so many characters."""
+    line = printable(text)
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def sentence(text: str) -> str:
+    """A text as a sentence: errors begin small, and end without a full stop."""
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '!', '?')) else '.'}"
+
+
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -116,6 +143,8 @@ def seconds(value: float | None) -> str:
     """A duration, in the two units that count most."""
     if value is None:
         return "–"
+    if abs(value) < 0.1:
+        return f"{value * 1000:.0f} ms" if value else "0 s"
     if value < 60:
         return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
     whole = round(value)

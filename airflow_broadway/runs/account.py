@@ -26,11 +26,13 @@ from airflow_broadway.staging.settlement_journal import settled_journal
 
 __all__ = [
     "REPORT",
+    "account_of",
     "batchers_of",
     "isolation_of",
     "keep_report",
     "kept_report",
     "reasons_of",
+    "totals_of",
     "trouble_of",
 ]
 
@@ -62,16 +64,8 @@ def keep_report(
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
     :raises StagingError: If it cannot be written.
     """
-    generations = [_account(run, record) for record in records]
-    counts = Counter[str]()
-    for each in generations:
-        counts.update({k: v for k, v in each.items() if isinstance(v, int)})
-    names = ("received", *CLASSES, "accounted")
-    totals = {name: counts[name] for name in names}
-    failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
-    totals["failed"] = failures_of(failed, totals)
-    if counts["halted"]:
-        totals["halted"] = counts["halted"]
+    generations = [account_of(run, record) for record in records]
+    totals = totals_of(generations, batchers)
     report = {
         "pipeline": run.pipeline,
         "dag_id": run.dag_id,
@@ -153,7 +147,26 @@ def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
         log.warning("Could not remove the files of an empty run: %s", error)
 
 
-def _account(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
+def totals_of(
+    generations: Iterable[Mapping[str, Any]], batchers: Mapping[str, Any]
+) -> dict[str, int]:
+    """The account of a run: the sums of those of its executions.
+
+    :param batchers: As for :func:`keep_report`.
+    """
+    counts = Counter[str]()
+    for each in generations:
+        counts.update({k: v for k, v in each.items() if isinstance(v, int)})
+    totals = {name: counts[name] for name in ("received", *CLASSES, "accounted")}
+    failed = counts["failed"] + sum(each["failed"] for each in batchers.values())
+    totals["failed"] = failures_of(failed, totals)
+    if counts["halted"]:
+        totals["halted"] = counts["halted"]
+    return totals
+
+
+def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
+    """One execution: what it received, and in which classes that is; as in a report."""
     manifest = run.manifest(record.generation)
     journal = settled_journal(run, record.generation)
     report = journal.report + journal.settled_now if journal else SettleReport()

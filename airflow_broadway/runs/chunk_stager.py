@@ -7,7 +7,7 @@ settled it at once, or nobody has said what became of it: then it is given back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from airflow_broadway.core.custody.acknowledger import Judged
 from airflow_broadway.core.custody.in_process import check_settled, done_of, entry_of
@@ -51,6 +51,11 @@ class ChunkStager:
         self.reasons = Reasons()
         #: What was settled at once.
         self.settled_now = SettleReport()
+
+    @property
+    def staged(self) -> Mapping[str, int]:
+        """How many messages were staged so far, for each batcher."""
+        return self._writer.counts
 
     def stage(self, chunk: Sequence[Message], result: ChunkResult) -> None:
         """Stage what became of each message of a chunk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
 from airflow_broadway.staging.store import Store
 
-__all__ = ["MessagePlace", "find_message"]
+__all__ = ["MessagePlace", "find_in", "find_message"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class MessagePlace:
     """Where a run has a message, and what became of it there.
 
     :param task: The task instance that received it, such as ``process[0]``.
+    :param handled_at: When the handling of its batch began.
     :param outcome: What its callbacks came to, in words; ``None`` if nothing is recorded.
     :param verdict: What is done with it at its broker, where that is not the default.
     :param settlement: How far its generation is, in words.
@@ -44,6 +45,7 @@ class MessagePlace:
     redelivered: bool | None
     batcher: str | None
     batch_id: str | None
+    handled_at: str | None
     outcome: str | None
     verdict: str | None
     reason: str | None
@@ -54,9 +56,14 @@ def find_message(
     store: Store, message_id: str, *, dag_id: str | None = None, pipeline: str | None = None
 ) -> list[MessagePlace]:
     """Where staged runs have a message, in order of its receipts: once for each generation."""
+    return find_in(iter_runs(store, dag_id=dag_id, pipeline=pipeline), message_id)
+
+
+def find_in(runs: Iterable[StagedRun], message_id: str) -> list[MessagePlace]:
+    """Where these runs have a message; else as :func:`find_message`."""
     found = [
         place
-        for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)
+        for run in runs
         for record in run.generations()
         for place in _places(run, record, message_id)
     ]
@@ -87,6 +94,7 @@ def _places(run: StagedRun, record: GenerationRecord, message_id: str) -> Iterat
             redelivered=None,
             batcher=None,
             batch_id=None,
+            handled_at=None,
             outcome="failed before any batch" if verdict.reason else None,
             verdict=_verdict(line),
             reason=verdict.reason or None,
@@ -116,7 +124,9 @@ def _settlement(run: StagedRun, record: GenerationRecord) -> str:
 
 def _in_batch(run: StagedRun, batcher: str, generation: str, message_id: str) -> dict[str, Any]:
     """What its batch says of a message."""
-    about: dict[str, Any] = dict.fromkeys(("batch_id", "outcome", "verdict", "reason"))
+    about: dict[str, Any] = dict.fromkeys(
+        ("batch_id", "handled_at", "outcome", "verdict", "reason")
+    )
     found = _batch_of(run, batcher, generation, message_id)
     if found is None:
         return about
@@ -124,6 +134,7 @@ def _in_batch(run: StagedRun, batcher: str, generation: str, message_id: str) ->
     about["batch_id"] = planned.batch_id
     if outcome is None:
         return about
+    about["handled_at"] = outcome.started_at or None
     source = plan.generations.index(generation)
     line = _line(run, [outcome.exceptions] if outcome.exceptions else [], message_id, source)
     if line is None:

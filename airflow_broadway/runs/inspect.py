@@ -45,6 +45,7 @@ __all__ = [
     "list_runs",
     "show_run",
     "staged_batches",
+    "summary_of",
 ]
 
 #: What makes a folder that of a replay; in it: what was replayed, and what came of it.
@@ -242,11 +243,11 @@ def list_runs(
     store: Store, *, dag_id: str | None = None, pipeline: str | None = None
 ) -> list[RunSummary]:
     """The staged runs, oldest first."""
-    found = [_summary_of(run) for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)]
+    found = [summary_of(run) for run in iter_runs(store, dag_id=dag_id, pipeline=pipeline)]
     return sorted(found, key=lambda each: (each.opened_at, each.dag_id, each.run_id))
 
 
-def _summary_of(run: StagedRun) -> RunSummary:
+def summary_of(run: StagedRun) -> RunSummary:
     """A run on one line."""
     ids: dict[str, Any] = {"dag_id": run.dag_id, "run_id": run.run_id, "pipeline": run.pipeline}
     mark = _read_replay_mark(run)
@@ -294,7 +295,7 @@ def _trouble(report: Mapping[str, Any]) -> str:
 def show_run(run: StagedRun) -> RunDetails:
     """All that is known of one run."""
     return RunDetails(
-        summary=_summary_of(run),
+        summary=summary_of(run),
         path=f"{run.store.uri}/{run.path}",
         generations=[_generation(run, record) for record in run.generations()],
         batches=[_batch(each) for each in staged_batches(run)],

@@ -21,6 +21,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import settling_trouble
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
+from airflow_broadway.core.formats.live import LiveCounts, LiveSign
 from airflow_broadway.core.formats.manifest import Manifest, Staged
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
@@ -183,6 +184,7 @@ class Process:
             self._pipeline, ack=_later, convert=RowConverter, stop=self._stop, traces=False
         )
         receiving = self._receiving = self._open_receiving(source, acknowledger)
+        sign = LiveSign(self._run.files, self._env.generation, self._clock)
         self._stop.bound(self._budget.max_seconds)
         try:
             for chunk, result in self._results(pool, receiving):
@@ -190,6 +192,7 @@ class Process:
                     stager.stage(chunk, result)
                 elif self._stop.over():
                     break
+                sign.leave(lambda: self._live_counts(source, receiving, stager))
         finally:
             done, rest = pool.left()
             stager.close()
@@ -209,6 +212,16 @@ class Process:
             )
         self.timed_out = self._stop.reason() == "interrupted"
         return receiving
+
+    def _live_counts(self, source: Source, receiving: Receiving, stager: ChunkStager) -> LiveCounts:
+        return LiveCounts(
+            at=self._clock.now(),
+            received=receiving.received,
+            received_bytes=receiving.received_bytes,
+            failed=stager.failed,
+            batchers=stager.staged,
+            deadline=self._lease_now(source).deadline,
+        )
 
     def _results(
         self, pool: ProcessorPool, receiving: Receiving

@@ -146,22 +146,54 @@ class Recorded:
         Entries that an outcome holds itself are taken out of it: :meth:`entries` reads them, like
         those in a file, by :attr:`Outcome.exceptions`.
         """
-        batches, recorded = self.batches(plan), self.ids(plan)
-        wanted = {
+        batches = self.batches(plan)
+        wanted = self._wanted(plan, batches)
+        if any(path not in self._outcomes for path in wanted.values()):
+            self._read_gathered(paths.outcomes(plan.path))
+        self._read(wanted.values())
+        for batch in batches:
+            found = wanted.get(batch.batch_id)
+            yield batch, None if found is None else self._outcomes[found]
+
+    def outcomes_of(self, plan: BatchPlan, batches: Iterable[PlannedBatch]) -> dict[str, Outcome]:
+        """The outcomes of a few of a plan's batches, by batch id; of the others nothing is read."""
+        wanted = self._wanted(plan, batches)
+        self._read(wanted.values())
+        return {batch_id: self._outcomes[path] for batch_id, path in wanted.items()}
+
+    def read_ahead(self, plan: BatchPlan, files: int) -> bool:
+        """Read a plan's outcomes, unless that takes more than so many files; whether they are read.
+
+        What has copies is cheap: a file of them holds a thousand outcomes.
+        """
+        wanted = self._wanted(plan, self.batches(plan)).values()
+        folder = paths.outcomes(plan.path)
+        gathered = self._gathered.get(folder, [])
+        if len(gathered) > files:
+            return False
+        if any(path not in self._outcomes for path in wanted):
+            self._read_gathered(folder)
+        if sum(path not in self._outcomes for path in wanted) > files - len(gathered):
+            return False
+        self._read(wanted)
+        return True
+
+    def _wanted(self, plan: BatchPlan, batches: Iterable[PlannedBatch]) -> dict[str, str]:
+        """Where the outcomes of batches are, by batch id; of those that have one."""
+        recorded = self.ids(plan)
+        return {
             batch.batch_id: paths.outcome(plan.path, batch.batch_id)
             for batch in batches
             if batch.batch_id in recorded
         }
-        if any(path not in self._outcomes for path in wanted.values()):
-            self._read_gathered(paths.outcomes(plan.path))
-        missing = [path for path in wanted.values() if path not in self._outcomes]
+
+    def _read(self, wanted: Iterable[str]) -> None:
+        """Read the outcomes that are not read yet, many at a time."""
+        missing = [path for path in wanted if path not in self._outcomes]
         for path, text in self.run.files.read_all(missing):
             if text is None:
                 raise StagingDamaged(f"{path} is not there")
             self._take(Outcome.loads(text, path), path)
-        for batch in batches:
-            found = wanted.get(batch.batch_id)
-            yield batch, None if found is None else self._outcomes[found]
 
     def _read_gathered(self, folder: str) -> None:
         """Read the files that hold copies of many outcomes.

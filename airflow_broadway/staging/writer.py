@@ -72,6 +72,12 @@ class ProcessWriter:
             self._batchers[message.batcher].add(message, self._chunk)
         self._chunk += 1
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many messages each batcher has been given so far."""
+        counts = {name: files.rows + files.held for name, files in self._batchers.items()}
+        return {name: count for name, count in counts.items() if count}
+
     def entries(self, entries: Iterable[Entry], *, settled: bool = False) -> None:
         """Stage the verdicts on messages that no batcher gets.
 
@@ -172,6 +178,11 @@ class _MessageFiles:
 
     def abort(self) -> None:
         self._files.abort()
+
+    @property
+    def held(self) -> int:
+        """Messages that are not written yet."""
+        return len(self._messages)
 
     @property
     def paths(self) -> list[str]:

@@ -8,6 +8,7 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         failed-*.jsonl                  entries of messages that no batcher gets
         archive/*.parquet               what was received, for the archive
         manifest.json                   written once, exclusively: only now is the execution real
+        live.json                       how far its task was a moment ago, for people
         lease.json                      the lease as last renewed
         journal-intent.json             settling has begun (exclusive)
         journal-settled.json            settling is done: the report (exclusive)
@@ -70,6 +71,10 @@ class paths:  # noqa: N801 - a namespace
     @staticmethod
     def lease(generation: str) -> str:
         return f"{generation}/lease.json"
+
+    @staticmethod
+    def live(generation: str) -> str:
+        return f"{generation}/live.json"
 
     @staticmethod
     def intent(generation: str) -> str:

@@ -2,22 +2,197 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse
 
-from airflow_broadway.adapters.staging import open_existing_store
-from airflow_broadway.plugin.access import READS_RUNS
+from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.plugin.access import READS_RUNS, MayEdit
+from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
 from airflow_broadway.plugin.render import page
-from airflow_broadway.runs.inspect import iter_runs, show_run
+from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
+from airflow_broadway.plugin.staged import staged_runs
+from airflow_broadway.runs.view.batches import SORTS, BatchPage, page_of_batches
+from airflow_broadway.runs.view.overview import Overview, Receipt, overview_of
+from airflow_broadway.runs.view.replays import ReplayFacts, replays_of
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be seen of which pipeline's batches."""
+
+    pipeline: str = ""
+    page: int = 1
+    sort: str = "plan"
+    desc: bool = False
+    state: str = "all"
+    batcher: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One pipeline of a run.
+
+    :param overview: ``None`` before it has received anything.
+    :param tasks: ``None`` if Airflow does not know them.
+    :param standing: How the run is, in a few words, and their tone.
+    """
+
+    name: str
+    overview: Overview | None
+    tasks: PipelineTasks | None
+    picture: Picture
+    standing: tuple[str, str]
+    batches: BatchPage | None
+    replays: Sequence[ReplayFacts]
+
+
 @router.get("")
-def show(request: Request, dag_id: str, run_id: str) -> HTMLResponse:
+def show(
+    request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
+) -> HTMLResponse:
     """All pipelines of a run, one section each."""
-    store = open_existing_store(None)
-    runs = [show_run(run) for run in iter_runs(store, dag_id=dag_id, run_id=run_id)]
-    return page(request, "run.html", dag_id=dag_id, run_id=run_id, runs=runs)
+    return _page(request, "run.html", dag_id, run_id, asked, edits=edits)
+
+
+@router.get("/live")
+def show_live(
+    request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
+) -> HTMLResponse:
+    """The same as a part of a page, which takes the place of what it showed before."""
+    return _page(request, "_run.html", dag_id, run_id, asked, edits=edits)
+
+
+def _page(
+    request: Request, name: str, dag_id: str, run_id: str, asked: Asked, *, edits: bool
+) -> HTMLResponse:
+    known = tasks_of_run(dag_id, run_id)
+    sections = _sections(dag_id, run_id, known, asked)
+    return page(
+        request,
+        name,
+        dag_id=dag_id,
+        run_id=run_id,
+        state=known.state,
+        going_on=known.going_on or any(_is_replaying(each) for each in sections),
+        sections=sections,
+        asked=asked,
+        query=request.url.query,
+        classes=CLASSES,
+        tones=TONES,
+        sorts=SORTS,
+        word_for=word_for,
+        receipt_word=receipt_word,
+        may_edit=edits,
+    )
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _sections(dag_id: str, run_id: str, known: RunTasks, asked: Asked) -> list[Section]:
+    """The pipelines of a run: those that Airflow knows, and those that staging has besides."""
+    staged = {run.pipeline: run for run in staged_runs(dag_id, run_id, known)}
+    sections = []
+    for tasks in known.pipelines:
+        found = _run_of(tasks, staged)
+        if found is not None:
+            del staged[found.pipeline]
+        sections.append(_section(found, tasks, known, asked))
+    return [*sections, *(_section(run, None, known, asked) for run in staged.values())]
+
+
+def _run_of(tasks: PipelineTasks, staged: dict[str, StagedRun]) -> StagedRun | None:
+    """The staged run of a pipeline: by its name, or by the tasks that received for it."""
+    if tasks.name in staged:
+        return staged[tasks.name]
+    pulling = {each.task_id for each in tasks.of_kind("process", "run")}
+    for run in staged.values():
+        if pulling & {each.task_id for each in run.generations()}:
+            return run
+    return None
+
+
+def _section(
+    run: StagedRun | None, tasks: PipelineTasks | None, known: RunTasks, asked: Asked
+) -> Section:
+    recorded = None if run is None else Recorded(run)
+    overview = None if run is None else overview_of(run, recorded=recorded)
+    name = run.pipeline if run is not None else tasks.name if tasks is not None else ""
+    wanted = asked if asked.pipeline in ("", name) else Asked()
+    batches = None
+    if run is not None:
+        batches = page_of_batches(
+            run,
+            page=wanted.page,
+            sort=wanted.sort,
+            descending=wanted.desc,
+            state=wanted.state,
+            batcher=wanted.batcher,
+            recorded=recorded,
+        )
+    return Section(
+        name=name,
+        overview=overview,
+        tasks=tasks,
+        picture=picture_of(overview, tasks),
+        standing=standing_of(overview, known),
+        batches=batches,
+        replays=() if run is None else replays_of(run),
+    )
+
+
+def _is_replaying(section: Section) -> bool:
+    overview = section.overview
+    return bool(overview and overview.replay and not overview.replay.ended_at)
+
+
+def standing_of(overview: Overview | None, known: RunTasks) -> tuple[str, str]:
+    """How a run is, in a few words, and their tone."""
+    if overview is None:
+        return ("nothing received yet", "") if known.going_on else ("received nothing", "")
+    if overview.replay is not None:
+        return ("replayed", "good") if overview.replay.ended_at else ("is replayed", "busy")
+    leases = [each.lease for each in overview.receipts if each.lease is not None]
+    if overview.summary.trouble or any(lease.remaining < 0 for lease in leases):
+        return "needs a look", "bad"
+    if overview.settled:
+        return ("balanced", "good") if overview.balanced else ("does not balance", "bad")
+    if not known.going_on:
+        return "not settled", "warn"
+    if any(each.live for each in overview.receipts):
+        return "receives", "busy"
+    if any(each.done < each.batches for each in overview.flows):
+        return "handles batches", "busy"
+    return "waits for outcomes", "busy"
+
+
+def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[str, str]:
+    """How far an execution of a process task is, and the tone of that."""
+    if not receipt.live:
+        words = {
+            "published": ("published; waits for outcomes", "busy"),
+            "settling": ("is being settled", "busy"),
+            "settled": ("settled", "good"),
+        }
+        return words[receipt.state]
+    tasks = section.tasks.of_kind("process", "run") if section.tasks else []
+    here = [
+        each
+        for task in tasks
+        if task.task_id == receipt.task_id
+        for each in task.instances
+        if each.map_index == receipt.map_index and each.try_number == receipt.try_number
+    ]
+    if going_on and (not here or here[0].state in ("running", "restarting")):
+        return "receives", "busy"
+    return "died before it published anything; its messages go back", "warn"

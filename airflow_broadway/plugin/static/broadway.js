@@ -28,5 +28,70 @@
     }
   };
 
-  document.addEventListener("DOMContentLoaded", () => tellLocalTimes(document));
+  // A page that follows something: the element says where its new content comes from.
+  const PAUSE = 3000;
+  const PAUSE_AFTER_ERROR = 15000;
+
+  const isInUse = (part) => {
+    const selection = document.getSelection();
+    return Boolean(selection && !selection.isCollapsed && part.contains(selection.anchorNode));
+  };
+
+  // What a person has opened, scrolled to and focused stays as it is.
+  const replaceContent = (part, text) => {
+    const before = {
+      open: [...part.querySelectorAll("details")].map((each) => each.open),
+      left: [...part.querySelectorAll(".frame")].map((each) => each.scrollLeft),
+      focus: [...part.querySelectorAll("a, button, summary, [tabindex]")].indexOf(document.activeElement),
+    };
+    part.innerHTML = text;
+    part.querySelectorAll("details").forEach((each, n) => { each.open = before.open[n] ?? each.open; });
+    part.querySelectorAll(".frame").forEach((each, n) => { each.scrollLeft = before.left[n] ?? 0; });
+    if (before.focus >= 0) {
+      const there = part.querySelectorAll("a, button, summary, [tabindex]")[before.focus];
+      if (there) there.focus({ preventScroll: true });
+    }
+    tellLocalTimes(part);
+  };
+
+  const follow = async (part) => {
+    let pause = PAUSE;
+    if (!document.hidden && !isInUse(part)) {
+      try {
+        const answer = await fetch(part.dataset.live, { cache: "no-store" });
+        if (!answer.ok) throw new Error(String(answer.status));
+        replaceContent(part, await answer.text());
+        part.removeAttribute("data-stale");
+        if (part.querySelector("[data-over]")) return;
+      } catch {
+        part.setAttribute("data-stale", "");
+        pause = PAUSE_AFTER_ERROR;
+      }
+    }
+    window.setTimeout(() => follow(part), pause);
+  };
+
+  // Airflow's frame lets no page of ours lead it elsewhere, but Airflow's own page may.
+  const leaveFrame = (event) => {
+    const link = event.target.closest("a[target='_top']");
+    if (!link || window.self === window.top || event.button || event.metaKey || event.ctrlKey) return;
+    try {
+      const outside = window.parent.document.createElement("a");
+      outside.href = link.href;
+      window.parent.document.body.append(outside);
+      outside.click();
+      outside.remove();
+      event.preventDefault();
+    } catch {
+      // Another site's frame: the browser does what it does with such a link.
+    }
+  };
+
+  document.addEventListener("click", leaveFrame);
+  document.addEventListener("DOMContentLoaded", () => {
+    tellLocalTimes(document);
+    for (const part of document.querySelectorAll("[data-live]")) {
+      window.setTimeout(() => follow(part), PAUSE);
+    }
+  });
 })();

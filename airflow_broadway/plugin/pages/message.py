@@ -1,0 +1,54 @@
+"""Where is my message: by its id, or, for those who may see payloads, by a text in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from airflow_broadway.plugin.access import READS_RUNS, MayEdit
+from airflow_broadway.plugin.render import page
+from airflow_broadway.plugin.run_tasks import tasks_of_run
+from airflow_broadway.plugin.staged import staged_runs
+from airflow_broadway.runs.view.story import Story, TextHits, ids_with_text, other_runs, stories_of
+from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
+
+
+@router.get("/message")
+def find(
+    request: Request,
+    dag_id: str,
+    run_id: str,
+    may_edit: MayEdit,
+    q: str = "",
+    everywhere: bool = False,
+) -> HTMLResponse:
+    """The whole story of a message; payloads are for those who may edit the Dag's runs."""
+    asked = q.strip()
+    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id)) if asked else []
+    looked = [*runs, *_others(runs)] if everywhere else runs
+    stories: Sequence[Story] = stories_of(looked, asked, with_payload=may_edit)
+    hits: list[TextHits] = []
+    if asked and not stories and may_edit:
+        hits = [ids_with_text(run, asked) for run in runs]
+    return page(
+        request,
+        "message.html",
+        dag_id=dag_id,
+        run_id=run_id,
+        asked=asked,
+        stories=stories,
+        hits=hits,
+        everywhere=everywhere,
+        runs=len(looked),
+        may_edit=may_edit,
+    )
+
+
+def _others(runs: Sequence[StagedRun]) -> list[StagedRun]:
+    return [other for run in runs for other in other_runs(run.store, run)]

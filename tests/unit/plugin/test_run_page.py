@@ -1,0 +1,358 @@
+"""A run's page: what it shows of runs that go on, that are settled, that died."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.plugin.pages import message as message_page
+from airflow_broadway.plugin.pages import run as run_page
+from airflow_broadway.plugin.run_tasks import Instance, PipelineTasks, RunTasks, StageTask
+from tests.unit.plugin.site import Site
+from tests.unit.runs.steps import PlainSums, Point, Run, dies
+
+BEFORE_PUBLISHING = Point("airflow_broadway.staging.run_folder:StagedRun.publish", "before")
+PAGE = "/broadway/dags/sums/runs/manual__1"
+
+
+def text_of(html: str) -> str:
+    """A page's text, its tags gone, on one line."""
+    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def shown(site: Site, path: str = PAGE, role: str = "VIEWER") -> str:
+    answer = site.browser(role).get(path)
+    assert answer.status_code == 200, answer.text
+    return text_of(answer.text)
+
+
+@pytest.fixture
+def run(site: Site) -> Run:
+    """A run whose files are in the staging root of the site."""
+    made = Run(site.staging.parent)
+    made.send(range(100))
+    return made
+
+
+def airflow(
+    monkeypatch: pytest.MonkeyPatch, state: str | None, **states: str | list[str]
+) -> RunTasks:
+    """Have Airflow know the run, and its tasks in these states."""
+    kinds = {"process": "process", "batch_default": "batch", "handle": "spark", "ack": "ack"}
+    tasks = []
+    for name, given in states.items():
+        listed = [given] if isinstance(given, str) else given
+        tasks.append(
+            StageTask(
+                task_id=name.replace("_", "."),
+                kind=kinds.get(name, "run"),
+                downstream=frozenset({"ack", "handle"}),
+                instances=[
+                    Instance(
+                        map_index=index if name == "process" else -1,
+                        state=each,
+                        try_number=1,
+                        started_at=None,
+                        ended_at=None,
+                    )
+                    for index, each in enumerate(listed)
+                ],
+            )
+        )
+    pipeline = PipelineTasks(
+        name="Sums", broker="sqlite", batchers={"default": "python"}, staging=None, tasks=tasks
+    )
+    known = RunTasks(state=state, pipelines=[pipeline] if tasks else [])
+    for module in (run_page, message_page):
+        monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
+    return known
+
+
+def test_a_settled_run_shows_its_sum_its_reasons_and_that_it_balances(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    text = shown(site)
+
+    assert "100 received = equals 68 acked + 32 dead-lettered balanced" in text
+    assert "17 batch five dead-lettered" in text
+    assert "15 process seven dead-lettered" in text
+    assert "9 of 9 done" in text
+    assert "not settled" not in text
+
+
+def test_a_run_that_goes_on_follows_itself_and_says_what_is_held(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    airflow(monkeypatch, "running", process=["success"], batch_default="running", ack="deferred")
+    run.process()
+
+    answer = site.browser("VIEWER").get(PAGE)
+    text = text_of(answer.text)
+
+    assert "100 received = equals 0 acked + 100 still held not settled yet" in text
+    assert "published; waits for outcomes" in text
+    assert re.search(r"(14 min 5\d|15 min 0) s left", text)
+    assert f'data-live="{PAGE}/live"' in answer.text
+    assert '<noscript><meta http-equiv="refresh"' in answer.text
+
+
+def test_the_part_that_is_fetched_anew_is_no_whole_page_and_ends_with_the_run(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.batch(run.process())
+    airflow(monkeypatch, "running", process=["success"], batch_default="success")
+
+    going = site.browser("VIEWER").get(f"{PAGE}/live?pipeline=Sums&sort=messages")
+    run.ack()
+    airflow(monkeypatch, "success", process=["success"], batch_default="success")
+    over = site.browser("VIEWER").get(f"{PAGE}/live")
+
+    assert "<html" not in going.text
+    assert "data-over" not in going.text
+    assert 'aria-sort="ascending"><a href=' in going.text
+    assert "data-over" in over.text
+    assert "balanced" in over.text
+
+
+def test_a_run_that_has_begun_nothing_is_drawn_by_its_tasks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    airflow(monkeypatch, "running", process=["none"], batch_default="none", ack="running")
+
+    text = shown(site)
+
+    assert "nothing received yet" in text
+    assert "embedded queue" in text
+    assert "default" in text
+    assert "batch.default not begun" in text
+
+
+def test_a_run_of_a_dag_without_pipelines_says_so(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    airflow(monkeypatch, "success")
+
+    assert "This Dag run has no pipeline of Broadway's." in shown(site)
+
+
+def test_a_task_that_died_before_it_published_is_said_so(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(run.process, BEFORE_PUBLISHING)
+    airflow(monkeypatch, "failed", process=["failed"], batch_default="upstream_failed")
+
+    text = shown(site)
+
+    assert "died before it published anything" in text
+    assert "The run is over, and some of its messages are not settled" in text
+    assert "cannot begin" in text
+    assert "0 received" in text
+
+
+def test_what_a_task_received_so_far_is_shown_before_it_publishes(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies(run.process, BEFORE_PUBLISHING)
+    [record] = run.staged.generations()
+    now = datetime.now(UTC)
+    said = {
+        "at": now.isoformat(),
+        "received": 4200,
+        "received_bytes": 9000,
+        "failed": 7,
+        "batchers": {"default": 4000},
+        "deadline": (now + timedelta(minutes=30)).isoformat(),
+        "version": 1,
+    }
+    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(said))
+    airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
+
+    text = shown(site)
+
+    assert "receives" in text
+    assert "Besides, 4 200 messages are being received" in text.replace("\u202f", " ")
+    assert re.search(r"(29 min 5\d|30 min 0) s left", text)
+
+
+def test_a_lease_that_has_lapsed_is_loud(site: Site, run: Run) -> None:
+    run.process()
+    [record] = run.staged.generations()
+    lease = run.staged.lease(record).to_json()
+    past = (datetime.now(UTC) - timedelta(minutes=3)).isoformat()
+    run.staged.files.replace(
+        f"{record.generation}/lease.json", json.dumps({**lease, "deadline": past})
+    )
+
+    text = shown(site)
+
+    assert "Sums needs a look" in text
+    assert re.search(r"lapsed 3 min \d s ago", text)
+
+
+def test_several_pipelines_of_a_run_have_a_section_each(site: Site, run: Run) -> None:
+    from airflow_broadway.staging.run_folder import StagedRun
+
+    run.batch(run.process())
+    run.ack()
+    run.staged = StagedRun(run.staged.store, pipeline="Others", dag_id="sums", run_id="manual__1")
+    run.send(range(5))
+    run.process()
+
+    text = shown(site)
+
+    assert "Sums balanced" in text
+    assert "Others not settled" in text
+
+
+def test_a_pipeline_without_batchers_is_shown_whole(site: Site) -> None:
+    run = Run(site.staging.parent, pipeline=PlainSums)
+    run.send(range(50))
+    run.process()
+    run.ack()
+
+    text = shown(site)
+
+    assert "50 received = equals 42 acked + 8 dead-lettered balanced" in text
+
+
+def test_batches_are_sorted_and_chosen_by_links_alone(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+    browser = site.browser("VIEWER")
+
+    html = browser.get(f"{PAGE}?sort=messages&desc=0&pipeline=Sums").text
+    rows = re.findall(r'<td class="num">(\d+)</td>\s*<td>(\w+)</td>', html.split("Closed by")[1])
+    none = text_of(browser.get(f"{PAGE}?state=open&pipeline=Sums").text)
+    beyond = browser.get(f"{PAGE}?page=99&sort=nonsense&state=nonsense&batcher=nonsense")
+
+    assert [int(size) for size, _ in rows][:2] == [5, 10]
+    assert 'aria-sort="ascending"' in html
+    assert "Batches 0" in none
+    assert beyond.status_code == 200
+    assert browser.get(f"{PAGE}?page=x").status_code == 422
+
+
+def test_links_lead_to_the_logs_of_tasks_in_airflow(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.batch(run.process())
+    run.ack()
+    airflow(monkeypatch, "success", process=["success"], batch_default="success", ack="success")
+
+    html = site.browser("VIEWER").get(PAGE).text
+
+    assert 'href="/dags/sums/runs/manual__1/tasks/process/mapped/0?try_number=1"' in html
+    assert 'href="/dags/sums/runs/manual__1/tasks/batch.default?try_number=1"' in html
+
+
+def test_what_a_payload_or_a_reason_says_is_text_and_no_page(site: Site) -> None:
+    run = Run(site.staging.parent)
+    run.send(range(20))
+    run.batch(run.process())
+    run.ack()
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    report = json.loads(run.staged.files.read("report.json"))
+    report["failed_tasks"] = [evil]
+    run.staged.files.replace("report.json", json.dumps(report))
+
+    html = site.browser("VIEWER").get(PAGE).text
+    found = site.browser("USER").get(f"{PAGE}/message", params={"q": evil}).text
+
+    for each in (html, found):
+        assert "<script>alert" not in each
+        assert "<img" not in each
+        assert "&lt;script&gt;" in each
+
+
+@pytest.mark.parametrize("dag_id", ["..", "../..", "%2e%2e", "a%2fb", "..%2f..%2fetc"])
+def test_no_path_outside_the_staging_root_is_read(site: Site, dag_id: str, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"secret": 1}')
+
+    answer = site.browser("VIEWER").get(f"/broadway/dags/{dag_id}/runs/..%2f..")
+
+    assert answer.status_code in (200, 404)
+    assert "secret" not in answer.text
+
+
+def test_files_that_are_damaged_are_said_in_a_sentence(site: Site, run: Run) -> None:
+    run.process()
+    [record] = run.staged.generations()
+    run.staged.files.replace(f"generations/{record.generation}.json", "{")
+
+    answer = site.browser("VIEWER").get(PAGE)
+
+    assert answer.status_code == 503
+    assert "is damaged" in answer.text
+
+
+# -- where is my message ---------------------------------------------------------------------------
+
+
+def ids(run: Run) -> Mapping[int, str]:
+    return {call.number: call.message_id for call in run.calls()}
+
+
+def test_a_message_that_succeeded_tells_its_whole_story(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    text = shown(site, f"{PAGE}/message?q={ids(run)[11]}", "USER")
+
+    assert "received by process[0]" in text
+    assert "handled, and staged for the batcher default" in text
+    assert re.search(r"in batch \w+: succeeded", text)
+    assert "settled: ack" in text
+    assert "Payload, 2 B, as JSON 11" in text
+
+
+def test_a_message_that_failed_says_why_and_what_was_done(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    text = shown(site, f"{PAGE}/message?q={ids(run)[5]}", "USER")
+
+    assert re.search(r"in batch \w+: failed \S+ \S+ five settled", text)
+    assert "settled: dead_letter" in text
+
+
+def test_a_viewer_finds_by_id_sees_no_payload_and_searches_none(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    by_id = shown(site, f"{PAGE}/message?q={ids(run)[11]}")
+    by_text = shown(site, f"{PAGE}/message?q=11")
+
+    assert "received by process[0]" in by_id
+    assert "Payload" not in by_id
+    assert "Messages with this text" not in by_text
+    assert "This run has not received it" in by_text
+
+
+def test_who_may_edit_finds_messages_by_a_text_in_them(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    text = shown(site, f"{PAGE}/message?q=83", "USER")
+
+    assert "Messages with this text" in text
+    assert ids(run)[83] in text
+
+
+def test_a_message_is_found_in_other_runs_of_the_pipeline(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+    other = Run(site.staging.parent, "manual__2")
+    other.send(range(3))
+    other.process()
+
+    here = shown(site, f"/broadway/dags/sums/runs/manual__2/message?q={ids(run)[11]}")
+    all_runs = f"/broadway/dags/sums/runs/manual__2/message?q={ids(run)[11]}&everywhere=1"
+
+    assert "This run has not received it" in here
+    assert "run manual__1" in shown(site, all_runs)
