@@ -93,6 +93,11 @@ FOUND = {
         "one/ack/1 replace staging/TwoBatchers/kafka/<8>/<9>/letters-<12>.json #1:"
         " asleep before [next run]",
     ),
+    "a bundle at RabbitMQ is confirmed when nobody waits for it any more": (
+        "rabbitmq",
+        "one task",
+        "one/run/1 basic.publish broadway.lease.queue.… #1: timed out",
+    ),
     "a new lease queue of RabbitMQ does not answer": (
         "rabbitmq",
         "batches",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ def main() -> int:
     parser.add_argument(
         "--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ and Kafka; 0: none"
     )
-    parser.add_argument("--seed", type=int, default=20_130)
+    parser.add_argument("--seed", type=int, default=_today(), help="else the day's")
     parser.add_argument("--runs", type=int, default=RUNS, help="of each living case, in traffic")
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
     found: list[Found] = []
     points: list[dict[str, Any]] = []
     for broker in given.broker or BROKERS:
@@ -67,6 +69,11 @@ def main() -> int:
     # A point that is not there in every run was not struck: the campaign has a gap.
     bad = any(each["failures"] or each.get("unsteady") for each in points)
     return int(bad or not all(each.good for each in found))
+
+
+def _today() -> int:
+    """The number of this day: from one to the next the campaign goes on to other cases."""
+    return datetime.now(UTC).toordinal()
 
 
 def _points(subject: str, seed: int) -> list[dict[str, Any]]:

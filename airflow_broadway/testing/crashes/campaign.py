@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import cycle
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,7 +224,8 @@ class Campaign:
     ) -> list[Case]:
         """The cases of families.
 
-        :param share: Of all but the pairs, 0 to 1: chosen by the seed, the same each time.
+        :param share: Of all but the pairs, 0 to 1.  The next seed has the next cases, and one comes
+            of each point before a second one does: so in time all points are struck, and all cases.
         :param pairs: How many pairs of strikes.
         :param own: Whether all at the callbacks, and at the calls that they make, are taken,
             whatever the share.
@@ -239,7 +241,7 @@ class Campaign:
             if own:
                 found += [each for each in whole if each.strikes[0].point.traits.own]
                 whole = [each for each in whole if not each.strikes[0].point.traits.own]
-            found += whole if share >= 1 else chance.sample(whole, round(len(whole) * share))
+            found += whole if share >= 1 else _turn(whole, round(len(whole) * share), seed)
         return found
 
     def named(self, text: str) -> Case:
@@ -348,6 +350,19 @@ _at_work: list[Campaign] = []
 
 def _run(case: Case) -> tuple[Result, Path]:
     return _at_work[-1].run(case)
+
+
+def _turn(cases: Sequence[Case], count: int, turn: int) -> list[Case]:
+    """Whose turn it is, so many cases at a time: first one of each point, then the others."""
+    mixed = random.Random(len(cases)).sample(cases, len(cases))  # the same at every turn
+    nth: Counter[tuple[object, ...]] = Counter()
+    placed: list[tuple[int, Case]] = []
+    for case in mixed:
+        point = case.strikes[0].point[:3]
+        placed.append((nth[point], case))
+        nth[point] += 1
+    placed.sort(key=itemgetter(0))
+    return [placed[(turn * count + each) % len(placed)][1] for each in range(count)]
 
 
 def _steady(one: Result, other: Result) -> tuple[list[Point], list[Point]]:

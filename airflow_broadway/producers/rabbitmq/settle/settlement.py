@@ -291,7 +291,11 @@ class LeaseSettlement:
         failed = len(self._outbox.guard.refused)
         lapsed = 0
         if settlement.expected is not None:
-            lapsed = max(0, self._others(settlement) - sum(actions.values()) - failed)
+            short = self._others(settlement) - sum(actions.values()) - failed
+            lapsed = max(0, short)
+            # What is in no manifest is given back as well, and in nobody's account: of a bundle
+            # whose confirm never came its messages were received again.
+            actions[Action.RELEASE] -= min(max(0, -short), actions[Action.RELEASE])
         errors = [*read.errors, *self._outbox.guard.errors()]
         counted = self._lease.state.get("bundles", 0)
         if held and settlement.expected is not None and (lapsed or unseen):
