@@ -56,7 +56,7 @@ class Broadway(Pipeline):
 
     @staticmethod
     def params() -> dict[str, Any]:
-        """The run's budgets as Airflow params, for the form of "Trigger" in the UI."""
+        """The run's source, budgets and dry run as Airflow params, for "Trigger" in the UI."""
         from airflow_broadway.task_group import make_params
 
         return make_params()

@@ -22,7 +22,14 @@ from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_r
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.alerts import Alerts
 from airflow_broadway.core.model.backlog import Backlog
-from airflow_broadway.core.model.run_source import KINDS
+from airflow_broadway.core.model.run_source import (
+    ARCHIVE,
+    DEAD_LETTERS,
+    KINDS,
+    LIVE,
+    LOG,
+    RUN,
+)
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -39,46 +46,88 @@ __all__ = ["make_dag", "make_params", "make_task_group"]
 DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(seconds=10)}
 
 
+#: The sections of the form, in which Airflow's UI shows the params.
+_WHAT, _HOW_MUCH = "What the run handles", "How much it takes"
+#: What the form calls each source; ``null`` is an empty field.
+_SOURCES: Mapping[str, str] = {
+    "null": "As usual: the queue, or a backfill's own interval",
+    LIVE: "The live queue",
+    ARCHIVE: "An interval of the archive",
+    DEAD_LETTERS: "The dead letters, sent back to the queue",
+    LOG: "An interval of the broker's own log (Kafka)",
+    RUN: "The batches of a past run, as they were",
+}
+
+
 def make_params() -> dict[str, Param]:
-    """The budgets and the source as params, so that the form of "Trigger" in the UI offers them."""
-    docs = {
-        "max_messages": ("integer", 1, "Stop after this many messages per producer."),
-        "max_bytes": ("integer", 1, "Stop once this many bytes were received per producer."),
-        "max_seconds": ("number", 1, "Stop pulling after this many seconds."),
-        "wait_seconds": ("number", 0, "Wait this long for the first message."),
-        "idle_seconds": ("number", 0, "Stop after this many seconds without a message."),
-    }
-    budgets = {
-        name: Param(
-            None,
-            type=["null", kind],
-            minimum=minimum,
-            title=name.replace("_", " ").capitalize(),
-            description=f"{text}  Empty: as the Dag says.",
-        )
-        for name, (kind, minimum, text) in docs.items()
-    }
-    return budgets | _source_params()
+    """The source, the budgets and the dry run as params, for the form of "Trigger" in the UI.
+
+    They are empty unless somebody fills them in, and so no scheduled run knows of them.
+    """
+    return _source_params() | _budget_params()
 
 
 def _source_params() -> dict[str, Param]:
     """Where the run's messages come from."""
-    text: dict[str, Any] = {"type": ["null", "string"]}
+    text: dict[str, Any] = {"type": ["null", "string"], "section": _WHAT}
     instant = {**text, "format": "date-time"}
-    interval = "Of an archive or a log.  Empty: the run's data interval."
-    past = "Of the source run: the id of the past run whose batches are run again, as they were."
-    docs: dict[str, tuple[dict[str, Any], str]] = {
-        "source": (
-            {**text, "enum": [None, *KINDS]},
-            "Where the messages come from.  Empty: the queue; for a backfill the archive or log.",
+    interval = "Of an archive or a log.  Empty: as the run's data interval."
+    return {
+        "source": Param(
+            None,
+            **text,
+            enum=[None, *KINDS],
+            values_display=_SOURCES,
+            title="Source",
+            description="Where the messages come from.",
         ),
-        "interval_start": (instant, interval),
-        "interval_end": (instant, interval),
-        "source_run": (text, past),
+        "interval_start": Param(
+            None,
+            **instant,
+            title="Interval from",
+            description=f"{interval}  This instant is the first of the interval.",
+        ),
+        "interval_end": Param(
+            None,
+            **instant,
+            title="Interval to",
+            description=f"{interval}  This instant is the first behind the interval.",
+        ),
+        "source_run": Param(
+            None,
+            **text,
+            title="Past run",
+            description="The run id of the run of this Dag whose batches are handled again.",
+        ),
+        "dry_run": Param(
+            False,
+            type="boolean",
+            section=_WHAT,
+            title="Dry run: only look",
+            description="Count what there is, report what a run would take, and take nothing.",
+        ),
+    }
+
+
+def _budget_params() -> dict[str, Param]:
+    """How much is taken at most; of a past source all is."""
+    docs = {
+        "max_messages": ("integer", 1, "Messages", "Stop after this many, per producer."),
+        "max_bytes": ("integer", 1, "Bytes", "Stop once this many were received, per producer."),
+        "max_seconds": ("number", 1, "Seconds", "Stop taking messages after this long."),
+        "wait_seconds": ("number", 0, "Seconds to wait", "How long the first message may take."),
+        "idle_seconds": ("number", 0, "Idle seconds", "Stop after this long without a message."),
     }
     return {
-        name: Param(None, title=name.replace("_", " ").capitalize(), description=about, **schema)
-        for name, (schema, about) in docs.items()
+        name: Param(
+            None,
+            type=["null", kind],
+            minimum=minimum,
+            section=_HOW_MUCH,
+            title=title,
+            description=f"{text}  Empty: as the Dag says.",
+        )
+        for name, (kind, minimum, title, text) in docs.items()
     }
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "MAX_SHUTDOWN",
     "asked_of",
     "backlog_events",
+    "is_dry_run",
     "load_pipeline",
     "open_run",
     "ports_of",
@@ -83,6 +84,24 @@ def _instant(name: str, value: Any) -> datetime | None:
             f"{name} is no instant in ISO 8601, such as 2013-01-01T00:00:00Z: {value!r:.80}"
         ) from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+
+
+def is_dry_run(context: Context) -> bool:
+    """Whether the run is only to look.
+
+    :raises RequestRefused: If its param is no truth value, or Airflow keeps what was asked for from
+        the params: nobody may guess here.
+    """
+    value = context["params"].get("dry_run")
+    if value is not None and not isinstance(value, bool):
+        raise RequestRefused(f"dry_run is true or false, and not {value!r:.80}")
+    asked = (getattr(context["dag_run"], "conf", None) or {}).get("dry_run", value)
+    if asked != value:
+        raise RequestRefused(
+            f"dry_run={asked!r:.80} was asked for, and Airflow hands no values of a form to a run:"
+            " turn [core] dag_run_conf_overrides_params on; nothing was received"
+        )
+    return bool(value)
 
 
 def backlog_events(context: Context) -> list[Mapping[str, Any]]:

@@ -9,7 +9,13 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.text import many
-from airflow_broadway.operators.pull import PullOperator, budget_of, serve_events, source_of_run
+from airflow_broadway.operators.pull import (
+    PullOperator,
+    budget_of,
+    looked,
+    serve_events,
+    source_of_run,
+)
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -53,8 +59,11 @@ class BroadwayProcessorOperator(PullOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
-        serve_events(self, context, run)
         source = source_of_run(self, context, pipeline)
+        look = looked(self, context, run, pipeline, source)
+        if look is not None:
+            return look
+        serve_events(self, context, run)
         self._task = ProcessTask(
             run,
             pipeline,

@@ -13,7 +13,13 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.adapters.task import asked_of, backlog_events
+from airflow_broadway.adapters.task import (
+    asked_of,
+    backlog_events,
+    is_dry_run,
+    ports_of,
+    task_of,
+)
 from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.core.model.run_source import KINDS, RunSource
@@ -31,6 +37,7 @@ __all__ = [
     "BUDGET_DEFAULTS",
     "PullOperator",
     "budget_of",
+    "looked",
     "serve_events",
     "source_of_run",
 ]
@@ -189,6 +196,38 @@ def serve_events(operator: PullOperator, context: Context, run: StagedRun) -> No
     if served is not None:
         raise AirflowSkipException(f"{served}: nothing to do.")
     operator.log.info("This run was started by a backlog: %s.", events[-1]["reason"])
+
+
+def looked(
+    operator: PullOperator,
+    context: Context,
+    run: StagedRun,
+    pipeline: Pipeline,
+    source: RunSource,
+    *,
+    report: bool = False,
+) -> dict[str, Any] | None:
+    """What a dry run found, as the task's reference; ``None``: this is none, and works.
+
+    :param report: Whether no other task keeps the run's report.
+    :raises AirflowFailException: If a run like this one would be refused.
+    """
+    try:
+        if not is_dry_run(context):
+            return None
+        from airflow_broadway.runs.sources.dry_run import DryRun
+
+        return DryRun(
+            run,
+            pipeline,
+            task_of(context),
+            ports_of(context),
+            index=operator.producer_index,
+            budget=budget_of(operator, context, source),
+            source=source,
+        ).run(report=report)
+    except RequestRefused as error:
+        raise AirflowFailException(str(error)) from None
 
 
 def source_of_run(operator: PullOperator, context: Context, pipeline: Pipeline) -> RunSource:

@@ -16,7 +16,13 @@ from airflow_broadway.core.custody.run_summary import check_fail_when
 from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.operators.pull import PullOperator, budget_of, serve_events, source_of_run
+from airflow_broadway.operators.pull import (
+    PullOperator,
+    budget_of,
+    looked,
+    serve_events,
+    source_of_run,
+)
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -84,13 +90,16 @@ class BroadwayRunOperator(PullOperator):
         check_unstaged(pipeline)
         check_no_outlets(pipeline)
         run = open_run(context, self.staging, pipeline.name)
-        serve_events(self, context, run)
         source = source_of_run(self, context, pipeline)
         if not source.asks_broker:
             raise AirflowFailException(
                 f"the source {source.kind!r} needs a run whose messages are staged: build the Dag"
                 " with the pipeline's task_group(), or dag(); nothing was received"
             )
+        look = looked(self, context, run, pipeline, source, report=True)
+        if look is not None:
+            return look
+        serve_events(self, context, run)
         self._task = UnstagedTask(
             run,
             pipeline,

@@ -25,11 +25,13 @@ from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, Stage
 from airflow_broadway.staging.settlement_journal import settled_journal
 
 __all__ = [
+    "LOOK",
     "REPORT",
     "account_of",
     "batchers_of",
     "isolation_of",
     "keep_report",
+    "kept_look",
     "kept_report",
     "reasons_of",
     "totals_of",
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 
 #: The report's file, in the run's folder.
 REPORT: Final = "report.json"
+#: What a dry run found, until the report has it.
+LOOK: Final = "look.json"
 #: Characters of a reason in a report; longer ones that begin alike count as one.
 _REASON_LENGTH: Final = 200
 
@@ -53,6 +57,7 @@ def keep_report(
     failed_tasks: Sequence[str],
     at: datetime,
     isolation: Mapping[str, Any] | None = None,
+    look: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Account for the executions of a run, and keep the report in the run's folder.
 
@@ -60,6 +65,7 @@ def keep_report(
     and no other file.  Its settled generations are open no more.
 
     :param isolation: What processes died of, if any did; see :func:`isolation_of`.
+    :param look: What a dry run found.
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
     :raises StagingError: If it cannot be written.
@@ -77,6 +83,7 @@ def keep_report(
         "batchers": dict(batchers),
         "reasons": list(reasons),
         **({"isolation": isolation} if isolation else {}),
+        **({"look": look} if look else {}),
         "failed_tasks": list(failed_tasks),
         "errors": sorted({error for each in generations for error in each["errors"]}),
         **_about_source(records, run),
@@ -115,6 +122,15 @@ def kept_report(run: StagedRun) -> dict[str, Any] | None:
     return report
 
 
+def kept_look(run: StagedRun) -> dict[str, Any] | None:
+    """What a dry run found, if this is one that nobody has accounted for."""
+    try:
+        found: dict[str, Any] = json.loads(run.files.read(LOOK))
+    except FileNotFoundError:
+        return None
+    return found
+
+
 def trouble_of(
     report: Mapping[str, Any], fail_when: Any = "all", errors: Sequence[str] = ()
 ) -> list[str]:
@@ -143,6 +159,7 @@ def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
         for record in records:
             run.forget(record.generation)
         run.files.remove(paths.HEARTBEAT)
+        run.files.remove(LOOK)
     except StagingError as error:
         log.warning("Could not remove the files of an empty run: %s", error)
 

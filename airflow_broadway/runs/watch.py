@@ -21,6 +21,7 @@ from airflow_broadway.runs.account import (
     batchers_of,
     isolation_of,
     keep_report,
+    kept_look,
     kept_report,
     reasons_of,
 )
@@ -238,7 +239,8 @@ class RunWatcher:
         # What is recorded after it was settled by counts no more.
         recorded, run = self._recorded, self._run
         records = self._generations()
-        before = None if records else kept_report(run)
+        look = None if records else kept_look(run)
+        before = None if records or look else kept_report(run)
         if before is not None:  # an empty run's, whose files are gone
             return {**before, "failed_tasks": list(failed_tasks)}
         if not run.files.exists(REPORT):
@@ -251,6 +253,7 @@ class RunWatcher:
             reasons=reasons_of(recorded, records, self._pipeline.batchers),
             failed_tasks=failed_tasks,
             at=self._clock.now(),
+            look=look,
         )
 
     def _count_batches(self, recorded: Recorded) -> None:

@@ -144,6 +144,42 @@ def test_a_sensor_settles_a_run_that_works_one_task_at_a_time_however_it_waits(
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
 
 
+def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(
+    world: World,
+) -> None:
+    world.numbers(range(15))
+
+    ran = world.run(dag_of(Puppets), {"dry_run": True, "max_messages": 4})
+
+    assert ran.state == "success"
+    assert ran.states == {
+        "process[0]": "success",
+        "batch.default": "skipped",
+        "batch.other": "skipped",
+        "ack": "success",
+    }
+    assert (ran.totals, ran.report["look"]["messages"]) == ({}, 15)
+    assert ran.report["look"]["bounds"]["max_messages"] == 4
+    assert Puppets.calls == []
+    assert world.depth == (15, 0, 0, 0)
+    # And a run that nobody filled a form in for works as ever
+    ran = world.run(dag_of(Puppets))  # parsed anew, as every task does
+    assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
+
+
+def test_a_dry_run_in_one_task_takes_nothing(world: World) -> None:
+    world.numbers(range(5))
+    with DAG("puppets", params=Plain.params()) as dag:
+        BroadwayRunOperator(task_id="drain", pipeline=Plain)
+
+    ran = world.run(dag, {"dry_run": True})
+
+    assert ran.state == "success"
+    assert ran.xcom("drain")["look"]["messages"] == 5
+    assert ran.report["look"]["depth"]["ready"] == 5
+    assert world.depth == (5, 0, 0, 0)
+
+
 def test_two_mapped_producers_share_the_queue(world: World) -> None:
     world.numbers(range(40))
 

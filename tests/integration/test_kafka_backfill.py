@@ -74,6 +74,24 @@ def test_exactly_the_interval_is_read_and_the_group_is_not_touched(
 
 
 @on_peers(TIMES)
+def test_the_messages_of_an_interval_are_counted_and_none_is_read(
+    kafka: KafkaServer, tmp_path: Path
+) -> None:
+    group = Backfill(kafka, tmp_path, partitions=2, lateness=0.0)
+    group.send([0, 9.99, 10, 15, 19.99, 20, 30])
+    group.send([5, 12, 25], partition=1)
+    low, high = (NOON + timedelta(minutes=each) for each in group.minutes)
+    env = dataclasses.replace(group.env(""), interval=(low, high))
+
+    assert group.producer().count_interval(env) == 4
+    assert group.committed() == {}
+    # And of one that is not over nothing is said that would not be true later
+    late = dataclasses.replace(env, interval=(low, datetime.now(UTC) + timedelta(hours=1)))
+    with pytest.raises(ProducerError, match="is not over yet"):
+        group.producer().count_interval(late)
+
+
+@on_peers(TIMES)
 def test_messages_out_of_order_by_a_little_are_found(kafka: KafkaServer, tmp_path: Path) -> None:
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])

@@ -225,6 +225,13 @@ class Producer(Options):
         """How full the queue is, or ``None`` where the broker does not say."""
         return None
 
+    def count_interval(self, env: ProducerEnv) -> int | None:
+        """How many messages there are of the environment's interval, at most; takes none.
+
+        :returns: ``None`` where that cannot be told.
+        """
+        return None
+
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         """Open the place where this producer's dead letters lie, for people.
 

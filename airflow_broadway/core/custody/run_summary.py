@@ -20,6 +20,7 @@ __all__ = [
     "check_fail_when",
     "failures_trouble",
     "lines_of",
+    "look_lines",
     "settling_trouble",
 ]
 
@@ -95,6 +96,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
 
     :param report: As the ack sensor keeps it in ``report.json``.
     """
+    if report.get("look"):
+        return [*look_lines(report["look"]), *_ending_lines(report)]
     totals = report["totals"]
     shown = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
     figures = f": {', '.join(shown)}" if shown else ""
@@ -127,10 +130,55 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             f"The sum does not balance: {_n(totals['received'])} received,"
             f" {_n(totals['accounted'])} accounted for."
         )
-    lines += _source_lines(report)
-    lines += [f"Failed task: {name}." for name in report.get("failed_tasks", [])]
-    lines += [f"Error: {printable(error)}" for error in report.get("errors", [])]
+    return [*lines, *_source_lines(report), *_ending_lines(report)]
+
+
+def look_lines(look: Mapping[str, Any]) -> list[str]:
+    """What a dry run found, in sentences.
+
+    :param look: As :class:`airflow_broadway.runs.sources.dry_run.DryRun` keeps it.
+    """
+    messages, depth = look["messages"], look.get("depth")
+    lines = ["Dry run: it only looked.  Nothing was received, handled or settled."]
+    lines += _source_lines({"source": look["source"], "notes": look["notes"]})
+    if look.get("batches") is not None:
+        found = f"{many(messages, 'message')} in {many(look['batches'], 'batch')} of the past run"
+        lines.append(f"{found} would be handled again.")
+    elif messages is None:
+        lines.append("How many messages there are, nobody could say: unknown, not none.")
+    elif look["at_most"]:
+        lines.append(f"A run would take all that is of the interval: {_n(messages)} at most.")
+    if look.get("dead_letters") is not None:
+        dead = many(look["dead_letters"], "dead letter")
+        lines.append(f"A run would send {dead} back first, and drain the queue behind that.")
+    if depth is not None:
+        age = depth["oldest_age"]
+        oldest = "" if age is None else f"; the oldest is {age:,.0f} s old"
+        lines.append(
+            f"The queue: {_n(depth['ready'])} ready, {_n(depth['delayed'])} wait for a retry,"
+            f" {_n(depth['leased'])} held by runs{oldest}."
+        )
+    if depth is not None and messages is not None:
+        lines.append(_would_take(messages, look["bounds"], look["producers"]))
     return lines
+
+
+def _would_take(messages: int, bounds: Mapping[str, Any], producers: int) -> str:
+    """What a run would take of a queue with so many messages, by its budgets."""
+    most = bounds.get("max_messages")
+    taken = messages if most is None else min(messages, most * producers)
+    said = ", ".join(f"{name}={value:,}" for name, value in bounds.items())
+    of_each = f", of each of {producers} producers" if producers > 1 else ""
+    within = f" ({said}{of_each})" if said else ""
+    return f"A run now would take {many(taken, 'message')} at most{within}."
+
+
+def _ending_lines(report: Mapping[str, Any]) -> list[str]:
+    """What failed beside messages."""
+    return [
+        *(f"Failed task: {name}." for name in report.get("failed_tasks", [])),
+        *(f"Error: {printable(error)}" for error in report.get("errors", [])),
+    ]
 
 
 def _source_lines(report: Mapping[str, Any]) -> list[str]:

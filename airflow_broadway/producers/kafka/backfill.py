@@ -21,7 +21,7 @@ from airflow_broadway.producers.kafka.register import Register
 from airflow_broadway.producers.kafka.table import Table
 from airflow_broadway.producers.kit.state_files import digest
 
-__all__ = ["BackfillOpening", "folder_of", "milliseconds"]
+__all__ = ["BackfillOpening", "bounds_of", "check_over", "folder_of", "milliseconds"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,46 @@ def milliseconds(interval: tuple[datetime, datetime]) -> tuple[int, int]:
     """An interval as Kafka counts."""
     start, end = interval
     return round(start.timestamp() * 1000), round(end.timestamp() * 1000)
+
+
+def check_over(interval: tuple[datetime, datetime], clock: Clock) -> None:
+    """Refuse an interval that is not over yet.
+
+    :raises ProducerError: Saying so.
+    """
+    start, end = interval
+    if end > clock.now():
+        raise ProducerError(
+            f"the interval from {start.isoformat()} to {end.isoformat()} is not over yet: what"
+            " is still to be sent belongs to it; run the backfill later"
+        )
+
+
+def bounds_of(
+    producer: KafkaOptions,
+    cluster: Cluster,
+    places: Sequence[Place],
+    interval: tuple[datetime, datetime],
+) -> dict[Place, Table]:
+    """The tables of partitions of which nothing was read: where the interval begins and ends."""
+    start, end = interval
+    first = cluster.at_instants(places, start.timestamp())
+    last = cluster.at_instants(places, end.timestamp() + producer.lateness)
+    made: dict[Place, Table] = {}
+    for place in places:
+        low, high = cluster.ends(place)
+        # -1: no message is as late as that.
+        base = first[place] if first[place] >= 0 else high
+        limit = last[place] if last[place] >= 0 else high
+        if base == low > 0:
+            log.warning(
+                "%s-%d begins at %d, within the interval or at its edge: what retention has"
+                " removed of it is not read.",
+                *place,
+                low,
+            )
+        made[place] = Table(base=base, limit=max(base, limit))
+    return made
 
 
 class BackfillOpening:
@@ -71,31 +111,12 @@ class BackfillOpening:
 
         :raises ProducerError: If the interval is not over yet.
         """
-        start, end = self._interval
-        late = end.timestamp() + self._producer.lateness
-        if end > self._clock.now():
-            raise ProducerError(
-                f"the interval from {start.isoformat()} to {end.isoformat()} is not over yet: what"
-                " is still to be sent belongs to it; run the backfill later"
-            )
+        check_over(self._interval, self._clock)
         unknown = [place for place in self._places if self._register.read(place) is None]
         if not unknown:
             return
-        first = self._cluster.at_instants(unknown, start.timestamp())
-        last = self._cluster.at_instants(unknown, late)
-        for place in unknown:
-            low, high = self._cluster.ends(place)
-            # -1: no message is as late as that.
-            base = first[place] if first[place] >= 0 else high
-            limit = last[place] if last[place] >= 0 else high
-            if base == low > 0:
-                log.warning(
-                    "%s-%d begins at %d, within the interval or at its edge: what retention has"
-                    " removed of it is not read.",
-                    *place,
-                    low,
-                )
-            made = Table(base=base, limit=max(base, limit))
+        bounds = bounds_of(self._producer, self._cluster, unknown, self._interval)
+        for place, made in bounds.items():
 
             def begun(table: Table | None, made: Table = made) -> tuple[Table, None]:
                 return table or made, None

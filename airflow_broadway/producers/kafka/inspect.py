@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from airflow_broadway.core.custody.protocol import QueueDepth
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kafka.backfill import bounds_of, check_over
 from airflow_broadway.producers.kafka.client import Cluster, Place
 from airflow_broadway.producers.kafka.group import rehearsed
+from airflow_broadway.producers.kafka.opening import missing_topics, own_places
 from airflow_broadway.producers.kafka.options import FetchConfig
 from airflow_broadway.producers.kafka.ranges import (
     Ranges,
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.kafka.options import KafkaOptions
 
-__all__ = ["depth"]
+__all__ = ["count_interval", "depth"]
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,25 @@ def depth(producer: KafkaOptions, env: ProducerEnv) -> QueueDepth:
             dead=_dead(producer, cluster),
             oldest_age=_oldest_age(cluster, env.clock, waits),
         )
+
+
+def count_interval(producer: KafkaOptions, env: ProducerEnv) -> int:
+    """How many offsets a backfill of the environment's interval reads.
+
+    :raises ProducerError: If that backfill would be refused.
+    """
+    assert env.interval is not None
+    check_over(env.interval, env.clock)
+    cluster = Cluster(producer, env)
+    try:
+        _, partitions = cluster.metadata()
+        for text in missing_topics(producer, cluster, partitions):
+            raise ProducerError(text)
+        places = own_places(partitions, 0, 1)
+        bounds = bounds_of(producer, cluster, places, env.interval)
+        return sum((table.limit or 0) - table.base for table in bounds.values())
+    finally:
+        cluster.close()
 
 
 def _dead(producer: KafkaOptions, cluster: Cluster) -> int:

@@ -36,6 +36,11 @@ class KafkaProducer(KafkaOptions):
 
         return depth(self, env)
 
+    def count_interval(self, env: ProducerEnv) -> int | None:
+        from airflow_broadway.producers.kafka.inspect import count_interval
+
+        return count_interval(self, env)
+
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.kafka.letters import KafkaDeadLetters
 

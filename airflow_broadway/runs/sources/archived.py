@@ -40,11 +40,11 @@ from airflow_broadway.staging.archive.coverage import gaps_of, remarks_of
 from airflow_broadway.staging.archive.failed import put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.metadata import metadata_of
-from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.archive.reader import Found, look, tables
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.store import Folder
 
-__all__ = ["FOR_EVER", "PastCustodian", "PastProducer", "of_archive"]
+__all__ = ["FOR_EVER", "PastCustodian", "PastProducer", "found_in", "of_archive"]
 
 log = logging.getLogger(__name__)
 
@@ -117,16 +117,7 @@ class ArchiveSource:
         self._archive = folder_of(env)
         self._generation = env.generation
         self._stopped = bool(env.index)
-        found = look(self._archive, interval)
-        gaps = gaps_of(self._archive, found, interval, options, env.clock.now())
-        gaps += _unsettled(env, interval, options)
-        if gaps and options.on_gap == "refuse":
-            raise RequestRefused(
-                f"the interval from {interval} is not whole in the archive: {'; '.join(gaps)}."
-                "  Nothing was handled, since on_gap is 'refuse'"
-            )
-        for gap in gaps:
-            log.warning("The interval from %s: %s.", interval, gap)
+        found, gaps = found_in(env, interval, options)
         self._rows = self._messages(tables(self._archive, found, interval))
         self.lease = Lease(
             kind=ARCHIVE,
@@ -184,6 +175,26 @@ class ArchiveSource:
                         size=row["size"],
                     )
                     position += 1
+
+
+def found_in(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Found, list[str]]:
+    """What the archive has of an interval, and what is known to be missing, which is logged.
+
+    :raises RequestRefused: If the interval is not whole, and the archive is to refuse that.
+    :raises StagingError: If it cannot be read.
+    """
+    archive = folder_of(env)
+    found = look(archive, interval)
+    gaps = gaps_of(archive, found, interval, options, env.clock.now())
+    gaps += _unsettled(env, interval, options)
+    if gaps and options.on_gap == "refuse":
+        raise RequestRefused(
+            f"the interval from {interval} is not whole in the archive: {'; '.join(gaps)}."
+            "  Nothing was handled, since on_gap is 'refuse'"
+        )
+    for gap in gaps:
+        log.warning("The interval from %s: %s.", interval, gap)
+    return found, gaps
 
 
 def _unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[str]:

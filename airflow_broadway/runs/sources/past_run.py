@@ -34,7 +34,7 @@ from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
-__all__ = ["PastRun", "of_run"]
+__all__ = ["PastRun", "chosen_batches", "of_run"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,17 @@ class _RunProducer(PastProducer):
 def of_run(pipeline: Pipeline, source: RunSource) -> Producer:
     """The producer that serves a past run."""
     return cast("Producer", _RunProducer(pipeline, source))
+
+
+def chosen_batches(run: StagedRun, pipeline: Pipeline) -> tuple[StagedRun, list[StagedBatch]]:
+    """The past run that is the source of this one, and those of its batches that run again.
+
+    :raises RequestRefused: If there is no such run, or its batches cannot run again.
+    """
+    past = find_run(run.store, run.dag_id, pipeline.run.source.run_id, run.pipeline)
+    chosen = choose(past)
+    check_batchers(past, pipeline, chosen)
+    return past, chosen
 
 
 class PastRun:
@@ -110,10 +121,7 @@ class PastRun:
         }
 
     def _chosen(self) -> list[StagedBatch]:
-        run, run_id = self._run, self._pipeline.run.source.run_id
-        self._past = find_run(run.store, run.dag_id, run_id, run.pipeline)
-        chosen = choose(self._past)
-        check_batchers(self._past, self._pipeline, chosen)
+        self._past, chosen = chosen_batches(self._run, self._pipeline)
         return chosen
 
     def _manifest(
