@@ -26,6 +26,7 @@ from airflow_broadway.producers.kafka.settling import (
     decided,
     settle,
     settle_now,
+    settled_at_once,
 )
 from airflow_broadway.producers.kafka.table import Table
 from airflow_broadway.producers.kafka.work import Work, decision_of, read_of
@@ -120,7 +121,10 @@ class KafkaCustodian:
             failed = [offset for (where, offset) in refused if where == place]
             found = self._settle_place(register, work, place, failed, crashed=place == suspect)
             if found is None:
-                lapsed += work.messages(place)
+                table = register.known(place)
+                before = settled_at_once(table, generation) if table is not None else {}
+                at_once.update(before)
+                lapsed += max(0, work.messages(place) - sum(before.values()))
                 continue
             changed.append(place)
             for name, number in found.items():

@@ -23,7 +23,7 @@ from airflow_broadway.producers.kafka.ranges import (
 )
 from airflow_broadway.producers.kafka.table import Held, Table, advanced, blame
 
-__all__ = ["AT_ONCE", "Decision", "Rest", "decided", "settle", "settle_now"]
+__all__ = ["AT_ONCE", "Decision", "Rest", "decided", "settle", "settle_now", "settled_at_once"]
 
 #: What stands before a class of the account, in the counts of a settlement, for those messages that
 #: callbacks had settled at once.
@@ -119,8 +119,7 @@ def settle(
         settled at once with :data:`AT_ONCE` before it.
     """
     claimed = table.claims[generation]
-    at_once = table.now.get(generation, {})
-    settled_before = sum(map(count, at_once.values()))
+    settled_before = sum(settled_at_once(table, generation).values())
     read, made, others = _decided(table, generation, decisions, rest, order)
     single = of_offsets(made)
     remaining = minus(read, single)
@@ -152,8 +151,8 @@ def settle(
         # Read, and in no manifest: never handled, and given back.
         counts["released"] += max(0, rest.messages - settled_before - len(others) - len(made))
     counts = {name: number for name, number in counts.items() if number}
-    for name, ranges in at_once.items():
-        counts[f"{AT_ONCE}{CLASS_OF[Action(name)]}"] = count(ranges)
+    for name, number in settled_at_once(table, generation).items():
+        counts[f"{AT_ONCE}{name}"] = number
     ended = replace(
         table,
         claims={key: each for key, each in table.claims.items() if key != generation},
@@ -166,6 +165,12 @@ def settle(
     if crashed:
         ended = blame(ended, claimed.last)
     return advanced(ended), counts
+
+
+def settled_at_once(table: Table, generation: str) -> dict[str, int]:
+    """How many messages callbacks of a generation have settled at once, by class of the account."""
+    actions = table.now.get(generation, {})
+    return {CLASS_OF[Action(name)]: count(ranges) for name, ranges in actions.items()}
 
 
 def decided(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
@@ -73,6 +75,26 @@ class Lapsing(ContractBase):
 
             assert custodian.holds(new)
             assert custodian.settle(new, settlement_of(again)) == SettleReport(acked=6)
+
+    def test_what_a_zombie_had_settled_at_once_has_not_lapsed_with_the_others(
+        self, harness: Harness
+    ) -> None:
+        if not self.tells_lapse:
+            pytest.skip("this broker gives no signal of a lapse")
+        harness.send(bodies(6))
+        old, messages = self.hold(harness, "zombie")
+        with self.custodian(harness) as custodian:
+            early = [entry_of(message, ACK) for message in messages[:2]]
+            assert custodian.settle_now(old, early) == SettleReport(acked=2)
+        harness.pass_time(harness.lease * 1.1)
+        new, again = self.hold(harness, "heir")
+        assert len(again) == 4
+
+        with self.custodian(harness) as custodian:
+            told = replace(settlement_of(messages[2:]), settled_now=SettleReport(acked=2))
+            assert custodian.settle(old, told) == SettleReport(lapsed=4)
+
+            assert custodian.settle(new, settlement_of(again)) == SettleReport(acked=4)
 
     def test_a_generation_whose_lease_has_ended_receives_no_more(self, harness: Harness) -> None:
         harness.send(bodies(4))
