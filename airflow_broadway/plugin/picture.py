@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.plugin.render import count as shown
 from airflow_broadway.plugin.run_tasks import PipelineTasks, StageTask
 from airflow_broadway.runs.view.overview import Flow, Overview
 
@@ -90,6 +91,7 @@ class Arrow:
     """From one box to another, with how many messages went there, and how many a second.
 
     :param below: How far down a line goes that passes the batchers.
+    :param parting: Whether others begin where it begins, rather than end where it ends.
     """
 
     x1: int
@@ -100,6 +102,7 @@ class Arrow:
     rate: float | None = None
     live: bool = False
     below: int = 0
+    parting: bool = True
 
     @property
     def path(self) -> str:
@@ -113,10 +116,14 @@ class Arrow:
 
     @property
     def label(self) -> tuple[int, int]:
-        """Where its words are: near its end, where arrows have parted."""
+        """Where its words are: where arrows have parted, or have not met yet."""
         if self.below:
             return (self.x1 + self.x2) // 2, self.below
-        return self.x1 + (self.x2 - self.x1) * 5 // 8, self.y1 + (self.y2 - self.y1) * 5 // 8
+        share = 0.62 if self.parting else 0.3
+        # A curve is flatter at its ends than a line.
+        curve = share * share * (3 - 2 * share)
+        x, y = self.x1 + (self.x2 - self.x1) * share, self.y1 + (self.y2 - self.y1) * curve
+        return round(x), round(y)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +147,14 @@ class _Sheet:
     arrows: list[Arrow] = field(default_factory=list)
 
     def join(
-        self, one: Box, other: Box, count: int | None, rate: float | None = None, *, live: bool
+        self,
+        one: Box,
+        other: Box,
+        count: int | None,
+        rate: float | None = None,
+        *,
+        live: bool,
+        parting: bool = True,
     ) -> None:
         self.arrows.append(
             Arrow(
@@ -151,6 +165,7 @@ class _Sheet:
                 count=count,
                 rate=rate,
                 live=live,
+                parting=parting,
             )
         )
 
@@ -181,7 +196,7 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
             height,
             place,
             len(classes),
-            title=f"{count:,}" if count is not None else "–",
+            title=shown(count),
             line=CLASSES[name],
             tone=TONES[name],
         )
@@ -333,7 +348,13 @@ def _handle_box(
     sheet.boxes.append(box)
     live = done < batches and tone == "busy"
     for flow, batcher in members:
-        sheet.join(batcher, box, flow.planned, live=live and flow.done < flow.batches)
+        sheet.join(
+            batcher,
+            box,
+            flow.planned,
+            live=live and flow.done < flow.batches,
+            parting=len(members) == 1,
+        )
     handled = sum(each.handled for each in flows)
     rates = [each.rate for each in flows if each.rate]
     rate = sum(rates) if rates else None

@@ -214,8 +214,8 @@ def _ours(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
             str(about.get("task_type"))
         )
         if kind is not None:
-            given = {name: plain(about.get(name)) for name in ("pipeline", "staging")}
-            yield {**about, **given, "kind": kind}
+            of_pipeline = {name: plain(about.get(name)) for name in ("pipeline", "staging")}
+            yield {**about, **of_pipeline, "kind": kind}
 
 
 def _pipeline(

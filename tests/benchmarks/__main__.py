@@ -37,6 +37,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "archive": lambda: import_module("tests.benchmarks.archive").bench_archive(
             **({"messages": 20_000, "interval": 100_000, "tries": 1} if quick else {})
         ),
+        "view": lambda: import_module("tests.benchmarks.view").bench_view(
+            **({"batches": 1_000, "tries": 1} if quick else {})
+        ),
         "s3": lambda: import_module("tests.benchmarks.s3").bench_s3(
             **({"sizes": ((10_000, 1_000),)} if quick else {})
         ),

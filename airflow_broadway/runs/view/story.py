@@ -31,6 +31,8 @@ MOST_SECONDS: Final = 10.0
 MOST_RUNS: Final = 50
 #: The columns of message files that hold what a message carries.
 _DATA: Final = ("data", "data_bytes", "data_json", "_payload")
+#: Those that a text is looked for in.
+_SEARCHED: Final = (*_DATA, "batch_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +167,15 @@ def _payload(run: StagedRun, place: MessagePlace, message_id: str) -> Payload | 
         for path in files:
             row = _row(run, path, message_id)
             if row is not None:
-                return payload_of(_carried(row))
+                value, received = _carried(row)
+                return payload_of(value, received=received)
     quoted = json.dumps(message_id)
     for path in manifest.entries:
         for text in entry_lines(run.files, path):
             if quoted in text:
                 entry = load_line(text).entry
                 if entry.message_id == message_id and entry.payload is not None:
-                    return payload_of(entry.payload)
+                    return payload_of(entry.payload, received=True)
     return None
 
 
@@ -189,13 +192,16 @@ def _row(run: StagedRun, path: str, message_id: str) -> dict[str, Any] | None:
     return None
 
 
-def _carried(row: dict[str, Any]) -> Any:
-    """The payload as received where it is kept; else what ``handle_message`` made of it."""
+def _carried(row: dict[str, Any]) -> tuple[Any, bool]:
+    """The payload as received where it is kept, and that it is; else what ``handle_message`` made
+    of it.
+    """
     for name in ("_payload", "data_bytes", "data", "data_json"):
         value = row.get(name)
         if value is not None:
-            return json.loads(value) if name == "data_json" else value
-    return None
+            made = json.loads(value) if name == "data_json" else value
+            return made, name == "_payload"
+    return None, False
 
 
 # -- by a text -------------------------------------------------------------------------------------
@@ -231,7 +237,7 @@ def _searched(run: StagedRun, text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _in_file(run: StagedRun, path: str, text: str) -> Iterator[tuple[int, list[str]]]:
     with ParquetFile(run.files, path) as file:
-        data = [name for name in file.columns if name in _DATA]
+        data = [name for name in file.columns if name in _SEARCHED]
         for group in range(file.groups):
             table = file.read(group, ["message_id", *data])
             mask = _matches([table.column(name) for name in data], text)

@@ -308,7 +308,7 @@ def test_a_message_that_succeeded_tells_its_whole_story(site: Site, run: Run) ->
     assert "handled, and staged for the batcher default" in text
     assert re.search(r"in batch \w+: succeeded", text)
     assert "settled: ack" in text
-    assert "Payload, 2 B, as JSON 11" in text
+    assert "Data that handle_message returned, 2 B, as JSON 11" in text
 
 
 def test_a_message_that_failed_says_why_and_what_was_done(site: Site, run: Run) -> None:
@@ -329,7 +329,7 @@ def test_a_viewer_finds_by_id_sees_no_payload_and_searches_none(site: Site, run:
     by_text = shown(site, f"{PAGE}/message?q=11")
 
     assert "received by process[0]" in by_id
-    assert "Payload" not in by_id
+    assert "as JSON" not in by_id
     assert "Messages with this text" not in by_text
     assert "This run has not received it" in by_text
 

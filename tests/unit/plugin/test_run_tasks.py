@@ -1,0 +1,134 @@
+"""Which pipelines a Dag run has: by what Airflow has stored of the Dag and of its tasks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from airflow.models.dag_version import DagVersion
+from airflow.models.dagrun import DagRun
+from airflow.models.taskinstance import TaskInstance
+from airflow.sdk import DAG
+from airflow.utils.session import create_session
+from airflow.utils.state import DagRunState
+from airflow.utils.types import DagRunType
+from sqlalchemy import delete, insert, select
+
+from airflow_broadway import Batcher, Broadway, Message
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.plugin.run_tasks import tasks_of_run
+from airflow_broadway.producers.sqlite import SqliteProducer
+from tests.unit.plugin.dags import stored_dags
+
+BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Plain(Broadway):
+    producer = SqliteProducer(queue="plain", path="/nowhere")
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+
+class Orders(Plain):
+    producer = SqliteProducer(queue="orders", path="/nowhere", concurrency=2)
+    batchers = {"big": Batcher(), "small": Batcher(engine="python")}
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+#: Task → the states of its instances, each with the seconds after which it began and ended.
+States = Mapping[str, list[tuple[str | None, float | None, float | None]]]
+
+
+@contextmanager
+def known_run(dag: DAG, states: States) -> Iterator[str]:
+    """Have Airflow's database know the Dag, and a run of it whose tasks are in these states."""
+    with stored_dags(dag) as store:
+        store(dag)
+        with create_session() as session:
+            wanted = select(DagVersion.id).where(DagVersion.dag_id == dag.dag_id)
+            version = session.scalar(wanted)
+            run = DagRun(
+                dag_id=dag.dag_id,
+                run_id="manual__1",
+                run_type=DagRunType.MANUAL,
+                state=DagRunState.RUNNING,
+                run_after=BEGUN,
+            )
+            session.add(run)
+            session.flush()
+            rows = [
+                {
+                    "id": uuid.uuid4(),
+                    "dag_id": dag.dag_id,
+                    "run_id": "manual__1",
+                    "task_id": task_id,
+                    "map_index": index if len(instances) > 1 else -1,
+                    "state": state,
+                    "try_number": 1,
+                    "start_date": None if begun is None else BEGUN + timedelta(seconds=begun),
+                    "end_date": None if ended is None else BEGUN + timedelta(seconds=ended),
+                    "pool": "default_pool",
+                    "dag_version_id": version,
+                }
+                for task_id, instances in states.items()
+                for index, (state, begun, ended) in enumerate(instances)
+            ]
+            session.execute(insert(TaskInstance), rows)
+        try:
+            yield "manual__1"
+        finally:
+            with create_session() as session:
+                for model in (TaskInstance, DagRun):
+                    session.execute(delete(model).where(model.dag_id == dag.dag_id))
+
+
+def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> None:
+    # Given two pipelines in one Dag, and a task of somebody else
+    with DAG("two_pipelines", schedule=None) as dag:
+        Orders().task_group("orders", staging="file:///own")
+        BroadwayRunOperator(task_id="alone", pipeline=Plain(name="Others"))
+    states: States = {
+        "orders.process": [("success", 0, 4), ("running", 1, None)],
+        "orders.batch.big": [("success", 5, 6)],
+        "orders.batch.small": [(None, None, None)],
+        "orders.handle_batches": [("up_for_retry", 6, None)],
+        "orders.ack": [("deferred", 0, None)],
+        "alone": [("success", 0, 2.5)],
+    }
+
+    with known_run(dag, states) as run_id:
+        known = tasks_of_run("two_pipelines", run_id)
+
+    assert known.going_on
+    orders, others = sorted(known.pipelines, key=lambda each: -len(each.tasks))
+    assert (orders.name, orders.broker, orders.staging) == ("Orders", "sqlite", "file:///own")
+    assert orders.batchers == {"big": "spark", "small": "python"}
+    [process] = orders.of_kind("process")
+    assert process.state == "running"
+    assert process.counts == {"success": 1, "running": 1}
+    assert process.seconds is None
+    handling = {name: orders.handling_task(name) for name in ("big", "small")}
+    assert {name: each and each.task_id for name, each in handling.items()} == {
+        "big": "orders.handle_batches",
+        "small": "orders.batch.small",
+    }
+    assert [task.state for task in orders.of_kind("batch")] == ["success", "none"]
+    [alone] = others.tasks
+    assert (others.name, alone.kind, alone.state, alone.seconds) == (
+        "Others",
+        "run",
+        "success",
+        2.5,
+    )
+
+
+def test_a_run_that_airflow_does_not_know_has_none() -> None:
+    known = tasks_of_run("nobodys", "manual__1")
+
+    assert (known.state, known.going_on, list(known.pipelines)) == (None, False, [])

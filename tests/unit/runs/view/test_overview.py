@@ -1,0 +1,283 @@
+"""A run at a glance: replays, backfills, runs in one task, runs that died, batches of which
+processes died, tasks that were cleared.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.formats.isolation import CRASHED
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.live import LIVE_INTERVAL, LiveCounts, LiveSign, read_live
+from airflow_broadway.core.formats.outcome import Outcome
+from airflow_broadway.core.formats.parts import part_id, record_split
+from airflow_broadway.core.formats.plan import PlannedBatch
+from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.inspect import staged_batches
+from airflow_broadway.runs.replay_folder import add_result, make_replay_folder
+from airflow_broadway.runs.unstaged import UnstagedTask
+from airflow_broadway.runs.view import story
+from airflow_broadway.runs.view.batches import page_of_batches
+from airflow_broadway.runs.view.overview import overview_of
+from airflow_broadway.runs.view.payload import MOST_BYTES, payload_of
+from airflow_broadway.runs.view.replays import replays_of
+from airflow_broadway.runs.view.story import ids_with_text
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.store import Folder
+from airflow_broadway.testing.clock import ManualClock
+from tests.unit.runs.steps import Point, Run, dies
+
+COUNT = 100
+BEFORE_PUBLISHING = Point("airflow_broadway.staging.run_folder:StagedRun.publish", "before")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path)
+    made.send(range(COUNT))
+    return made
+
+
+# -- runs that are no ordinary run -----------------------------------------------------------------
+
+
+def test_a_replay_is_told_from_its_run_and_the_run_knows_it(run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+    chosen = list(staged_batches(run.staged))[:2]
+    target, _ = make_replay_folder(run.staged, chosen)
+
+    going_on = overview_of(target)
+    add_result(target, {"successful": 3, "failed": 1})
+
+    assert going_on.replay is not None
+    assert (going_on.replay.of, going_on.replay.ended_at) == ("manual__1", "")
+    assert [flow.batches for flow in going_on.flows] == [2]
+    assert going_on.balanced is None
+    assert overview_of(run.staged).replay is None
+    [known] = replays_of(run.staged)
+    assert (known.run_id, known.result["successful"]) == (target.run_id, 3)
+    assert known.ended_at
+
+
+def test_a_backfill_says_what_it_reads(run: Run) -> None:
+    day = datetime(2026, 1, 1, tzinfo=UTC)
+    source = RunSource(kind=ARCHIVE, interval=Interval(day, day + timedelta(days=1)))
+    run.process()
+    [record] = run.staged.generations()
+    path = f"generations/{record.generation}.json"
+    value = {**json.loads(run.staged.files.read(path)), "source": source.to_json()}
+    run.staged.files.replace(path, json.dumps(value))
+
+    overview = overview_of(run.staged)
+
+    assert overview.source["kind"] == "archive"
+    assert overview.source["interval"] == ["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"]
+
+
+def test_a_run_in_one_task_has_a_sum_and_reasons_and_no_batches(run: Run) -> None:
+    UnstagedTask(run.staged, run.pipeline, run.task(), run.ports, budget=Budget()).run()
+
+    overview = overview_of(run.staged)
+
+    assert overview.balanced
+    assert (overview.totals["acked"], overview.totals["dead_lettered"]) == (68, 32)
+    assert {row.reason: row.count for row in overview.reasons.rows} == {"five": 17, "seven": 15}
+    assert list(overview.flows) == []
+    assert page_of_batches(run.staged).total == 0
+
+
+def test_an_empty_run_is_told_by_its_report_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.process()
+    run.ack()
+
+    overview = overview_of(run.staged)
+
+    assert (overview.totals["received"], overview.balanced, overview.settled) == (0, True, True)
+    assert list(overview.receipts) == []
+
+
+def test_what_died_before_its_manifest_is_in_no_sum(run: Run) -> None:
+    dies(run.process, BEFORE_PUBLISHING)
+
+    overview = overview_of(run.staged)
+
+    [receipt] = overview.receipts
+    assert (receipt.state, receipt.live, receipt.received, receipt.account) == (
+        *("open", True, None),
+        None,
+    )
+    assert (overview.totals["received"], overview.receiving) == (0, None)
+    assert not overview.settled
+
+
+def test_a_task_that_was_cleared_makes_the_report_an_old_one(run: Run) -> None:
+    run.batch(run.process(max_messages=50))
+    run.ack()
+    before = overview_of(run.staged)
+    run.process(try_number=2)
+
+    after = overview_of(run.staged)
+
+    assert (before.settled, after.settled) == (True, False)
+    assert (before.totals["received"], after.totals["received"]) == (50, 100)
+    assert after.totals["still_leased"] == 50
+    assert after.balanced is None
+
+
+# -- batches of which processes died ---------------------------------------------------------------
+
+
+def test_batches_that_were_split_show_their_parts_and_who_was_set_aside(run: Run) -> None:
+    run.batch(run.process())
+    recorded = Recorded(run.staged)
+    [plan] = recorded.standing("default")
+    batch = recorded.batches(plan)[0]
+    folder = run.folder / "staging" / run.staged.path / paths.outcomes(plan.path)
+    for each in (*folder.glob("gathered-*"), folder / f"{batch.batch_id}.json"):
+        each.unlink()
+    halves = [_half(batch, number) for number in (0, 1)]
+    files = run.staged.files
+    record_split(files, plan.path, "default", batch, halves, "tests")
+    crashed = Outcome(
+        batch_id=halves[0].batch_id,
+        batcher="default",
+        plan=plan.path,
+        successful=0,
+        failed=1,
+        error=f"{CRASHED}5 died",
+    )
+    files.create(paths.outcome(plan.path, crashed.batch_id), crashed.dumps())
+    files.create("deaths/tries/batch.default-000001.json", "{}")
+
+    overview = overview_of(run.staged)
+    rows = page_of_batches(run.staged).rows
+
+    [flow] = overview.flows
+    assert (flow.split, flow.crashed, flow.done) == (1, 1, flow.batches - 1)
+    assert overview.isolation["deaths"] == 1
+    assert [(row.part, row.outcome) for row in rows[:2]] == [(True, "crashed"), (True, "")]
+    assert len(rows) == flow.batches
+
+
+def _half(batch: PlannedBatch, number: int) -> PlannedBatch:
+    value = {**batch.to_json(), "batch_id": part_id(batch.batch_id, number)}
+    return PlannedBatch(**{**value, "size": batch.size // 2, "part": [[0, 0], [0, 9]]})
+
+
+# -- while it goes on ------------------------------------------------------------------------------
+
+
+def test_a_process_task_says_how_far_it_is_every_three_seconds_and_no_more_often(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    folder = run.staged.files
+    sign = LiveSign(folder, "g", clock)
+    written: list[str] = []
+    real = Folder.replace
+
+    def noted(folder: Folder, path: str, text: str) -> None:
+        written.append(path)
+        real(folder, path, text)
+
+    monkeypatch.setattr(Folder, "replace", noted)
+    counts = LiveCounts(
+        at=clock.now(),
+        received=7,
+        received_bytes=70,
+        failed=1,
+        batchers={"default": 6},
+        deadline=clock.now() + timedelta(minutes=5),
+    )
+
+    for _ in range(4):
+        sign.leave(lambda: counts)
+        clock.advance(LIVE_INTERVAL / 2)
+
+    assert written == ["g/live.json"]
+    assert read_live(folder, "g") == counts
+    assert read_live(folder, "other") is None
+
+
+def test_the_process_task_leaves_its_sign(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given that it is always time to
+    monkeypatch.setattr("airflow_broadway.core.formats.live.LIVE_INTERVAL", 0.0)
+
+    dies(run.process, BEFORE_PUBLISHING)
+
+    [receipt] = overview_of(run.staged).receipts
+    assert (receipt.received, receipt.failed, receipt.batchers) == (COUNT, 15, {"default": 85})
+    assert receipt.lease is not None
+    assert receipt.lease.by_task
+    assert receipt.lease.remaining > 600
+
+
+def test_a_sign_that_is_damaged_or_newer_tells_nothing(run: Run) -> None:
+    for text in ("{", "[]", '{"version": 2}', '{"version": 1}'):
+        run.staged.files.replace("g/live.json", text)
+
+        assert read_live(run.staged.files, "g") is None
+
+
+# -- what messages carry ---------------------------------------------------------------------------
+
+
+def test_a_text_is_found_in_what_was_staged(run: Run) -> None:
+    run.process()
+
+    [one] = ids_with_text(run.staged, "83").ids
+    many = ids_with_text(run.staged, "1")
+
+    assert one.endswith("-84")  # the embedded queue counts from 1
+    assert (len(many.ids), many.whole, many.looked_at) == (16, True, COUNT)
+
+
+def test_a_search_ends_when_it_has_found_enough_or_taken_too_long(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.process(max_messages=50)
+    run.process(1)
+    clock = ManualClock()
+    monkeypatch.setattr(story, "MOST_SECONDS", -1.0)
+    late = ids_with_text(run.staged, "83", clock=clock)
+    monkeypatch.undo()
+    monkeypatch.setattr(story, "MOST_HITS", 5)
+
+    enough = ids_with_text(run.staged, "1", clock=clock)
+
+    assert (list(late.ids), late.whole) == ([], False)
+    assert late.looked_at < COUNT
+    assert (len(enough.ids), enough.whole) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [
+        (b'{"a": 1}', "json", '{\n  "a": 1\n}'),
+        (b"plain", "text", "plain"),
+        (b"\xff\x00\x01", "hex", "00000000  ff 00 01"),
+        (b"a\x00b", "hex", "00000000  61 00 62"),
+        ({"n": 1}, "json", '{\n  "n": 1\n}'),
+        (None, "json", "null"),
+    ],
+)
+def test_a_payload_is_json_text_or_hex(value: object, form: str, text: str) -> None:
+    payload = payload_of(value)
+
+    assert (payload.form, payload.text, payload.cut) == (form, text, False)
+
+
+@pytest.mark.parametrize("value", [b"x" * 10**6, b"\xff" * 10**6, b"[" * 10**6, {"a": "x" * 10**6}])
+def test_a_large_payload_is_cut(value: object) -> None:
+    payload = payload_of(value)
+
+    assert payload.cut
+    assert len(payload.text) <= MOST_BYTES
+    assert payload.size >= 10**6

@@ -1,0 +1,106 @@
+"""What the page of a run with ten thousand batches reads: it does not grow with the messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.runs.view.batches import PAGE, page_of_batches
+from airflow_broadway.runs.view.overview import overview_of
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Folder
+from tests.unit.runs.view.big_run import big_run
+
+BATCHES = 10_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> StagedRun:
+    return big_run(tmp_path_factory.mktemp("big"), batches=BATCHES, size=1000)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What is asked of the store, by what it is."""
+    counts: Counter[str] = Counter()
+    for kind in ("read", "list", "lines", "exists", "source"):
+        real = getattr(Folder, kind)
+
+        def counted(folder: Folder, path: str, real: Any = real, kind: str = kind) -> Any:
+            counts[f"{kind} {_what(path)}"] += 1
+            return real(folder, path)
+
+        monkeypatch.setattr(Folder, kind, counted)
+    return counts
+
+
+def _what(path: str) -> str:
+    name = path.rpartition("/")[2]
+    if path.startswith("outcomes/") and name.endswith(".json"):
+        return "outcome"
+    return "copies" if name.startswith("gathered-") else name
+
+
+def test_the_page_of_ten_million_messages_reads_a_hundred_outcomes_and_few_files(
+    run: StagedRun, asked: Counter[str]
+) -> None:
+    recorded = Recorded(run)
+
+    overview = overview_of(run, recorded=recorded)
+    page = page_of_batches(run, recorded=recorded)
+
+    assert overview.totals["received"] == 10_000_000
+    assert overview.balanced
+    [flow] = overview.flows
+    assert (flow.batches, flow.done, flow.handled) == (BATCHES, BATCHES, 10_000_000)
+    assert (flow.successful, flow.failed) == (9_999_900, 100)
+    assert (len(page.rows), page.total, page.pages) == (PAGE, BATCHES, 100)
+    assert page.rows[0].outcome == "some failed"
+    assert asked["read outcome"] == PAGE
+    assert asked["read copies"] == 0
+    assert asked["lines plan.jsonl"] == 1
+    assert not [each for each in asked if "parquet" in each]
+    others = sum(asked.values()) - PAGE
+    assert others < 40, asked
+
+
+def test_sorting_by_what_became_of_batches_reads_copies_of_a_thousand_each(
+    run: StagedRun, asked: Counter[str]
+) -> None:
+    page = page_of_batches(run, sort="seconds", descending=True)
+
+    assert not page.too_many
+    assert {row.seconds for row in page.rows} == {1.2}
+    assert asked["read copies"] == BATCHES // 1000
+    assert asked["read outcome"] == 0
+
+
+def test_what_would_take_too_many_files_is_not_sorted_and_says_so(tmp_path: Path) -> None:
+    # Given outcomes that have no copies
+    run = big_run(tmp_path, batches=1200, size=1)
+    for each in tmp_path.rglob("gathered-*"):
+        each.unlink()
+
+    by_outcome = page_of_batches(run, sort="seconds")
+    by_plan = page_of_batches(run, sort="messages")
+
+    assert (by_outcome.too_many, by_outcome.sort) == (True, "plan")
+    assert len(by_outcome.rows) == PAGE
+    assert (by_plan.too_many, by_plan.sort) == (False, "messages")
+
+
+def test_of_many_outcomes_without_a_report_nothing_is_guessed(tmp_path: Path) -> None:
+    run = big_run(tmp_path, batches=1200, size=10, settled=False)
+
+    overview = overview_of(run)
+
+    [flow] = overview.flows
+    assert (flow.done, flow.handled) == (1200, 12_000)
+    assert (flow.successful, flow.failed) == (None, None)
+    assert (overview.reasons.known, list(overview.reasons.rows)) == (False, [])
+    assert overview.balanced is None
+    assert overview.totals["still_leased"] == 12_000
