@@ -64,7 +64,8 @@ class Plan(NamedTuple):
 
 def pipelines_of(broker: str) -> list[str]:
     """The pipelines that are struck over a broker: those on Spark, which never see it, over one."""
-    return [name for name, each in PIPELINES.items() if broker == "sqlite" or not uses_spark(each)]
+    spark = broker in ("sqlite", "sqlite by operators")
+    return [name for name, each in PIPELINES.items() if spark or not uses_spark(each)]
 
 
 #: Over the embedded queue: shares and pairs.  A point has some twenty cases, so at 0.06 each is

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from airflow_broadway.testing.crashes import Campaign, Case, Embedded, Recovery, Strike, What
+from airflow_broadway.testing.crashes import Campaign, Case, Recovery, Strike, What
 from tests.crashes.campaigns import MESSAGES, in_memory
-from tests.crashes.pipelines import Batches
+from tests.crashes.pipelines import PIPELINES
+from tests.crashes.subjects import SUBJECTS
 
 __all__ = ["MUTANTS"]
 
@@ -62,10 +63,24 @@ def a_message_is_acknowledged_when_it_is_received() -> None:
     mutant._publish = publish
 
 
+def a_message_is_removed_before_its_dead_letter_is_sent() -> None:
+    from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement
+
+    kept: Any = ReceiptSettlement._send_letters
+
+    def send(settlement: Any, verdicts: Any) -> Any:
+        settlement._remove(verdicts)
+        return kept(settlement, verdicts)
+
+    mutant: Any = ReceiptSettlement
+    mutant._send_letters = send
+
+
 class Mutant(NamedTuple):
     """A guard that is gone, and the case that must find it.
 
     :param found: How a line of the account begins.
+    :param broker: Over which it is gone; see :mod:`tests.crashes.subjects`.
     """
 
     breaks: Callable[[], None]
@@ -74,6 +89,8 @@ class Mutant(NamedTuple):
     what: What
     recovery: Recovery
     found: str
+    broker: str = "sqlite"
+    pipeline: str = "batches"
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -103,6 +120,16 @@ MUTANTS: dict[str, Mutant] = {
             Recovery.NEXT_RUN,
             "lost",
         ),
+        Mutant(
+            a_message_is_removed_before_its_dead_letter_is_sent,
+            "one/ack/1",
+            "SendMessageBatch",
+            What.KILLED_BEFORE,
+            Recovery.LAPSE,
+            "lost",
+            broker="sqs",
+            pipeline="two batchers",  # it tries once
+        ),
     )
 }
 
@@ -110,8 +137,12 @@ MUTANTS: dict[str, Mutant] = {
 def main(name: str) -> None:
     """Break the code, strike it once, and print what the account says."""
     mutant = MUTANTS[name]
-    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
-        campaign = Campaign(partial(Embedded, Batches), MESSAGES, Path(folder))
+    with (
+        tempfile.TemporaryDirectory(dir=in_memory()) as folder,
+        SUBJECTS[mutant.broker]() as make,
+    ):
+        made = partial(make, PIPELINES[mutant.pipeline])
+        campaign = Campaign(made, MESSAGES, Path(folder))
         alone, _ = campaign.unharmed().points
         point = next(
             each

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from airflow_broadway.testing.crashes import Embedded
+from airflow_broadway.core.reference import import_class
+from airflow_broadway.testing.crashes import Embedded, uses_spark
+from airflow_broadway.testing.crashes.spark import SparkTask
 from airflow_broadway.testing.crashes.tasks import DAG, Attempt
 from tests.crashes.subjects import MakeSubject
 
@@ -33,6 +35,7 @@ def by_operators() -> Iterator[MakeSubject]:
         try:
             # Airflow is loaded once, and the forks have it.
             import airflow_broadway.operators.run
+            import airflow_broadway.operators.spark_submit
             import airflow_broadway.sensors.ack  # noqa: F401
 
             yield _ByOperators
@@ -101,6 +104,8 @@ class _ByOperators(Embedded):
                 fail_when="never",
                 deferrable=True,
             )
+        if attempt.driver is not None:
+            return _submitting(attempt, **about, batches=attempt.returned_by("batch."))
         return BroadwayBatcherOperator(
             **about,
             batcher=attempt.task_id.removeprefix("batch."),
@@ -108,7 +113,37 @@ class _ByOperators(Embedded):
         )
 
     def _watched(self) -> list[str]:
-        return ["process", *(f"batch.{name}" for name in self.pipeline.batchers)]
+        spark = ["spark"] if uses_spark(self.pipeline) else []
+        return ["process", *(f"batch.{name}" for name in self.pipeline.batchers), *spark]
+
+
+def _submitting(attempt: Attempt, **given: Any) -> Any:
+    """The operator that submits to Spark; ``spark-submit`` itself is played by the driver's fork.
+
+    An execution has one driver here: where the operator would start another, its next try does.
+    """
+    from airflow.sdk.exceptions import AirflowException
+
+    from airflow_broadway.adapters.task import ports_of, task_of
+    from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+
+    class Submitting(BroadwaySparkSubmitOperator):
+        begun = False
+
+        def _is_tracked(self) -> bool:
+            return False
+
+        def _submit(self, context: Any, run: Any, batches: Any) -> Exception | None:
+            if self.begun:
+                raise AirflowException("one driver for each execution")
+            self.begun = True
+            assert attempt.driver is not None
+            pipeline = import_class(self.pipeline["class"])()
+            about = run, pipeline, task_of(context), ports_of(context)
+            error = SparkTask(*about, attempt.driver, attempt.interceptor).submit(batches)
+            return AirflowException(error) if error else None
+
+    return Submitting(**given, check_pipeline=False)
 
 
 class _Instance:

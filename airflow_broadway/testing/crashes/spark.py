@@ -276,21 +276,21 @@ class SparkTask:
         batches = SparkBatches(self._run, self._pipeline, there, self._ports)
         ending, error = batches.begin(), ""
         if ending is Ending.OPEN:
-            error = self._submit(batches)
+            with batches.leases_kept():
+                error = self.submit(batches)
             ending = batches.end()
         if ending is Ending.OPEN:
             raise _Incomplete(error)
         # What cannot get an outcome fails the task for good, and the run goes on without it.
         return None if ending is Ending.EMPTY else batches.plans.reference()
 
-    def _submit(self, batches: SparkBatches) -> str:
+    def submit(self, batches: SparkBatches) -> str:
         """Run the application; returns why it ended, empty if it has done all."""
         # Options that are no JSON stand in the class, in the driver too.
         ref = {"class": class_path(type(self._pipeline)), "options": {}}
         info = RunInfo(dag_id=self._run.dag_id, run_id=self._run.run_id)
-        with batches.leases_kept():
-            made = batches.write_work(self._task.file_name, ref, info)
-            return self._run_driver(job.arguments_of(self._run.spark_uri(), *made))
+        made = batches.write_work(self._task.file_name, ref, info)
+        return self._run_driver(job.arguments_of(self._run.spark_uri(), *made))
 
     def _run_driver(self, arguments: list[str]) -> str:
         begin: Callable[[], None] = lambda: self._driver.begin(arguments)  # noqa: E731
