@@ -205,6 +205,7 @@ def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
         "stopped": manifest.stopped if manifest else "",
         "started_at": manifest.started_at if manifest else "",
         "ended_at": manifest.ended_at if manifest else "",
+        "waited": manifest.seconds.get("waited") if manifest else None,
         "errors": list(report.errors),
     }
 

@@ -30,7 +30,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.processor import ChunkResult
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
-from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
+from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
@@ -257,6 +257,7 @@ class Process:
             transformer=producer.transformer,
             accept=accept,
             stop=self._stop.reason,
+            enqueued_at=enqueued_of(self._pipeline),
         )
 
     def _settle_at_once(
@@ -297,6 +298,7 @@ class Process:
             seconds={
                 "receive": round(receiving.seconds, 3),
                 "total": round(self._clock.monotonic() - self._tick, 3),
+                **receiving.lag,
             },
         )
         self._run.put_lease(lease)

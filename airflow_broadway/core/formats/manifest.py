@@ -54,7 +54,8 @@ class Manifest(Staged):
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
         ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop from outside.
     :param archived: Its files for the archive, which get there when it is settled.
-    :param seconds: Seconds spent in receiving (``receive``), and in all (``total``).
+    :param seconds: Seconds spent in receiving (``receive``), and in all (``total``); and for how
+        long, at the most, a message had waited at its broker (``waited``), where that is known.
     """
 
     generation: str

@@ -21,7 +21,8 @@ class RunReport:
     :param settled: Each message in one class: the sum is ``received``.
     :param batches: Batches handled, by batcher and by trigger.
     :param seconds: Of each stage, in the run's own thread: ``receive``, ``process``, ``batch``,
-        ``handle_batch``, ``settle``; and ``total``.
+        ``handle_batch``, ``settle``; and ``total``.  And ``waited``: for how long, at the most, a
+        message had waited at its broker, where that is known.
     :param ended: Why it stopped taking messages: ``empty``, ``max_messages``, ``max_bytes``,
         ``max_seconds``, ``rate_limiting``, ``given``, ``error``, ``stopped``, or ``interrupted``
         by what is no callback's error.

@@ -35,7 +35,7 @@ from airflow_broadway.core.model.acks import AckRef, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of
+from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
@@ -227,7 +227,11 @@ class LocalRun:
                 received=receiving.received,
                 received_bytes=receiving.received_bytes,
                 ended=receiving.ended or ended,
-                seconds={"receive": receiving.seconds, "settle": settler.seconds},
+                seconds={
+                    "receive": receiving.seconds,
+                    "settle": settler.seconds,
+                    **receiving.lag,
+                },
             )
         if receiving.error is not None:
             raise receiving.error
@@ -283,6 +287,7 @@ class LocalRun:
             accept=accept,
             next_timeout=engine.next_timeout,
             stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
+            enqueued_at=enqueued_of(self._pipeline),
         )
 
     def _feed(self, engine: Engine, receiving: Receiving, settler: Settler, budget: Budget) -> None:

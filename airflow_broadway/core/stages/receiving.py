@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from airflow_broadway.core.clock import Clock
@@ -15,11 +16,12 @@ from airflow_broadway.core.custody.protocol import Source
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.run_source import LIVE
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
 
-__all__ = ["Budget", "Receiving", "demand_of", "transformed"]
+__all__ = ["Budget", "Receiving", "demand_of", "enqueued_of", "transformed"]
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ _RECEIVE_TIMEOUT = 1.0
 
 #: Seconds that are worth waiting: what is less is the rounding of floats.
 _LEAST_TIMEOUT = 1e-6
+
+#: Seconds by which a broker's clock may be ahead; what is later still is no time of a message.
+_CLOCK_SKEW = 3600.0
 
 #: A receive asks for as many messages as are handled in so many seconds, ...
 _SECONDS_PER_RECEIVE = 0.5
@@ -60,6 +65,13 @@ def demand_of(pipeline: Pipeline) -> int:
     options = pipeline.processors
     taken: int = options.concurrency * options.max_demand
     return taken
+
+
+def enqueued_of(pipeline: Pipeline) -> Callable[[Message], datetime | None] | None:
+    """When a message of ``pipeline`` got to its broker; ``None`` of a run whose messages have not
+    waited there: those of an archive, or of a past run.
+    """
+    return pipeline.producer.enqueued_at if pipeline.run.source.kind == LIVE else None
 
 
 def transformed(
@@ -140,6 +152,7 @@ class Receiving:
     :param next_timeout: Asked before each wait: seconds until a dispatch is wanted, be it an empty
         one; ``None``: no bound.
     :param stop: Why to stop, or ``""``.
+    :param enqueued_at: When a message got to its broker, if that says so.
     """
 
     def __init__(
@@ -154,6 +167,7 @@ class Receiving:
         accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
         next_timeout: Callable[[], float | None] = lambda: None,
         stop: Callable[[], str] = lambda: "",
+        enqueued_at: Callable[[Message], datetime | None] | None = None,
     ) -> None:
         self._source = source
         self._budget = budget
@@ -164,6 +178,7 @@ class Receiving:
         self._accept = accept
         self._next_timeout = next_timeout
         self._stop = stop
+        self._enqueued_at = enqueued_at
         self._started = 0.0
         self._waiting: list[Message] = []  # received, and not yet handed out
         self._stopped = False
@@ -171,6 +186,8 @@ class Receiving:
         self.received_bytes = 0
         #: Seconds spent in receiving and securing.
         self.seconds = 0.0
+        #: Seconds that a message had waited at its broker, the most of any; ``None``: not known.
+        self.waited: float | None = None
         #: Whether messages are on their way from the source to where they wait, the transformer's
         #: work included: what ends that from outside leaves no account.
         self.under_way = False
@@ -179,6 +196,11 @@ class Receiving:
         self.ended = ""
         #: What the transformer raised; its messages went no further.
         self.error: PipelineError | None = None
+
+    @property
+    def lag(self) -> dict[str, float]:
+        """:attr:`waited` among the seconds of a run, where it is known."""
+        return {} if self.waited is None else {"waited": round(self.waited, 3)}
 
     def __iter__(self) -> Iterator[list[Message]]:
         self._started = self._clock.monotonic()
@@ -328,9 +350,25 @@ class Receiving:
         self.received += len(messages)
         self.received_bytes += sum([message.size for message in messages])
         self.seconds += self._clock.monotonic() - started
+        self._note_waited(messages)
         self._enqueue(messages)
         self.under_way = False
         return messages
+
+    def _note_waited(self, messages: Sequence[Message]) -> None:
+        """Note how long messages had waited: by the first and the last of what came at once, for to
+        read each one's time would cost as much as to receive it.
+        """
+        if self._enqueued_at is None or not messages:
+            return
+        for message in (messages[0], messages[-1]):
+            try:
+                at = self._enqueued_at(message)
+                waited = None if at is None else (message.received_at - at).total_seconds()
+            except (OverflowError, TypeError, ValueError):  # anybody may have written it
+                waited = None
+            if waited is not None and waited > -_CLOCK_SKEW:
+                self.waited = max(0.0, waited, self.waited or 0.0)
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
         """Transform what was received; it then waits for a processor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -181,3 +181,56 @@ def test_only_what_is_secured_goes_on_and_only_then() -> None:
         "secure 0",
     ]  # nothing is reason too: the source drains by it
     assert intake.received == 2
+
+
+# -- how long messages had waited ------------------------------------------------------------------
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+class _Late(_Broken):
+    """A source of messages that got to their broker some seconds ago, a few at a time."""
+
+    def __init__(self, *receipts: list[Any]) -> None:
+        self.receipts = list(receipts)
+
+    def receive(self, demand: int, timeout: float) -> list[Message]:
+        ages = self.receipts.pop(0) if self.receipts else []
+        return [Message(b"x", metadata={"age": age}, received_at=NOON) for age in ages]
+
+
+def _enqueued(message: Message) -> datetime | None:
+    age = message.metadata["age"]
+    if age == "no time zone":
+        return datetime.fromisoformat("2026-01-01T00:00:00")
+    return None if age is None else NOON - timedelta(seconds=age)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "waited"),
+    [
+        ([[3.0, 2.0], [5.0, 1.0], [4.0]], {"waited": 5.0}),
+        ([[1.0, 9.0, 2.0]], {"waited": 2.0}),  # by the first and the last of each receipt
+        ([[-7.0]], {"waited": 0.0}),  # clocks differ
+        ([[None], ["no time zone"], [1e18], [-7200.0]], {}),  # anybody's: it is not known
+        ([[None], [0.5]], {"waited": 0.5}),
+        ([], {}),
+    ],
+)
+def test_a_run_knows_how_long_messages_had_waited(
+    receipts: list[list[Any]], waited: dict[str, float]
+) -> None:
+    source: Any = _Late(*receipts)
+    clock = ManualClock()
+    intake = Receiving(
+        source,
+        Budget(),
+        clock=clock,
+        limiter=RateLimiter(None, clock),
+        demand=8,
+        enqueued_at=_enqueued,
+    )
+
+    list(intake)
+
+    assert intake.lag == waited
