@@ -20,6 +20,7 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from airflow.api_fastapi.app import get_auth_manager
@@ -43,6 +44,7 @@ __all__ = [
     "MayEdit",
     "csrf_of",
     "may_edit",
+    "readable_dags",
     "remember_browser",
 ]
 
@@ -69,6 +71,22 @@ def may_edit(dag_id: str, user: BaseUser) -> bool:
     return get_auth_manager().is_authorized_dag(
         method="PUT", access_entity=DagAccessEntity.RUN, details=details, user=user
     )
+
+
+def readable_dags(user: BaseUser, dag_ids: Collection[str]) -> set[str]:
+    """Those of these Dags whose runs the user may read."""
+    manager = get_auth_manager()
+    teams = DagModel.get_dag_id_to_team_name_mapping(list(dag_ids))
+    return {
+        dag_id
+        for dag_id in manager.get_authorized_dag_ids(user=user) & set(dag_ids)
+        if manager.is_authorized_dag(
+            method="GET",
+            access_entity=DagAccessEntity.RUN,
+            details=DagDetails(id=dag_id, team_name=teams.get(dag_id)),
+            user=user,
+        )
+    }
 
 
 def _may_edit(dag_id: str, user: GetUserDep) -> bool:

@@ -12,10 +12,11 @@ from airflow_broadway.cli import runs as cli_staged
 from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
-from airflow_broadway.plugin import children
+from airflow_broadway.plugin import children, depths, standings
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
+from airflow_broadway.runs.view import history
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.staging import names, plan_data_files, planner, retention, store
@@ -36,6 +37,13 @@ MIB = 1024 * 1024
         ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
         ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
         ("ui.md", "at most {} at once", children.MOST),
+        ("ui.md", "never ran too, {} on a page", standings.PER_PAGE),
+        ("ui.md", "**its last {} runs**", standings.SHOWN),
+        ("ui.md", "one of the last {} runs does not", standings.LOOKED),
+        ("ui.md", "| {} dead letters or more", history.MANY_DEAD),
+        ("ui.md", "{} or more of the last run's", {0.1: "a tenth"}[history.MANY_FAILED]),
+        ("ui.md", "has waited for {} or more", {3600.0: "an hour"}[history.OLD_BACKLOG]),
+        ("ui.md", "in that order for {} minutes", {600.0: "ten"}[depths.REMEMBERED]),
         ("ui.md", "for at most {:g} s each", children.TIMEOUT),
         ("ui.md", "the same within {:g} s", children.KEEP),
         ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),

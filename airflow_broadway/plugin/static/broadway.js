@@ -37,35 +37,48 @@
     return Boolean(selection && !selection.isCollapsed && part.contains(selection.anchorNode));
   };
 
+  // Where the focus is: by the article that it is in, as articles may change their order.
+  const FOCUSABLE = "a, button, summary, [tabindex]";
+  const focusIn = (part) => {
+    const active = document.activeElement;
+    if (!part.contains(active)) return null;
+    const article = active.closest("article[id]");
+    const links = (article || part).querySelectorAll(FOCUSABLE);
+    return { article: article ? article.id : null, place: [...links].indexOf(active) };
+  };
+  const focusAgain = (part, { article, place }) => {
+    const owner = article === null ? part : document.getElementById(article);
+    const there = owner && owner.querySelectorAll(FOCUSABLE)[place];
+    if (there) there.focus({ preventScroll: true });
+  };
+
   // What a person has opened, scrolled to and focused stays as it is.
   const replaceContent = (part, text) => {
     const before = {
-      open: [...part.querySelectorAll("details")].map((each) => each.open),
+      open: new Map([...part.querySelectorAll("details")].map((each, n) => [each.id || n, each.open])),
       left: [...part.querySelectorAll(".frame")].map((each) => each.scrollLeft),
-      focus: [...part.querySelectorAll("a, button, summary, [tabindex]")].indexOf(document.activeElement),
+      focus: focusIn(part),
     };
     part.innerHTML = text;
-    part.querySelectorAll("details").forEach((each, n) => { each.open = before.open[n] ?? each.open; });
+    part.querySelectorAll("details").forEach((each, n) => { each.open = before.open.get(each.id || n) ?? each.open; });
     part.querySelectorAll(".frame").forEach((each, n) => { each.scrollLeft = before.left[n] ?? 0; });
-    if (before.focus >= 0) {
-      const there = part.querySelectorAll("a, button, summary, [tabindex]")[before.focus];
-      if (there) there.focus({ preventScroll: true });
-    }
+    if (before.focus) focusAgain(part, before.focus);
     tellLocalTimes(part);
   };
 
   const follow = async (part) => {
-    let pause = PAUSE;
+    let pause = Number(part.dataset.pause) || PAUSE;
     if (!document.hidden && !isInUse(part)) {
       try {
         const answer = await fetch(part.dataset.live, { cache: "no-store" });
         if (!answer.ok) throw new Error(String(answer.status));
         replaceContent(part, await answer.text());
         part.removeAttribute("data-stale");
+        part.removeAttribute("aria-busy");
         if (part.querySelector("[data-over]")) return;
       } catch {
         part.setAttribute("data-stale", "");
-        pause = PAUSE_AFTER_ERROR;
+        pause = Math.max(pause, PAUSE_AFTER_ERROR);
       }
     }
     window.setTimeout(() => follow(part), pause);
@@ -91,7 +104,7 @@
   document.addEventListener("DOMContentLoaded", () => {
     tellLocalTimes(document);
     for (const part of document.querySelectorAll("[data-live]")) {
-      window.setTimeout(() => follow(part), PAUSE);
+      window.setTimeout(() => follow(part), "now" in part.dataset ? 0 : PAUSE);
     }
   });
 })();

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.report import handled_of
 from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.live import read_live
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.account import REPORT, trouble_of
@@ -88,8 +89,9 @@ class PastRun:
 class Held:
     """What executions hold that are not settled.
 
-    :param messages: Of those that have published what they received; ``None``: not known.
-    :param receiving: Executions that have not: what they hold only they know.
+    :param messages: Of those that have published what they received, and of the others what they
+        last said; ``None``: not known.
+    :param receiving: Executions that have not, and may hold more by now.
     :param late: Sentences on leases that nobody has renewed in time, and on what cannot be read.
     :param run_ids: The runs, the oldest first.
     """
@@ -184,7 +186,9 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
             continue
         run_ids[run.run_id] = None
         if record.state == OPENED:  # its task renews the lease by itself
+            live = read_live(run.files, record.generation)
             receiving += 1
+            messages += live.received if live is not None else 0
             continue
         path = paths.manifest(record.generation)
         try:

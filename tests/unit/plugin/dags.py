@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Protocol
 
 from airflow.models.dag import DagModel
 from airflow.models.dagbundle import DagBundleModel
+from airflow.models.dagrun import DagRun
 from airflow.models.serialized_dag import SerializedDagModel
 from airflow.sdk import DAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.utils.session import create_session
+from airflow.utils.state import DagRunState
 from sqlalchemy import delete
 
-__all__ = ["stored_dags"]
+__all__ = ["add_runs", "stored_dags"]
 
 _BUNDLE = "unit"
 
@@ -42,6 +45,22 @@ def _store(dag: DAG, *, is_paused: bool = False, is_stale: bool = False) -> None
     SerializedDagModel.write_dag(LazyDeserializedDAG.from_dag(dag), bundle_name=_BUNDLE)
 
 
+def add_runs(dag_id: str, runs: Mapping[str, str]) -> None:
+    """Runs of a Dag by their ids, with their states, the oldest first."""
+    with create_session() as session:
+        for run_id, state in runs.items():
+            session.add(
+                DagRun(
+                    dag_id=dag_id,
+                    run_id=run_id,
+                    run_type="manual",
+                    state=DagRunState(state),
+                    run_after=datetime.now(UTC),
+                )
+            )
+            session.flush()
+
+
 @contextmanager
 def stored_dags(*dags: DAG) -> Iterator[Store]:
     """Dags that Airflow knows, while this lasts."""
@@ -57,4 +76,5 @@ def stored_dags(*dags: DAG) -> Iterator[Store]:
         yield store
     finally:
         with create_session() as session:
+            session.execute(delete(DagRun).where(DagRun.dag_id.in_(stored)))
             session.execute(delete(DagModel).where(DagModel.dag_id.in_(stored)))

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.live import LiveCounts
 from airflow_broadway.runs.view.history import (
     BAD,
     MANY_DEAD,
@@ -183,7 +185,7 @@ def test_what_is_held_is_counted_until_it_is_settled(shop: Shop) -> None:
     assert held_messages(run.store, "Orders", DAG_ID, now) == NOTHING
 
 
-def test_an_execution_that_receives_says_no_number(shop: Shop) -> None:
+def test_an_execution_that_receives_counts_as_it_last_said(shop: Shop) -> None:
     run = shop.run("at work")
     lease = shop.load().producer.source(_env()).lease
     run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
@@ -191,6 +193,11 @@ def test_an_execution_that_receives_says_no_number(shop: Shop) -> None:
     held = held_messages(run.store, "Orders", DAG_ID, datetime.now(UTC) + timedelta(days=1))
 
     assert (held.messages, held.receiving, held.late) == (0, 1, ())
+
+    now = datetime.now(UTC)
+    live = LiveCounts(at=now, received=12, received_bytes=12, failed=0, batchers={}, deadline=now)
+    run.files.replace(paths.live(lease.generation), live.dumps())
+    assert held_messages(run.store, "Orders", DAG_ID, now).messages == 12
 
 
 def _env() -> Any:

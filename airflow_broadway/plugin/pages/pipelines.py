@@ -1,0 +1,111 @@
+"""The pipelines' page: those of every Dag that the user may see, what needs a look first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
+from markupsafe import Markup
+
+from airflow_broadway.adapters.staging import open_existing_store
+from airflow_broadway.plugin.access import GetUserDep, readable_dags
+from airflow_broadway.plugin.charts import bars
+from airflow_broadway.plugin.declared import declared_pipelines
+from airflow_broadway.plugin.depths import DEPTHS
+from airflow_broadway.plugin.render import count, page, seconds
+from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+Number = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
+Text = Annotated[str, Query(max_length=250)]
+
+#: What a state is called, and the class of its mark.
+_STATES: Final = {
+    "bad": ("act", "is-bad"),
+    "warn": ("look", "is-warn"),
+    "busy": ("at work", "is-busy"),
+    "good": ("fine", "is-good"),
+    "idle": ("never ran", ""),
+}
+
+
+@router.get("/")
+async def show(
+    request: Request, user: GetUserDep, number: Number = 1, q: Text = "", ask: bool = False
+) -> HTMLResponse:
+    """The page; it has its brokers asked once it is shown, or at once where no script runs.
+
+    :param q: Only pipelines and Dags whose names contain it.
+    """
+    found = await run_in_threadpool(_found, user, number, q)
+    if ask:
+        found = await _asked(found)
+    return page(request, "pipelines.html", **_facts(found, q, asked=ask))
+
+
+@router.get("/pipelines")
+async def listed(
+    request: Request, user: GetUserDep, number: Number = 1, q: Text = ""
+) -> HTMLResponse:
+    """The list of the page, with what its brokers say now."""
+    found = await _asked(await run_in_threadpool(_found, user, number, q))
+    return page(request, "_pipelines.html", **_facts(found, q, asked=True))
+
+
+def _found(user: Any, number: int, q: str) -> Page:
+    """What files and Airflow's database say."""
+    declared = declared_pipelines()
+    readable = readable_dags(user, {each.dag_id for each in declared})
+    wanted = [
+        each
+        for each in declared
+        if each.dag_id in readable and q.lower() in f"{each.dag_id}\n{each.name}".lower()
+    ]
+    return page_of(open_existing_store, wanted, DEPTHS.recall, number=number, now=datetime.now(UTC))
+
+
+async def _asked(found: Page) -> Page:
+    """The same page with what waits at the brokers."""
+    await DEPTHS.ask([each.declared for each in found.standings])
+    return found.reordered(DEPTHS.recall)
+
+
+def _facts(found: Page, q: str, *, asked: bool) -> Mapping[str, Any]:
+    return {
+        "found": found,
+        "q": q,
+        "asked": asked,
+        "states": _STATES,
+        "charts": {
+            (each.declared.dag_id, each.declared.name): _charts(each) for each in found.standings
+        },
+    }
+
+
+def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
+    """The charts of a pipeline: title, newest value, picture."""
+    runs = [run for _, run in reversed(standing.history) if run is not None]
+    names = [run.run_id for run in runs]
+    drawn = []
+    for title, values, shown, most in (
+        ("Messages per minute", [run.per_minute for run in runs], count, None),
+        ("Share that failed", [run.failure_share for run in runs], _percent, 1.0),
+        ("Duration", [run.seconds for run in runs], seconds, None),
+        ("Longest wait at the broker", [run.waited for run in runs], seconds, None),
+    ):
+        picture = bars(title, values, names, shown, places=SHOWN, most=most)
+        drawn.append((title, shown(values[-1] if values else None), picture))
+    return drawn
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"

@@ -1,0 +1,382 @@
+"""The pipelines' page: what needs a look first, whose backlog is known, who may see what."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.api_fastapi.app import get_auth_manager
+
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.plugin import depths, standings
+from airflow_broadway.plugin.children import Answer, ChildError
+from airflow_broadway.plugin.declared import Declared
+from airflow_broadway.plugin.latest import LatestRun
+from airflow_broadway.plugin.pages import pipelines
+from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN
+from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.staging.disk import Disk
+from airflow_broadway.staging.run_folder import StagedRun
+from tests.unit.plugin.dags import add_runs, stored_dags
+from tests.unit.plugin.site import Site
+
+NOW = datetime.now(UTC)
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path="/tmp/orders.db", concurrency=2)
+    batchers = {"late": Batcher(engine="python")}
+
+    def handle_message(self, processor: str, message: Any, context: Any) -> Any:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+class FakeChildren:
+    """Answers for brokers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.error = ""
+        self.said: dict[str, Any] = {}
+
+    async def ask(self, *arguments: str) -> Answer:
+        self.asked.append(arguments)
+        if self.error:
+            raise ChildError(self.error)
+        references = arguments[arguments.index("--") + 1 :]
+        known = {"ready": 1234, "delayed": 0, "leased": 0, "dead": 7, "oldest_age": 90.0}
+        return Answer(
+            [{"reference": each, **known, "unknown": "", **self.said} for each in references],
+            0,
+            NOW,
+        )
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> FakeChildren:
+    fake = FakeChildren()
+    monkeypatch.setattr(pipelines, "DEPTHS", depths.Depths(fake))  # type: ignore[arg-type]
+    return fake
+
+
+class World:
+    """Dags with pipelines, their runs and reports."""
+
+    def __init__(self, site: Site, stack: ExitStack) -> None:
+        self.site = site
+        self._dags = stack.enter_context(stored_dags())
+
+    def dag(self, dag_id: str, runs: Mapping[str, str] | None = None, **given: Any) -> None:
+        dag = Orders(**given.pop("options", {})).dag(dag_id, **given)
+        self._dags(dag)
+        add_runs(dag_id, runs or {})
+
+    def report(self, dag_id: str, run_id: str, *, root: str = "", **given: Any) -> None:
+        began = (NOW - timedelta(minutes=2)).isoformat()
+        report = {
+            "totals": {"received": 60, "acked": 57, "dead_lettered": 3, "failed": 3, "lapsed": 0}
+            | {"settle_failed": 0},
+            "generations": [{"started_at": began, "received": 60, "waited": 42.0}],
+            "balanced": True,
+            "at": NOW.isoformat(),
+            **given,
+        }
+        store = open_store(root or self.site.staging.as_uri())
+        run = StagedRun(store, pipeline="Orders", dag_id=dag_id, run_id=run_id)
+        run.files.replace("report.json", json.dumps(report))
+
+    def page(self, address: str = "/broadway/", role: str = "VIEWER") -> str:
+        answer = self.site.browser(role).get(address)
+        assert answer.status_code == 200, answer.text
+        return str(answer.text)
+
+    def order(self, address: str = "/broadway/") -> list[str]:
+        """The Dags in the order of the page."""
+        return re.findall(r'target="_top">(\w+)</a></h2>', self.page(address))
+
+
+@pytest.fixture
+def world(site: Site, children: FakeChildren, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    # Other tests' Dags are none of ours.
+    with ExitStack() as stack:
+        yield World(site, stack)
+
+
+# -- who may see what ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/broadway/", "/broadway/pipelines"])
+def test_anonymous_sees_no_pipeline(world: World, path: str) -> None:
+    world.dag("secret_dag")
+
+    answer = world.site.browser().get(path)
+
+    assert answer.status_code == 401
+    assert "secret_dag" not in answer.text
+
+
+@pytest.mark.parametrize("right", ["dags", "runs"])
+def test_a_dag_that_the_user_may_not_see_is_not_there_and_not_asked_for(
+    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch, right: str
+) -> None:
+    world.dag("seen_dag", {"r1": "success"})
+    world.dag("secret_dag", {"r1": "success"})
+    manager = type(get_auth_manager())
+    if right == "dags":
+        given = manager.get_authorized_dag_ids
+        monkeypatch.setattr(
+            manager,
+            "get_authorized_dag_ids",
+            lambda self, **given_: given(self, **given_) - {"secret_dag"},
+        )
+    else:
+        allowed = manager.is_authorized_dag
+        monkeypatch.setattr(
+            manager,
+            "is_authorized_dag",
+            lambda self, *, details=None, **rest: (
+                not (rest.get("access_entity") and details and details.id == "secret_dag")
+                and allowed(self, details=details, **rest)
+            ),
+        )
+
+    for path in ("/broadway/", "/broadway/pipelines", "/broadway/?q=secret", "/broadway/?page=2"):
+        text = world.page(path)
+        assert "secret_dag" not in text.replace('value="secret"', "")
+    assert "seen_dag" in world.page()
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_shown_with_its_way_its_runs_and_its_charts(
+    world: World, children: FakeChildren
+) -> None:
+    world.dag("shop", {"r1": "success", "r2": "success", "r3": "running"})
+    world.report("shop", "r1")
+    world.report("shop", "r2", generations=[])
+
+    text = world.page()
+
+    assert "sqlite → process × 2 → late (Python) → settled" in re.sub(r"<[^>]+>", "", text)
+    assert 'href="/broadway/dags/shop/runs/r3"' in text
+    assert 'href="/dags/shop" target="_top"' in text
+    assert "at work" in text
+    assert (
+        'aria-label="Messages per minute of the last 2 runs: newest not known, lowest 30, highest'
+        ' 30, not known of 1."' in text
+    )
+    assert "<title>r1: 42 s</title>" in text
+    assert children.asked == []  # only once the page is shown
+
+
+def test_a_dag_that_never_ran_has_its_pipelines_too(world: World) -> None:
+    world.dag("unborn")
+
+    text = world.page()
+
+    assert "never ran" in text
+    assert "<svg" not in text
+
+
+def test_the_brokers_are_asked_in_one_child_once_the_page_is_shown(
+    world: World, children: FakeChildren
+) -> None:
+    world.dag("shop_a")
+    world.dag("shop_b", options={"context": {"to": "b"}})
+    assert world.page().count("unknown: the broker was not asked yet") == 2
+
+    text = world.page("/broadway/pipelines?page=1&q=")
+
+    assert "<html" not in text
+    assert text.count("1\N{NARROW NO-BREAK SPACE}234") == 2
+    assert "1 min 30 s" in text
+    assert 'href="/broadway/dags/shop_a/pipelines/Orders/dead-letters"' in text
+    [asked] = children.asked
+    assert asked[:3] == ("depth", "--timeout=15", "--")
+    assert len(asked) == 5
+    # It is remembered for the next page, and can be asked for without a script.
+    assert "was not asked yet" not in world.page()
+    assert "1\N{NARROW NO-BREAK SPACE}234" in world.page("/broadway/?ask=true")
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "shown"),
+    [
+        (
+            "`airflow-broadway depth` did not answer",
+            {},
+            "unknown: `airflow-broadway depth` did not",
+        ),
+        (
+            "",
+            {"ready": None, "dead": None, "unknown": "no module <shop>"},
+            "no module &lt;shop&gt;",
+        ),
+        ("", {"oldest_age": None}, "unknown: the broker does not say"),
+        ("", {"reference": "another"}, "unknown: the command line said what"),
+    ],
+)
+def test_what_nobody_knows_is_unknown_with_the_reason_and_never_0(
+    world: World, children: FakeChildren, error: str, said: dict[str, Any], shown: str
+) -> None:
+    world.dag("shop")
+    children.error, children.said = error, said
+
+    text = world.page("/broadway/pipelines")
+
+    assert shown in text
+    assert not re.search(r"<dt>(Waiting|Oldest|Dead)</dt><dd>(<a[^>]*>)?0", text)
+
+
+def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
+    world: World, children: FakeChildren, tmp_path: Path
+) -> None:
+    (tmp_path / "own").mkdir()
+    own = (tmp_path / "own").as_uri()
+    world.dag("own", {"r1": "success"}, staging=own)
+    world.dag("templated", {"r1": "success"}, staging="file:///{{ var.value.root }}")
+    world.report("own", "r1", root=own)
+    world.report("templated", "r1")
+
+    text = world.page("/broadway/pipelines")
+
+    assert text.count("<svg") == 4
+    assert text.count("its staging root is a template") == 2
+    assert [each[2] for each in children.asked] == [f"--staging={own}"]
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+def test_what_needs_a_look_comes_first_with_the_reason(
+    world: World, children: FakeChildren
+) -> None:
+    world.dag("a_fine", {"r1": "success"})
+    world.report("a_fine", "r1")
+    world.dag("b_idle")
+    world.dag("c_busy", {"r1": "running"})
+    world.dag("d_many_dead", {"r1": "success"})
+    totals = {"received": 5_000, "acked": 4_000, "dead_lettered": 150, "failed": 150}
+    world.report("d_many_dead", "r1", totals={**totals, "lapsed": 0, "settle_failed": 0})
+    world.dag("e_failed", {"r1": "success", "r2": "failed"})
+    world.report("e_failed", "r1")
+    world.dag("f_unbalanced", {"r1": "failed", "r2": "success"})
+    world.report("f_unbalanced", "r1", balanced=False)
+    world.report("f_unbalanced", "r2")
+
+    assert world.order() == [
+        "e_failed",
+        "f_unbalanced",
+        "d_many_dead",
+        "c_busy",
+        "a_fine",
+        "b_idle",
+    ]
+    text = world.page()
+    assert "The last run failed, and was not accounted for." in text
+    assert "The run r1 does not balance." in text
+    assert "150 messages of the last run became dead letters." in text
+
+    # And by what the brokers say, also the next time
+    children.said = {"oldest_age": 7_200.0}
+    assert "The oldest message has waited for 2.0 h." in world.page("/broadway/pipelines?q=a_fine")
+    children.said = {}
+    assert world.order().index("a_fine") < world.order().index("c_busy")
+
+
+def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World) -> None:
+    world.dag("damaged", {"r1": "running"})
+    world.dag("whole", {"r1": "success"})
+    world.report("whole", "r1")
+    run = StagedRun(
+        open_store(world.site.staging.as_uri()), pipeline="Orders", dag_id="damaged", run_id="r1"
+    )
+    lease = Orders().producer.source(_env()).lease
+    record = run.open_generation(task_id="t", map_index=0, try_number=1, lease=lease)
+    run.files.replace(f"{record.generation}/manifest.json", "nonsense")
+
+    text = world.page()
+
+    assert world.order() == ["damaged", "whole"]
+    assert "manifest.json is damaged" in text
+
+
+def _env() -> Any:
+    from airflow_broadway.core.custody.producer import ProducerEnv
+
+    return ProducerEnv(generation="0" * 32)
+
+
+def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
+    world.dag("shop")
+    world.site.staging.rmdir()
+
+    answer = world.site.browser("VIEWER").get("/broadway/")
+
+    assert "does not exist" in answer.text
+    assert "Traceback" not in answer.text
+
+
+# -- many ------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_dags_with_a_thousand_runs_each_cost_some_reads_each(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two hundred Dags, of which Airflow's database has the newest runs only for those asked for
+    declared = [
+        Declared(dag_id=f"dag_{n:03}", name="Orders", task_id="t", reference={"class": "a:B"})
+        for n in range(200)
+    ]
+    wanted: list[int] = []
+
+    def latest(dag_ids: Any, most: int) -> dict[str, list[Any]]:
+        wanted.append(len(dag_ids) * most)
+        newest = [LatestRun(f"run_{n}", "success") for n in range(1_000, 1_000 - most, -1)]
+        return dict.fromkeys(dag_ids, newest)
+
+    monkeypatch.setattr(pipelines, "declared_pipelines", lambda: declared)
+    monkeypatch.setattr(pipelines, "readable_dags", lambda _, dag_ids: set(dag_ids))
+    monkeypatch.setattr(standings, "latest_runs", latest)
+    reads, lists = counted(monkeypatch, "read"), counted(monkeypatch, "list")
+
+    text = world.page("/broadway/?page=2")
+
+    assert f"Page 2 of {200 // PER_PAGE}, 200 pipelines" in text
+    assert text.count("<article") == PER_PAGE
+    assert wanted == [200 * LOOKED, PER_PAGE * SHOWN]
+    assert len(reads) == 200 * LOOKED + PER_PAGE * (SHOWN - LOOKED)
+    assert len(lists) == 200
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """The paths for which a disk's method is called from now on."""
+    calls: list[str] = []
+    method = getattr(Disk, name)
+
+    def call(disk: Disk, path: str) -> Any:
+        calls.append(path)
+        return method(disk, path)
+
+    monkeypatch.setattr(Disk, name, call)
+    return calls
+
+
+def test_pages_and_names_that_are_nowhere_are_pages(world: World) -> None:
+    world.dag("shop")
+
+    assert world.order("/broadway/?page=99") == ["shop"]
+    assert "has “&lt;script&gt;” in its name" in world.page("/broadway/?q=<script>")
+    assert world.order("/broadway/?q=SHO") == ["shop"]
+    assert world.site.browser("VIEWER").get("/broadway/?page=x").status_code < 500
