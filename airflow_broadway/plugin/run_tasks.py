@@ -10,19 +10,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from airflow.models.dagrun import DagRun
 from airflow.models.renderedtifields import RenderedTaskInstanceFields
 from airflow.models.serialized_dag import SerializedDagModel
 from airflow.models.taskinstance import TaskInstance
+from airflow.models.xcom import XComModel
 from airflow.utils.session import create_session
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from airflow_broadway.plugin.declared import plain
 
-__all__ = ["Instance", "PipelineTasks", "RunTasks", "StageTask", "tasks_of_run"]
+__all__ = ["Instance", "Link", "PipelineTasks", "RunTasks", "StageTask", "tasks_of_run"]
 
 #: The modules of our operators, and what their tasks do.
 _KINDS: Final = {
@@ -32,7 +33,7 @@ _KINDS: Final = {
     "airflow_broadway.operators.run": "run",
     "airflow_broadway.sensors.ack": "ack",
 }
-#: Their classes: a class of a user's own, made of one of them, is known by its module alone.
+#: Their classes, where a stored Dag does not name a module.
 _CLASSES: Final = {
     "BroadwayProcessorOperator": "process",
     "BroadwayBatcherOperator": "batch",
@@ -58,6 +59,17 @@ class Instance:
     ended_at: datetime | None
 
 
+class Link(NamedTuple):
+    """What an operator's extra link leads to, such as Spark's history; known when a task has ended.
+
+    :param url: As the operator gave it: it may be no address of a page at all.
+    """
+
+    name: str
+    url: str
+    map_index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTask:
     """A task of a pipeline.
@@ -69,6 +81,7 @@ class StageTask:
     kind: str
     downstream: frozenset[str]
     instances: Sequence[Instance]
+    links: Sequence[Link] = ()
 
     @property
     def state(self) -> str:
@@ -169,6 +182,7 @@ def _pipelines(session: Session, dag_id: str, run_id: str) -> list[PipelineTasks
             kind=about["kind"],
             downstream=frozenset(about.get("downstream_task_ids", ())),
             instances=rows,
+            links=_links(session, dag_id, run_id, about),
         )
         key = json.dumps(about.get("pipeline"), sort_keys=True, default=str)
         found.setdefault(key, []).append((about, task))
@@ -190,6 +204,26 @@ def _instance(row: TaskInstance) -> Instance:
         started_at=row.start_date,
         ended_at=row.end_date,
     )
+
+
+def _links(session: Session, dag_id: str, run_id: str, about: Mapping[str, Any]) -> list[Link]:
+    """The extra links of a task: their names stand in the stored Dag, where they lead in XCom."""
+    names = {key: name for name, key in (about.get("_operator_extra_links") or {}).items()}
+    if not names:
+        return []
+    wanted = select(XComModel).where(
+        XComModel.dag_id == dag_id,
+        XComModel.run_id == run_id,
+        XComModel.task_id == about["task_id"],
+        XComModel.key.in_(names),
+    )
+    rows = session.scalars(wanted.order_by(XComModel.map_index, XComModel.key)).all()
+    found = [(row, XComModel.deserialize_value(row)) for row in rows]
+    return [
+        Link(names[row.key], value, row.map_index)
+        for row, value in found
+        if isinstance(value, str) and value
+    ]
 
 
 def _serialized(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
-from airflow_broadway.plugin.run_tasks import Instance, PipelineTasks, RunTasks, StageTask
+from airflow_broadway.plugin.run_tasks import Instance, Link, PipelineTasks, RunTasks, StageTask
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import PlainSums, Point, Run, dies
 
@@ -243,10 +244,22 @@ def test_links_lead_to_the_logs_of_tasks_in_airflow(
 ) -> None:
     run.batch(run.process())
     run.ack()
-    airflow(monkeypatch, "success", process=["success"], batch_default="success", ack="success")
+    known = airflow(monkeypatch, "success", process=["success"], batch_default="success")
+
+    [process] = known.pipelines[0].of_kind("process")
+    links = [
+        Link("Spark history", "https://history.test/app", -1),
+        Link("Evil", "javascript:alert(1)", -1),
+    ]
+    [batch] = known.pipelines[0].of_kind("batch")
+    pipeline = replace(known.pipelines[0], tasks=[process, replace(batch, links=links)])
+    monkeypatch.setattr(run_page, "tasks_of_run", lambda *_: replace(known, pipelines=[pipeline]))
 
     html = site.browser("VIEWER").get(PAGE).text
 
+    # One in the table of stages, and one at each of nine batches
+    assert html.count('href="https://history.test/app"') == 10
+    assert "javascript:" not in html
     assert 'href="/dags/sums/runs/manual__1/tasks/process/mapped/0?try_number=1"' in html
     assert 'href="/dags/sums/runs/manual__1/tasks/batch.default?try_number=1"' in html
 

@@ -11,7 +11,8 @@ from typing import Any
 from airflow.models.dag_version import DagVersion
 from airflow.models.dagrun import DagRun
 from airflow.models.taskinstance import TaskInstance
-from airflow.sdk import DAG
+from airflow.models.xcom import XComModel
+from airflow.sdk import DAG, BaseOperatorLink
 from airflow.utils.session import create_session
 from airflow.utils.state import DagRunState
 from airflow.utils.types import DagRunType
@@ -19,7 +20,7 @@ from sqlalchemy import delete, insert, select
 
 from airflow_broadway import Batcher, Broadway, Message
 from airflow_broadway.operators.run import BroadwayRunOperator
-from airflow_broadway.plugin.run_tasks import tasks_of_run
+from airflow_broadway.plugin.run_tasks import Link, tasks_of_run
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.unit.plugin.dags import stored_dags
 
@@ -41,13 +42,27 @@ class Orders(Plain):
         return messages
 
 
+class Console(BaseOperatorLink):
+    name = "The console"
+
+    def get_link(self, operator: Any, *, ti_key: Any) -> str:
+        return "https://console.test/q"
+
+
+class Nowhere(Console):
+    name = "Nowhere yet"
+
+
 #: Task → the states of its instances, each with the seconds after which it began and ended.
 States = Mapping[str, list[tuple[str | None, float | None, float | None]]]
 
 
 @contextmanager
-def known_run(dag: DAG, states: States) -> Iterator[str]:
-    """Have Airflow's database know the Dag, and a run of it whose tasks are in these states."""
+def known_run(dag: DAG, states: States, links: Mapping[str, str]) -> Iterator[str]:
+    """Have Airflow's database know the Dag, and a run of it whose tasks are in these states.
+
+    :param links: XCom key → value, of the task ``alone``.
+    """
     with stored_dags(dag) as store:
         store(dag)
         with create_session() as session:
@@ -80,6 +95,16 @@ def known_run(dag: DAG, states: States) -> Iterator[str]:
                 for index, (state, begun, ended) in enumerate(instances)
             ]
             session.execute(insert(TaskInstance), rows)
+            session.flush()
+            for key, value in links.items():
+                XComModel.set(
+                    key=key,
+                    value=value,
+                    dag_id=dag.dag_id,
+                    task_id="alone",
+                    run_id="manual__1",
+                    session=session,
+                )
         try:
             yield "manual__1"
         finally:
@@ -92,7 +117,8 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
     # Given two pipelines in one Dag, and a task of somebody else
     with DAG("two_pipelines", schedule=None) as dag:
         Orders().task_group("orders", staging="file:///own")
-        BroadwayRunOperator(task_id="alone", pipeline=Plain(name="Others"))
+        alone_task = BroadwayRunOperator(task_id="alone", pipeline=Plain(name="Others"))
+        alone_task.operator_extra_links = (Console(), Nowhere())
     states: States = {
         "orders.process": [("success", 0, 4), ("running", 1, None)],
         "orders.batch.big": [("success", 5, 6)],
@@ -102,7 +128,7 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
         "alone": [("success", 0, 2.5)],
     }
 
-    with known_run(dag, states) as run_id:
+    with known_run(dag, states, {"_link_Console": "https://console.test/q"}) as run_id:
         known = tasks_of_run("two_pipelines", run_id)
 
     assert known.going_on
@@ -126,6 +152,7 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
         "success",
         2.5,
     )
+    assert list(alone.links) == [Link("The console", "https://console.test/q", -1)]
 
 
 def test_a_run_that_airflow_does_not_know_has_none() -> None:
