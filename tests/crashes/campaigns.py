@@ -43,6 +43,7 @@ SHARES = {
     "rabbitmq staged": 0.0015,
     "sqlite by operators": 0.003,
     "sqlite on s3": 0.0008,
+    "sqlite past run": 0.003,
     "sqs": 0.0015,
     "sqs fifo": 0.0015,
 }
@@ -65,7 +66,16 @@ class Plan(NamedTuple):
 def pipelines_of(broker: str) -> list[str]:
     """The pipelines that are struck over a broker: those on Spark, which never see it, over one."""
     spark = broker in ("sqlite", "sqlite by operators")
-    return [name for name, each in PIPELINES.items() if spark or not uses_spark(each)]
+    batches = broker == "sqlite past run"  # a past run is its batches
+    return [
+        name
+        for name, each in PIPELINES.items()
+        if (spark or not uses_spark(each)) and not (batches and _has_no_batches(each))
+    ]
+
+
+def _has_no_batches(pipeline: type[Struck]) -> bool:
+    return pipeline.unstaged or not pipeline.batchers
 
 
 #: Over the embedded queue: shares and pairs.  A point has some twenty cases, so at 0.06 each is

@@ -33,6 +33,14 @@ def _by_operators() -> Iterator[MakeSubject]:
 
 
 @contextmanager
+def _past_runs() -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_past import over_past_runs
+
+    with over_past_runs() as make:
+        yield make
+
+
+@contextmanager
 def _rabbitmq(custody: str) -> Iterator[MakeSubject]:
     from tests.crashes.subjects_rabbitmq import rabbit  # it needs a client that others do not
 
@@ -67,6 +75,7 @@ def _kafka(*, order: str) -> Iterator[MakeSubject]:
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "sqlite by operators": _by_operators,
+    "sqlite past run": _past_runs,
     "rabbitmq": partial(_rabbitmq, "broker"),
     "rabbitmq staged": partial(_rabbitmq, "staged"),
     "sqlite on s3": _on_s3,

@@ -37,7 +37,7 @@ from airflow_broadway.testing.crashes.spark import (
 from airflow_broadway.testing.crashes.subject import FOLDER, Subject
 from airflow_broadway.testing.crashes.tasks import Attempt
 
-__all__ = ["Ended", "Execution", "Run", "Scheduler"]
+__all__ = ["Ended", "Execution", "Run", "Scheduler", "number_ids"]
 
 #: Seconds that one execution may take.
 PATIENCE = 120.0
@@ -230,23 +230,23 @@ class Scheduler:
         """Execute a task, and end this process."""
         status = 1
         try:
-            driver, arguments = None, None
+            driver, arguments, ahead = None, None, self.ahead
             if task == "spark":
                 driver = Driver(self._drivers)
                 if driver.pid == 0:
-                    arguments = driver.arguments()
+                    arguments, ahead = driver.arguments()
                     name, task = _driver_of(name), "driver"
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.write(2, f"-- {name}\n".encode())
-            interceptor = Interceptor(name, self._strikes, ahead=self.ahead)
+            interceptor = Interceptor(name, self._strikes, ahead=ahead)
             tell = _Teller(self._place(name), interceptor)
             interceptor.on_strike = tell.tell
             clock = _MovedClock(interceptor)
             interceptor.pass_time = clock.pass_time
             interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
-            _number_ids(name, salt=self._subject.folder.name)
+            number_ids(name, salt=self._subject.folder.name)
             os.chdir(self._subject.work)
             os.environ[FOLDER] = str(self._subject.work)
             for boundary in self._subject.boundaries():
@@ -344,7 +344,7 @@ class _MovedClock:
         self.pass_time(ahead - self._interceptor.ahead)
 
 
-def _number_ids(execution: str, salt: str) -> None:
+def number_ids(execution: str, salt: str) -> None:
     """Make the ids of this execution the same ones, in the same order, whenever it runs.
 
     :param salt: What tells them from those of other cases at the same broker.

@@ -150,18 +150,20 @@ class Driver:
             os.close(self._write)
             os.write(handle, f"{os.getpid()}\n".encode())
 
-    def arguments(self) -> list[str]:
-        """In the driver: wait for the application's arguments; ends this process if none come."""
+    def arguments(self) -> tuple[list[str], float]:
+        """In the driver: wait for the application's arguments, and by how much clocks are ahead by
+        then; ends this process if none come.
+        """
         with os.fdopen(self._read, "rb") as told:
             text = told.read()
         if not text:
             os._exit(0)
-        arguments: list[str] = json.loads(text)
-        return arguments
+        arguments, ahead = json.loads(text)
+        return arguments, ahead
 
-    def begin(self, arguments: list[str]) -> None:
-        """Tell the driver to begin."""
-        os.write(self._write, json.dumps(arguments).encode())
+    def begin(self, arguments: list[str], ahead: float) -> None:
+        """Tell the driver to begin, and what its clock says."""
+        os.write(self._write, json.dumps([arguments, ahead]).encode())
         os.close(self._write)
 
     def end(self, interceptor: Interceptor) -> str:
@@ -293,7 +295,9 @@ class SparkTask:
         return self._run_driver(job.arguments_of(self._run.spark_uri(), *made))
 
     def _run_driver(self, arguments: list[str]) -> str:
-        begin: Callable[[], None] = lambda: self._driver.begin(arguments)  # noqa: E731
+        begin: Callable[[], None] = lambda: self._driver.begin(  # noqa: E731
+            arguments, self._interceptor.ahead
+        )
 
         def do() -> str:
             begin()

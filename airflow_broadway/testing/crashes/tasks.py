@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.ports import Ports, Task
@@ -72,11 +73,19 @@ class Attempt:
         return [each for task, each in self.returned.items() if task.startswith(kind)]
 
 
-def execute(pipeline: Pipeline, staging: str, attempt: Attempt, *, hold_failed: float) -> Any:
+def execute(
+    pipeline: Pipeline,
+    staging: str,
+    attempt: Attempt,
+    *,
+    hold_failed: float,
+    source: RunSource | None = None,
+) -> Any:
     """Do what a task does; returns its reference.  ``None`` from the sensor: it is to look again.
 
     :param staging: URI of the staging root.
     :param hold_failed: Seconds for which the sensor holds what failed tasks received.
+    :param source: Of the run's messages; the live queue unless given.
     :raises BroadwayError: If it fails.
     """
     run = StagedRun(Store.open(staging), pipeline=pipeline.name, dag_id=DAG, run_id=attempt.run_id)
@@ -91,7 +100,8 @@ def execute(pipeline: Pipeline, staging: str, attempt: Attempt, *, hold_failed: 
     budget = Budget(max_seconds=60.0)
     about = run, pipeline, task, ports
     if attempt.task_id == "process":
-        return ProcessTask(*about, index=attempt.index, budget=budget).run().reference
+        process = ProcessTask(*about, index=attempt.index, budget=budget, source=source)
+        return process.run().reference
     if attempt.task_id == "run":
         return UnstagedTask(*about, budget=budget).run().reference
     if attempt.task_id in ("look", "ack"):

@@ -1,0 +1,110 @@
+"""The embedded queue once more, but a run handles the batches of a past run again.
+
+What is sent goes through a live run at once, in a process that nobody strikes.  The runs that are
+struck, and those that recover, have that one for their source until each of its batches was handled
+again; later ones have the live queue, which is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway import Broadway, RetryPolicy
+from airflow_broadway.core.model.run_source import RUN, RunSource
+from airflow_broadway.testing.crashes import Embedded
+from airflow_broadway.testing.crashes.callbacks import witnessed
+from airflow_broadway.testing.crashes.forked import forked
+from airflow_broadway.testing.crashes.interceptor import Interceptor
+from airflow_broadway.testing.crashes.scheduler import number_ids
+from airflow_broadway.testing.crashes.tasks import Attempt, execute
+from tests.crashes.subjects import MakeSubject
+
+__all__ = ["over_past_runs"]
+
+#: Runs that look after what the others leave, and handle nothing.
+_LIVE = ("past", "after", "look", "last")
+
+
+@contextmanager
+def over_past_runs() -> Iterator[MakeSubject]:
+    """What makes subjects whose runs have a past run for their source."""
+    yield _PastRuns
+
+
+class _PastRuns(Embedded):
+    """A pipeline over the batches of past runs."""
+
+    kind = "sqlite past run"
+
+    def __init__(self, pipeline: type[Broadway], folder: Path) -> None:
+        super().__init__(pipeline, folder)
+        #: The messages of each past run.
+        self._past: dict[str, list[str]] = {}
+
+    def overrides(self) -> Mapping[str, Any]:
+        made = super().overrides()
+        # What fails in a past run is dead: else it would come again in the live queue.
+        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
+        return {**made, "producer": once}
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        ids = super().send(bodies)
+        name = f"past-{len(self._past)}"
+        forked(lambda: self._live(name), self.work, self.folder / "log.txt", name)
+        self._past[name] = ids
+        return ids
+
+    def _live(self, name: str) -> None:
+        """A live run, from its first task to its last."""
+        number_ids(name, salt=self.folder.name)
+        pipeline = self.pipeline(**self.overrides())
+        processes = [f"process!{each}" for each in range(pipeline.producer.concurrency)]
+        tasks = [*processes, *(f"batch.{each}" for each in pipeline.batchers), "ack"]
+        returned: dict[str, Any] = {}
+        for task in tasks:
+            attempt = Attempt(
+                run_id=name,
+                task=task,
+                try_number=1,
+                tasks=tasks,
+                failed=(),
+                returned=dict(returned),
+                over={},
+                interceptor=Interceptor(f"{name}/{task}/1"),
+                driver=None,
+            )
+            returned[task] = execute(pipeline, self.staging, attempt, hold_failed=0.0)
+
+    def execute(self, attempt: Attempt) -> Any:
+        pipeline = self.pipeline(**self.overrides())
+        source = self._source(attempt.run_id)
+        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed, source=source)
+
+    def _source(self, run_id: str) -> RunSource:
+        """The first past run of which something was not handled again; the same in each try."""
+        if run_id.startswith(_LIVE):
+            return RunSource()
+        noted = self.folder / f"source-{run_id}"
+        with suppress(FileExistsError), noted.open("x") as file:
+            left = self._not_again()
+            file.write(next((name for name, ids in self._past.items() if left & {*ids}), ""))
+        past = noted.read_text()
+        return RunSource(kind=RUN, run_id=past) if past else RunSource()
+
+    def _not_again(self) -> set[str]:
+        """The messages that were in a batch of a past run, and were not handled again."""
+        done = {
+            key
+            for call in witnessed(self.witness)
+            if call.stage == "handle_batch"
+            for key in call.succeeded or ()
+        }
+        dead = {letter.message_id for letter in self.letters()}
+        return {key for ids in self._past.values() for key in ids} - done - dead
+
+    def waiting(self) -> int:
+        return super().waiting() + len(self._not_again())
