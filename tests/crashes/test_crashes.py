@@ -87,6 +87,16 @@ FOUND = {
         "one/process/1 replace staging/NoBatchers/kafka/<1>/<5>/lease.json #1:"
         " asleep after [lapse]",
     ),
+    "who finds nothing left at Kafka when it wakes has nothing settled": (
+        "kafka key",
+        "one task",
+        "one/run/1 create staging/.tmp- #1: asleep before [lapse]",
+    ),
+    "what was settled at once at Kafka before a lapse": (
+        "kafka key",
+        "at once",
+        "one/look/1 write staging/AtOnce/kafka/<2>/<3>/.tmp- #1: killed before [lapse]",
+    ),
     "two settlers at Kafka are about to send the same letters": (
         "kafka key",
         "two batchers",

@@ -417,7 +417,9 @@ class KafkaSource:
         self._closed = True
         try:
             self.stop()
-            if self._holds:
+            if self._holds and any(reader.claimed for reader in self._readers.values()):
                 self._generation.close()
+            elif self._holds:  # others were faster, and nobody is asked to settle nothing
+                self._generation.forget_soon()
         finally:
             self._cluster.close()
