@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import urllib.parse
+
 import pytest
 
 from tests.browser.chromium import Chromium
+from tests.browser.messages import HOSTILE, ID
 from tests.browser.site import Run, Site
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 #: Each page, below the run's own or as it is.
-PAGES = ("{run}",)
+PAGES = (
+    "{run}",
+    "{run}?sort=key&desc=1",
+    "{run}/message?q=" + urllib.parse.quote(f"{ID}-2"),
+    "{run}/message?q=" + urllib.parse.quote(HOSTILE[0]),
+    "/broadway/?ask=true",
+    "/broadway/?q=" + urllib.parse.quote(HOSTILE[1]),
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

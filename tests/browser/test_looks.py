@@ -7,21 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import PHONE, Chromium
+from tests.browser.chromium import Chromium
 from tests.browser.looks import complaints_of_looks, not_reached_by_tab, too_wide_on_a_phone
+from tests.browser.messages import ID
 from tests.browser.site import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 #: Each page, by the name of its pictures.
-PAGES = {"run": "{run}"}
+PAGES = {
+    "run": "{demo}",
+    "letters": "{letters}",
+    "message": "{letters}/message?q={id}-3",
+    "pipelines": "/broadway/?ask=true",
+}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_can_be_read_and_used_by_everyone(
-    as_admin: Chromium, letters: Run, screens: Path, name: str
+    as_admin: Chromium, demo: Run, letters: Run, screens: Path, name: str
 ) -> None:
-    as_admin.open(PAGES[name].format(run=letters.page))
+    # It shows all it has: what is asked of brokers, too.
+    path = PAGES[name].format(demo=demo.page, letters=letters.page, id=urllib.parse.quote(ID))
+    as_admin.open(path)
 
     complaints = []
     for scheme in ("light", "dark"):
@@ -31,7 +39,6 @@ def test_a_page_can_be_read_and_used_by_everyone(
     complaints += not_reached_by_tab(as_admin)
     complaints += too_wide_on_a_phone(as_admin)
     as_admin.picture(screens / f"{name}-phone.png", whole=True)
-    as_admin.size(PHONE)
 
     assert complaints == []
 

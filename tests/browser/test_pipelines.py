@@ -1,0 +1,33 @@
+"""The pipelines' page, from the navigation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.chromium import Chromium
+from tests.browser.site import Run
+
+pytestmark = [pytest.mark.browser, pytest.mark.airflow]
+
+
+def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(
+    as_admin: Chromium, letters: Run, secret: Run
+) -> None:
+    # When an administrator clicks the entry in the navigation
+    as_admin.open("/")
+    as_admin.button("Browse").click()
+    as_admin.link("Broadway", within="[role=menu]").click()
+    as_admin.enter_frame("broadway/")
+
+    # Then each pipeline is there, with what waits for it
+    for dag_id in ("letters", "secret", "flights"):
+        as_admin.wait_text(dag_id, "#pipelines", timeout=60)
+
+
+def test_a_viewers_pipelines_are_those_of_dags_that_they_may_read(
+    as_viewer: Chromium, letters: Run, secret: Run
+) -> None:
+    as_viewer.open("/broadway/")
+
+    as_viewer.wait_text("letters", "#pipelines", timeout=60)
+    assert "secret" not in as_viewer.driver.page_source
