@@ -27,11 +27,10 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.text import many, table
+from airflow_broadway.runs.view.payload import hex_lines
 
 __all__ = ["dead_letters"]
 
-#: Bytes in a line of ``--as hex``.
-_HEX_BYTES = 16
 #: Bytes of a payload that people are shown unless they ask for more.
 _BYTES = 2_000
 #: Characters of a reason by which letters are counted together, as in a run's report.
@@ -251,10 +250,7 @@ def _shown(letter: DeadLetter, given: argparse.Namespace) -> list[str]:
 
 def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
     if form == "hex":
-        return [
-            f"{at:08x}  {body[at : at + _HEX_BYTES].hex(' ')}"
-            for at in range(0, len(body), _HEX_BYTES)
-        ]
+        return hex_lines(body)
     if form == "json":
         try:
             text = json.dumps(json.loads(whole), indent=2, ensure_ascii=False)

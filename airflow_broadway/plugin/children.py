@@ -123,30 +123,32 @@ class Children:
             if known.is_old(now) or len(self._known) >= MOST_KEPT:
                 del self._known[arguments]
 
-    async def change(self, *arguments: str) -> Answer:
+    async def change(self, *arguments: str, timeout: float | None = None) -> Answer:
         """Run a command that changes something: each time anew; what was known is asked anew, too.
 
+        :param timeout: Seconds in which it must be done; those of any command unless given.
         :raises ChildError: If it says nothing, or not in time; it may have done a part.
         """
 
         async def run() -> Answer:
             try:
-                return await self._run(arguments)
+                return await self._run(arguments, timeout)
             finally:
                 self._known.clear()
 
         # One who gives up does not stop it in the middle.
         return await asyncio.shield(run())
 
-    async def _run(self, arguments: tuple[str, ...]) -> Answer:
+    async def _run(self, arguments: tuple[str, ...], timeout: float | None = None) -> Answer:
         command = f"airflow-broadway {arguments[0]}"
+        timeout = self._timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout):
                 async with self._slots:
-                    code, out, err = await self._spawned((*arguments, "--json"), command)
+                    code, out, err = await self._spawned((*arguments, "--json"), command, timeout)
         except TimeoutError:
             raise ChildError(
-                f"`{command}` did not answer within {self._timeout:g} s: its broker, or the"
+                f"`{command}` did not answer within {timeout:g} s: its broker, or the"
                 " pipeline's module, keeps it waiting"
             ) from None
         if code not in (0, 1):
@@ -157,14 +159,16 @@ class Children:
             # A traceback ends a program with 1 as well.
             raise ChildError(_why(command, code, err)) from None
 
-    async def _spawned(self, arguments: Sequence[str], command: str) -> tuple[int, bytes, bytes]:
+    async def _spawned(
+        self, arguments: Sequence[str], command: str, timeout: float
+    ) -> tuple[int, bytes, bytes]:
         """Its exit code, and what it printed.  It runs in a process group of its own, which is
         ended if this is cancelled, or too much printed.
         """
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._program,
-                str(int(self._timeout + self._grace) + 1),
+                str(int(timeout + self._grace) + 1),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

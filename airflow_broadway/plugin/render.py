@@ -10,7 +10,8 @@ besides the facts given:
 ``now``         the instant at which the page is made
 
 Filters: ``instant`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a part of
-a path), ``web`` (a link, if it is of http).  Everything is escaped; there is no ``|safe``.
+a path), ``web`` (a link, if it is of http), ``oneline`` (anybody's text).  Everything is escaped;
+there is no ``|safe``.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _environment() -> Environment:
         web=web,
         shorten=shorten,
         sentence=sentence,
+        oneline=oneline,
     )
     return made
 
@@ -156,6 +158,11 @@ def seconds(value: float | None) -> str:
         if whole >= length:
             return f"{whole // length} {name} {whole % length // part} {smaller}"
     return f"{whole} s"
+
+
+def oneline(value: str) -> str:
+    """Anybody's text on one line, with whatever is not to be seen in it as an escape."""
+    return printable(value)
 
 
 def path_part(value: str) -> str:

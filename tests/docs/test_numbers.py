@@ -13,6 +13,7 @@ from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.plugin import children, depths, standings
+from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
@@ -46,6 +47,11 @@ MIB = 1024 * 1024
         ("ui.md", "in that order for {} minutes", {600.0: "ten"}[depths.REMEMBERED]),
         ("ui.md", "for at most {:g} s each", children.TIMEOUT),
         ("ui.md", "the same within {:g} s", children.KEEP),
+        ("ui.md", "{} on a page", dead_letters.PAGE),
+        ("ui.md", "At most {:g} s are spent on looking", dead_letters.LOOK_SECONDS),
+        ("ui.md", "Moving has {:g} s", dead_letters.MOVE_SECONDS),
+        ("ui.md", "cut after {} KiB", dead_letters.MOST_SHOWN // 1024),
+        ("ui.md", "in digits after {} KiB", dead_letters.MOST_SHOWN // 4096),
         ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
         ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),

@@ -84,6 +84,18 @@
     window.setTimeout(() => follow(part), pause);
   };
 
+  // A box that marks all others of a name.
+  const serveMarkers = (part) => {
+    for (const marker of part.querySelectorAll("input[data-marks]")) {
+      marker.hidden = false;
+      marker.addEventListener("change", () => {
+        for (const box of marker.form.querySelectorAll('input[type="checkbox"]')) {
+          if (box.name === marker.dataset.marks) box.checked = marker.checked;
+        }
+      });
+    }
+  };
+
   // Airflow's frame lets no page of ours lead it elsewhere, but Airflow's own page may.
   const leaveFrame = (event) => {
     const link = event.target.closest("a[target='_top']");
@@ -103,6 +115,7 @@
   document.addEventListener("click", leaveFrame);
   document.addEventListener("DOMContentLoaded", () => {
     tellLocalTimes(document);
+    serveMarkers(document);
     for (const part of document.querySelectorAll("[data-live]")) {
       window.setTimeout(() => follow(part), "now" in part.dataset ? 0 : PAUSE);
     }

@@ -25,7 +25,7 @@ __all__ = ["Browser", "Site", "mounted"]
 class Browser(TestClient):
     """A user's browser: it keeps cookies, and says where a request comes from."""
 
-    def form(self, page: str, to: str, **fields: str) -> Any:
+    def form(self, page: str, to: str, **fields: str | list[str]) -> Any:
         """Send a form as the page at ``page`` has it, with its token."""
         text = self.get(page).text
         token = text.split(f'name="{CSRF_FIELD}" value="', 1)[1].split('"', 1)[0]
