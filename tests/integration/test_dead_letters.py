@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pika
 import pytest
 
-from airflow_broadway.core.custody.dead_letters import Choice
+from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
+from tests.cli_runs import ran
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import MockKafka
 from tests.rabbitmq_place import Place
@@ -19,6 +20,15 @@ from tests.rabbitmq_place import Place
 pytestmark = pytest.mark.broker
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
+
+
+def listed(
+    letters: DeadLetters, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """The second letter, and how many there are of each reason, as the page asks for them."""
+    patch.setattr("airflow_broadway.cli.dead_letters._opened", lambda given: nullcontext(letters))
+    words = ["--by-reason", "--seconds=60", "--limit=1", "--offset=1", "--json"]
+    return ran(capsys, "dead-letters", "list", "--pipeline=its.own:Pipeline", *words).json
 
 
 # -- RabbitMQ --------------------------------------------------------------------------------------
@@ -110,6 +120,22 @@ def test_an_exchange_of_dead_letters_does_not_say_where_they_are(place: Place) -
         assert letters.place == f"queue {place.name!r}"
 
 
+def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
+
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        found = listed(letters, monkeypatch, capsys)
+        assert letters.count() == 3
+
+    assert (found["total"], found["matching"], found["whole"]) == (3, 3, True)
+    assert found["reasons"] == [{"count": 3, "stage": "process", "reason": "ValueError: why"}]
+    assert len(found["letters"]) == 1
+
+
 # -- Kafka -----------------------------------------------------------------------------------------
 
 
@@ -143,6 +169,22 @@ def test_kafka_sends_back_to_the_partition_with_key_and_headers(
         ["broadway.requeued", letter.message_id],
     ]
     assert (again.redelivered, again.attempt) == (True, 1)
+
+
+def test_kafkas_letters_are_counted_and_shown_in_pages(
+    kafka_mock: MockKafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    group = KafkaGroup(kafka_mock, tmp_path, order="none")
+    died(group, partition=0)
+
+    with closing(group.producer().dead_letters(group.env("letters"))) as letters:
+        found = listed(letters, monkeypatch, capsys)
+
+    assert (found["total"], found["matching"], found["whole"]) == (1, 1, True)
+    assert (found["reasons"][0]["count"], found["letters"]) == (1, [])
 
 
 def test_without_staging_nobody_would_know_what_was_sent_back(

@@ -240,7 +240,7 @@ async def _act(
         return page(request, "dead_letters_confirm.html", found=found, most=MOST_NAMED, **facts)
     which = [f"--message-id={each}" for each in ids] or chosen.arguments() or ["--all"]
     command = await _command(dag_id, pipeline, action)
-    about = {"pipeline": pipeline, **dict([("ids", ids)] if ids else chosen.items())}
+    about = {"pipeline": pipeline} | ({"ids": ids} if ids else dict(chosen.items()))
     try:
         answer = await CHILDREN.change(*command, *which, timeout=MOVE_SECONDS)
     except ChildError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
 from airflow.models.log import Log
 from airflow.sdk import DAG
 from airflow.utils.session import create_session
@@ -16,6 +18,7 @@ from sqlalchemy import delete, select
 
 from airflow_broadway import Broadway
 from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.plugin.access import BROWSER_COOKIE, CSRF_FIELD, make_token
 from airflow_broadway.plugin.children import Answer, ChildError
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -237,7 +240,7 @@ def test_a_payload_is_for_who_may_edit_and_does_nothing(site: Site, command: Com
     assert "--message-id=m-1" in command.last
     assert EVIL not in text
     assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;") == 2
-    assert '<strong aria-current="true">json</strong>' in text
+    assert '<strong aria-current="true">JSON</strong>' in text
 
 
 def test_a_payload_of_bytes_is_shown_in_the_form_that_is_asked_for(
@@ -341,11 +344,20 @@ def test_a_viewer_moves_nothing_and_neither_does_a_forged_request(
     site: Site, command: Command, action: str
 ) -> None:
     fields = {"chosen": "m-1", "scope": "marked", "confirmed": "yes"}
+    command.answers[action] = {}
 
-    for browser in (site.browser("VIEWER"), site.browser("USER")):
-        assert browser.post(f"{PAGE}/{action}", data=fields).status_code == 403
+    # A viewer who has a token of his own all the same
+    viewer = site.browser("VIEWER")
+    viewer.cookies.set(BROWSER_COOKIE, "b")
+    user = SimpleAuthManagerUser(username="viewer", role="VIEWER")
+    token = make_token(user, "b", int(time.time()))
+    for asked in (fields, fields | {"confirmed": ""}):
+        answer = viewer.post(f"{PAGE}/{action}", data={**asked, CSRF_FIELD: token})
+        assert answer.status_code == 403
+    # Somebody who may edit, led here by another page
+    assert site.browser("USER").post(f"{PAGE}/{action}", data=fields).status_code == 403
     assert site.browser().post(f"{PAGE}/{action}", data=fields).status_code == 401
-    assert command.changed == []
+    assert (command.asked, command.changed) == ([], [])
 
 
 def test_a_command_that_does_not_end_is_said_and_what_may_have_been_done(
@@ -357,6 +369,9 @@ def test_a_command_that_does_not_end_is_said_and_what_may_have_been_done(
 
     assert answer.status_code == 503
     assert "Some letters may have been moved" in answer.text
+    with create_session() as session:
+        [entry] = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
+        assert "did not answer" in json.loads(entry.extra or "")["error"]
 
 
 def test_who_did_what_stands_in_airflows_audit_log(user: Browser, command: Command) -> None:
