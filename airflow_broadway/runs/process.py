@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
+from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import settle_at_once
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -91,6 +92,7 @@ class Process:
         """
         self._stop.request(reason)
 
+    @rare_collections()
     def run(self) -> dict[str, Any]:
         """Do it all; returns the reference that later tasks get.
 
@@ -254,6 +256,7 @@ class Process:
             clock=self._clock,
             limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
             demand=demand_of(self._pipeline),
+            most=producer.most_at_once,
             transformer=producer.transformer,
             accept=accept,
             stop=self._stop.reason,

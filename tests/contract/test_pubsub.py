@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from airflow_broadway.testing.contract import CustodyContract
+from airflow_broadway.producers.pubsub.letters import HIDDEN_SECONDS
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
 from airflow_broadway.testing.harness import Harness
 from tests.contract.pubsub_harness import PubSubHarness
 from tests.contract.sqs_harness import SharedClock
@@ -27,7 +28,7 @@ def harness_of(
 ) -> PubSubHarness:
     topic, dead = server.topic(), server.topic()
     subscription = server.subscription(topic, enable_message_ordering=keyed, **settings)
-    server.subscription(dead)
+    server.subscription(dead, dead.rpartition("/")[2])
     staging = f"file://{folder}/staging"
     return PubSubHarness(server.host, clock, topic, subscription, dead, staging, keyed, lease)
 
@@ -55,6 +56,34 @@ class OnStub(PubSubContract):
 
 class TestStub(OnStub):
     """At least once; what is acknowledged too late changes nothing."""
+
+
+class TestDeadLetters(DeadLettersContract):
+    #: Pub/Sub gives each message that is published an id of its own.
+    keeps_id: ClassVar[bool] = False
+    hidden_seconds: ClassVar[float] = HIDDEN_SECONDS + 1.0
+
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> Iterator[PubSubHarness]:
+        clock = str(tmp_path / "clock")
+        with StubServer(SharedClock(clock)) as server:
+            yield harness_of(server, tmp_path, clock)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_a_letter_says_what_it_was_and_why_it_died",
+        "test_who_only_looks_leaves_all_in_place",
+        "test_what_is_sent_back_comes_as_it_was_on_its_first_attempt",
+        "test_only_those_that_are_chosen_are_sent_back",
+    ],
+)
+def test_the_emulator_passes_the_heart_of_the_dead_letters_contract(
+    name: str, tmp_path: Path
+) -> None:
+    harness: Harness = harness_of(wanted_emulator(), tmp_path, lease=10.0)
+    getattr(TestDeadLetters(), name)(harness)
 
 
 @pytest.mark.slow

@@ -9,11 +9,13 @@ import pytest
 from airflow_broadway.adapters import task
 from airflow_broadway.cli import queue as queues
 from airflow_broadway.cli import runs as cli_staged
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats import layout
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.plugin import children, depths, standings
 from airflow_broadway.plugin.pages import dead_letters
+from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
@@ -54,6 +56,8 @@ MIB = 1024 * 1024
         ("ui.md", "in digits after {} KiB", dead_letters.MOST_SHOWN // 4096),
         ("concepts.md", "it is {:g} s at most", task.MAX_SHUTDOWN),
         ("concepts.md", "at most {:,} messages unless", intake._MAX_DEMAND),
+        ("concepts.md", "at most {:,} small ones of Pub/Sub", PubSubProducer.most_at_once),
+        ("producers.md", "at most {:,} messages at a time", Producer.most_at_once),
         ("operators.md", "but within {:g} seconds", task.MAX_SHUTDOWN),
         ("operators.md", "(a quarter of the lease, at most {:g})", ack.MAX_POKE_INTERVAL),
         ("operators.md", "Keep that at {:g} or more", ack.MIN_RESCHEDULE_INTERVAL),

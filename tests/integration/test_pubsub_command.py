@@ -11,6 +11,7 @@ import pytest
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.cli_runs import Ran, ran
@@ -55,10 +56,15 @@ class Told:
         return Generation(PubSubProducer(**self.options), env)
 
     def ran(self, action: str, *arguments: str, **options: Any) -> Ran:
+        return ran(self.capsys, "pubsub", action, *self._about(**options), *arguments)
+
+    def letters(self, action: str, *arguments: str) -> Ran:
+        return ran(self.capsys, "dead-letters", action, *self._about(), *arguments)
+
+    def _about(self, **options: Any) -> tuple[str, ...]:
         producer = {**self.options, **options}
         reference = {"class": f"{__name__}:Subscribed", "options": {"producer": producer}}
-        about = ("--pipeline", json.dumps(reference), "--staging", f"file://{self.root}")
-        return ran(self.capsys, "pubsub", action, *about, *arguments)
+        return ("--pipeline", json.dumps(reference), "--staging", f"file://{self.root}")
 
     def seek(self, *where: str) -> Ran:
         return self.ran("seek", "--subscription", self.name.split("/")[-1], *where)
@@ -151,3 +157,33 @@ def test_what_cannot_be_is_said_and_changes_nothing(
     assert "has the template" in template.err
     gone = told.ran("check", subscription="projects/broadway-tests/subscriptions/gone")
     assert (gone.code, "there is no subscription" in gone.err) == (2, True)
+
+
+def test_dead_letters_are_listed_shown_sent_back_and_deleted(
+    pubsub: PubSubServer, tmp_path: Path, capsys: Capsys
+) -> None:
+    told = Told(pubsub, tmp_path, capsys)
+    dead = pubsub.topic()
+    pubsub.subscription(dead, dead.rpartition("/")[2])
+    told.options["dead_letter"] = dead
+    pubsub.publish(told.topic, [b"a", b"b"])
+    run = told.generation("g")
+    messages = run.take()
+    verdict = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
+    assert run.settle(messages, {"a": verdict, "b": verdict}).dead_lettered == 2
+    run.close()
+    one, two = (message.message_id for message in messages)
+
+    listed = told.letters("list", "--json")
+    assert {each["message_id"] for each in json.loads(listed.out)} == {one, two}
+    shown = told.letters("show", one)
+    assert (shown.code, "ValueError: why" in shown.out) == (0, True)
+    sent = told.letters("requeue", "--message-id", one)
+    assert (sent.code, "Sent 1 dead letter back" in sent.out) == (0, True)
+    gone = told.letters("delete", "--all")
+    assert (gone.code, "Deleted 1 dead letter of" in gone.out) == (0, True)
+
+    assert "No dead letters in subscription" in told.letters("list").out
+    [again] = told.generation("h").take()
+    assert (again.redelivered, again.attempt) == (True, 1)
+    assert again.metadata["attributes"] == {"broadway_requeued": one}

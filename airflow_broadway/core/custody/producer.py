@@ -121,6 +121,8 @@ class Producer(Options):
     backfills: ClassVar[bool] = False
     #: Where in a message's metadata stands when the broker took it; empty where it does not say.
     sent_at: ClassVar[tuple[str, ...]] = ()
+    #: Messages that a run asks a source for at once, at most, unless its processors take more.
+    most_at_once: ClassVar[int] = 1000
     #: Whether a lease may be renewed; a fixed bound otherwise.
     renews: ClassVar[bool] = True
     #: Whether :meth:`depth` may know the age of the oldest message.

@@ -283,6 +283,7 @@ class LocalRun:
             clock=self._env.clock,
             limiter=self._limiter,
             demand=demand_of(self._pipeline),
+            most=producer.most_at_once,
             transformer=producer.transformer,
             accept=accept,
             next_timeout=engine.next_timeout,

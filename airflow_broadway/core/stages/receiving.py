@@ -38,8 +38,10 @@ _CLOCK_SKEW = 3600.0
 _SECONDS_PER_RECEIVE = 0.5
 #: ... for at most so many times as many as the one before it, ...
 _MAX_GROWTH = 4
-#: ... and for at most so many, unless the processors can take more at once.
+#: ... and for at most so many, unless the processors can take more at once, ...
 _MAX_DEMAND = 1000
+#: ... or its producer wants more: then for at most so many bytes, by the size of the last ones.
+_MAX_DEMAND_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,7 @@ class Receiving:
     not.  Hands out ``demand`` messages at a time: what a stop finds not handed out goes back.
 
     :param demand: Messages that all processors together can take.
+    :param most: Messages to ask for at once, at most, where they are handled fast and are small.
     :param accept: Called with secured messages before they are transformed; returns what goes on.
     :param next_timeout: Asked before each wait: seconds until a dispatch is wanted, be it an empty
         one; ``None``: no bound.
@@ -163,6 +166,7 @@ class Receiving:
         clock: Clock,
         limiter: RateLimiter,
         demand: int,
+        most: int = _MAX_DEMAND,
         transformer: Callable[[Any], Message] | None = None,
         accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
         next_timeout: Callable[[], float | None] = lambda: None,
@@ -174,6 +178,7 @@ class Receiving:
         self._clock = clock
         self._limiter = limiter
         self._portion = self._demand = demand
+        self._most = most
         self._transformer = transformer
         self._accept = accept
         self._next_timeout = next_timeout
@@ -244,6 +249,7 @@ class Receiving:
             if quiet_since is None:
                 quiet_since = now
             quiet = budget.idle_seconds if self.received else budget.wait_seconds
+            size = self.received_bytes
             messages = self._receive(granted, self._timeout(now, quiet_since + quiet - now))
             if messages:
                 quiet_since = None
@@ -251,7 +257,8 @@ class Receiving:
                 yield from self._hand_out()
                 if self.ended:
                     return
-                self._adapt(len(messages), clock.monotonic() - began)
+                size = self.received_bytes - size
+                self._adapt(len(messages), size, clock.monotonic() - began)
             elif clock.monotonic() - quiet_since >= quiet:
                 # A source that was told to stop does not know whether anything is left.
                 self.ended = self._stop() or "empty"
@@ -285,10 +292,15 @@ class Receiving:
             left -= count
             yield dispatch
 
-    def _adapt(self, handled: int, seconds: float) -> None:
-        """Ask next for what is handled in half a second, by what was handled in ``seconds``."""
-        fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else _MAX_DEMAND
-        grown = int(min(fits, _MAX_GROWTH * self._demand, _MAX_DEMAND))
+    def _adapt(self, handled: int, size: int, seconds: float) -> None:
+        """Ask next for what is handled in half a second, by what was handled in ``seconds``.
+
+        :param size: Bytes of what was handled.
+        """
+        fits = handled * _SECONDS_PER_RECEIVE / seconds if seconds > 0 else self._most
+        small = handled * _MAX_DEMAND_BYTES / size if size else self._most
+        most = min(self._most, max(_MAX_DEMAND, small))
+        grown = int(min(fits, _MAX_GROWTH * self._demand, most))
         self._demand = max(self._portion, grown)
 
     def _reason_to_end(self, now: float) -> str:

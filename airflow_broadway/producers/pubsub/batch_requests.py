@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
     from airflow_broadway.producers.pubsub.client import Client
 
-__all__ = ["Held", "acknowledging", "batch_requests", "modifying", "portions", "tried_again"]
+__all__ = [
+    "Held",
+    "acknowledging",
+    "batch_requests",
+    "modifying",
+    "portions",
+    "publishing",
+    "tried_again",
+]
 
 #: Bytes that a request has beside its ids: the subscription's name, and two lengths.
 _BESIDE: Final = 1024
@@ -88,6 +96,16 @@ def modifying(client: Client, clock: Clock) -> Call:
         ids, seconds = [held.ack_id for held in entries], entries[0].seconds
         words = tried_again(lambda: client.modify(ids, seconds), client.timeout, clock)
         return _refusals(ids, *words)
+
+    return call
+
+
+def publishing(client: Client, topic: str, clock: Clock) -> Call:
+    """One ``Publish``, of all or none of the messages."""
+
+    def call(messages: Sequence[Any]) -> Mapping[int, Refusal]:
+        tried_again(lambda: client.publish(topic, messages), client.timeout, clock)
+        return {}
 
     return call
 

@@ -5,6 +5,7 @@ One call here is one request.  The client may be used from several threads.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -67,6 +68,16 @@ class Client:
     def topic(self, name: str) -> str:
         """A topic's full name."""
         return name if "/" in name else f"projects/{self.project}/topics/{name}"
+
+    def other(self, subscription: str) -> Client:
+        """Another subscription, by its id or full name, over the same connection: closed with this
+        one.
+        """
+        made = copy.copy(self)
+        if "/" not in subscription:
+            subscription = f"projects/{self.project}/subscriptions/{subscription}"
+        made.name = subscription
+        return made
 
     def pull(self, count: int, wait: float) -> Sequence[Any]:
         """One ``Pull``: at most ``count`` messages, as protobuf has them.

@@ -3,15 +3,20 @@
 ``broadway_reason``, ``broadway_stage``, ``broadway_attempt``, ``broadway_message_id`` and
 ``broadway_subscription`` stand beside the message's own attributes.  A message may have 100, and
 10 MB in all: what does not fit is left out, the least of ours first, and never the message's own.
+
+A letter that is sent back becomes a new message to Pub/Sub.  So it has ``broadway_requeued``, the
+id that it had, and is received as redelivered.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kit.receipts.batch_requests import Keyed
 from airflow_broadway.producers.pubsub.limits import (
@@ -21,7 +26,7 @@ from airflow_broadway.producers.pubsub.limits import (
     MAX_VALUE,
 )
 
-__all__ = ["letter", "requests", "size_of"]
+__all__ = ["REQUEUED", "Why", "letter", "requests", "sent_back", "size_of", "why_of"]
 
 #: What a letter says of itself, the most useful first; those of an earlier one, come back by a
 #: redrive, give way to it.
@@ -32,6 +37,10 @@ _OURS: Final = (
     "broadway_stage",
     "broadway_subscription",
 )
+#: What a message has that was a dead letter, and was sent back.
+REQUEUED: Final = "broadway_requeued"
+#: What a letter has that Pub/Sub's own policy has set aside.
+_GOOGLES: Final = "CloudPubSubDeadLetterSource"
 #: Bytes that a request has beside its messages, and a message and an attribute beside theirs.
 _BESIDE, _EACH = 1024, 16
 
@@ -43,9 +52,7 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
     :param subscription: Its full name.
     """
     properties: dict[str, Any] = json.loads(entry.properties or "{}")
-    own = {
-        name: value for name, value in properties.get("attributes", {}).items() if name not in _OURS
-    }
+    own = _own(properties.get("attributes", {}))
     made: dict[str, Any] = {"data": entry.payload or b"", "attributes": own}
     if properties.get("ordering_key"):
         made["ordering_key"] = properties["ordering_key"]
@@ -92,3 +99,80 @@ def requests(letters: Mapping[str, dict[str, Any]]) -> list[list[Keyed]]:
         made[-1].append((key, message))
         room -= size
     return made
+
+
+# -- a letter, read --------------------------------------------------------------------------------
+
+
+class Why(NamedTuple):
+    """What a letter says of itself; ``""``, 1 and ``None`` where it does not.
+
+    :param published_at: When its message was published first.
+    :param own: The message's own attributes.
+    """
+
+    message_id: str
+    subscription: str
+    reason: str
+    stage: str
+    attempt: int
+    published_at: datetime | None
+    own: dict[str, str]
+
+
+def why_of(attributes: Mapping[str, str]) -> Why:
+    """Read the attributes of a letter, whoever set it aside."""
+
+    def said(name: str) -> str:
+        return str(attributes.get(f"broadway_{name}", ""))
+
+    def google(name: str) -> str:
+        return str(attributes.get(f"{_GOOGLES}{name}", ""))
+
+    subscription, attempt = said("subscription"), said("attempt")
+    if not subscription and google("Subscription"):
+        project = google("SubscriptionProject")
+        subscription = f"projects/{project}/subscriptions/{google('Subscription')}"
+    return Why(
+        said("message_id"),
+        subscription,
+        said("reason"),
+        said("stage"),
+        int(attempt) if attempt.isascii() and attempt.isdecimal() and len(attempt) < 10 else 1,
+        _instant(google("TopicPublishTime")),
+        _own(attributes),
+    )
+
+
+def sent_back(message: Any, message_id: str) -> dict[str, Any]:
+    """The message to publish that sends a letter back.
+
+    :param message: The letter, as protobuf has it.
+    :param message_id: What the message was called.
+    :raises ProducerError: If it has no room for our mark.
+    """
+    own = _own(message.attributes)
+    if len(own) >= MAX_ATTRIBUTES:
+        raise ProducerError(
+            f"it has {MAX_ATTRIBUTES} attributes, the most that Pub/Sub takes: there is no room for"
+            f" {REQUEUED}, by which it would be known as redelivered"
+        )
+    made = {"data": message.data, "attributes": {**own, REQUEUED: cut(message_id, MAX_VALUE)}}
+    return {**made, "ordering_key": message.ordering_key} if message.ordering_key else made
+
+
+def _own(attributes: Mapping[str, str]) -> dict[str, str]:
+    """The message's own attributes, without what says that it is a letter, or was one."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in _OURS and name != REQUEUED and not name.startswith(_GOOGLES)
+    }
+
+
+def _instant(text: str) -> datetime | None:
+    try:
+        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else None

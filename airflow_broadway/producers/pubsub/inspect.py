@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.pubsub.options import PubSubOptions
 
-__all__ = ["HeldBy", "Look", "check", "dead_letter_topic", "depth", "look", "seek"]
+__all__ = [
+    "HeldBy",
+    "Look",
+    "check",
+    "dead_letter_topic",
+    "depth",
+    "letters_subscription",
+    "look",
+    "seek",
+    "topic_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +158,50 @@ def dead_letter_topic(producer: PubSubOptions, client: Client) -> str:
     if not topic:
         raise ProducerError(_NO_DEAD_LETTER.format(client.name))
     return str(topic)
+
+
+def letters_subscription(producer: PubSubOptions, client: Client, place: str | None) -> Client:
+    """The subscription that shows dead letters: ``place``, else that of the option, else the one
+    that is called as their topic.
+
+    :raises ProducerError: If there is none, or it cannot be the one.
+    """
+    named = place or producer.dead_letter_subscription
+    if named is None:
+        named = dead_letter_topic(producer, client).replace("/topics/", "/subscriptions/")
+    found = client.other(named)
+    if found.name == client.name:
+        raise ProducerError(
+            f"{client.name!r} is what the pipeline drains: dead letters need a subscription of"
+            " their own, on their topic"
+        )
+    try:
+        settings = found.settings()
+    except Denied:  # who may pull may not look, with the least roles
+        return found
+    except Missing as error:
+        raise ProducerError(
+            f"{error}; dead letters are read from a pull subscription of their topic: make one of"
+            " this id, or name yours by dead_letter_subscription or --place"
+        ) from error
+    kind = "detached" if settings.detached else _kind_of(settings)
+    if kind is not None:
+        raise ProducerError(
+            f"{found.name!r} is a {kind} subscription, from which nothing can be pulled: dead"
+            " letters need a pull subscription of their topic"
+        )
+    return found
+
+
+def topic_of(client: Client) -> str:
+    """The topic of a subscription.
+
+    :raises ProducerError: If it was deleted, or may not be asked for.
+    """
+    topic = str(client.settings().topic)
+    if topic == _DELETED:
+        raise ProducerError(f"the topic of the subscription {client.name!r} was deleted")
+    return topic
 
 
 class HeldBy(NamedTuple):

@@ -106,6 +106,8 @@ class PubSubOptions(Producer):
     #: Cloud Monitoring samples each minute, and shows a sample up to three minutes later.
     depth_lag: ClassVar[float] = 240.0
     keeps_payload: ClassVar[bool] = True
+    #: Half of it is handed out while the other half is pulled: so that all pulls are in flight.
+    most_at_once: ClassVar[int] = 4000
     actions: ClassVar[Mapping[str, Action]] = _Actions()
 
     subscription: str = option(
@@ -190,6 +192,12 @@ class PubSubOptions(Producer):
         rule=_named("topic").or_none(),
         doc="The topic for dead letters, by id or ``projects/PROJECT/topics/ID``; ``None``: that of"
         " the subscription's own dead-letter policy.",
+    )
+    dead_letter_subscription: str | None = option(
+        default=None,
+        rule=_named("subscription").or_none(),
+        doc="The pull subscription that shows dead letters to people; ``None``: the one that is"
+        " called as their topic.",
     )
 
     def _resolve(self) -> None:

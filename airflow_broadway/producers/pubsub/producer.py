@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.options import options
@@ -35,3 +36,8 @@ class PubSubProducer(PubSubOptions):
         from airflow_broadway.producers.pubsub.inspect import depth
 
         return depth(self, env)
+
+    def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
+        from airflow_broadway.producers.pubsub.letters import PubSubDeadLetters
+
+        return PubSubDeadLetters(self, env, place)

@@ -5,30 +5,43 @@ from __future__ import annotations
 import json
 from datetime import datetime, timezone
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 
-__all__ = ["message_of", "metadata_of"]
+__all__ = ["instant_of", "message_of"]
+
+_NO_PROPERTIES: Final = "{}"
 
 
 def message_of(
     raw: Any, generation: str, *, attempt: int, redelivered: bool, at: datetime, position: int
 ) -> Message:
-    """The message.
+    """The message, with Broadway's metadata under its names.
+
+    ``deliveryAttempt`` is ``None`` without a dead-letter policy; ``publishTime`` is ISO 8601 text,
+    for metadata is JSON.
 
     :param raw: A ``ReceivedMessage``, as protobuf has it.
     """
     message = raw.message
-    body = message.data
-    delivery = Delivery(payload=body, properties=_properties_of(message))
+    body, message_id, key = message.data, message.message_id, message.ordering_key
+    attributes = dict(found) if (found := message.attributes) else {}
+    properties = _properties(attributes, key) if attributes or key else _NO_PROPERTIES
+    delivery = Delivery(payload=body, properties=properties)
     return Message(
         body,
-        metadata=metadata_of(raw),
+        metadata={
+            "attributes": attributes,
+            "deliveryAttempt": raw.delivery_attempt or None,
+            "messageId": message_id,
+            "orderingKey": key,
+            "publishTime": _instant(message.publish_time),
+        },
         acknowledger=AckRef(None, generation, delivery),
-        message_id=message.message_id,
+        message_id=message_id,
         attempt=attempt,
         redelivered=redelivered,
         received_at=at,
@@ -37,21 +50,10 @@ def message_of(
     )
 
 
-def metadata_of(raw: Any) -> dict[str, Any]:
-    """Broadway's metadata, under its names.
-
-    ``deliveryAttempt`` is ``None`` without a dead-letter policy; ``publishTime`` is ISO 8601 text,
-    for metadata is JSON.
-    """
-    message = raw.message
-    attributes = message.attributes
-    return {
-        "attributes": dict(attributes) if attributes else {},
-        "deliveryAttempt": raw.delivery_attempt or None,
-        "messageId": message.message_id,
-        "orderingKey": message.ordering_key,
-        "publishTime": _instant(message.publish_time),
-    }
+def instant_of(stamp: Any) -> datetime | None:
+    """An instant as protobuf has it; ``None``: it says none."""
+    text = _instant(stamp)
+    return None if text is None else datetime.fromisoformat(text)
 
 
 def _instant(stamp: Any) -> str | None:
@@ -67,11 +69,11 @@ def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-def _properties_of(message: Any) -> str:
+def _properties(attributes: dict[str, str], key: str) -> str:
     """What a dead letter of the message keeps, as JSON: attributes and ordering key."""
     kept: dict[str, Any] = {}
-    if message.attributes:
-        kept["attributes"] = dict(message.attributes)
-    if message.ordering_key:
-        kept["ordering_key"] = message.ordering_key
-    return json.dumps(kept, separators=(",", ":")) if kept else "{}"
+    if attributes:
+        kept["attributes"] = attributes
+    if key:
+        kept["ordering_key"] = key
+    return json.dumps(kept, separators=(",", ":"))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.receipts.batch_requests import Call, Refusal
+from airflow_broadway.producers.kit.receipts.batch_requests import Call
 from airflow_broadway.producers.kit.receipts.settlement import Letters, ReceiptSettlement, Work
 from airflow_broadway.producers.pubsub import dead_letters
 from airflow_broadway.producers.pubsub.batch_requests import (
     Held,
     acknowledging,
     modifying,
-    tried_again,
+    publishing,
 )
 from airflow_broadway.producers.pubsub.client import Client
 from airflow_broadway.producers.pubsub.inspect import dead_letter_topic
@@ -81,11 +81,6 @@ class SubscriptionSettlement(ReceiptSettlement):
 
     def _open_letters(self) -> Letters:
         topic = dead_letter_topic(self._producer, self._client)
-        client, clock = self._client, self._clock
-
-        def publish(messages: Sequence[Any]) -> Mapping[int, Refusal]:
-            tried_again(lambda: client.publish(topic, messages), client.timeout, clock)
-            return {}
-
-        make = partial(dead_letters.letter, subscription=client.name)
+        publish = publishing(self._client, topic, self._clock)
+        make = partial(dead_letters.letter, subscription=self._client.name)
         return Letters(make, dead_letters.requests, publish, "Publish")

@@ -14,6 +14,7 @@ from airflow_broadway.producers.kit.receipts.polls import Answer, Received
 from airflow_broadway.producers.kit.receipts.source import ReceiptSource
 from airflow_broadway.producers.pubsub.batch_requests import Held, batch_requests, modifying
 from airflow_broadway.producers.pubsub.client import open_client, place_of
+from airflow_broadway.producers.pubsub.dead_letters import REQUEUED
 from airflow_broadway.producers.pubsub.earlier import Earlier
 from airflow_broadway.producers.pubsub.errors import Expired
 from airflow_broadway.producers.pubsub.inspect import check
@@ -88,9 +89,12 @@ class PubSubSource(ReceiptSource):
         self._compare_clocks(fresh, now)
 
         def attempt(key: str) -> tuple[int, bool]:
-            known = failures.get(key)
-            again = known is not None or key in earlier or fresh[key].raw.delivery_attempt > 1
-            return (known or 0) + 1, again
+            if key in failures:
+                return failures[key] + 1, True
+            raw = fresh[key].raw
+            if key in earlier or raw.delivery_attempt > 1:
+                return 1, True
+            return 1, REQUEUED in raw.message.attributes
 
         return attempt
 
@@ -98,7 +102,7 @@ class PubSubSource(ReceiptSource):
         """Leases end by our own clocks, on several machines: one that is wrong is logged."""
         if self._told_of_clock or not fresh:
             return
-        newest = max(each.raw.message.publish_time.seconds for each in fresh.values())
+        newest = [*fresh.values()][-1].raw.message.publish_time.seconds
         if newest > now.timestamp() + _SKEW:
             self._told_of_clock = True
             log.warning(

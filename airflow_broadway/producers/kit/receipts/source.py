@@ -265,20 +265,21 @@ class ReceiptSource(ABC):
         """The messages of what was taken that are new to this run."""
         now = self._clock.now()
         receipts, spare = self._receipts, self._spare
+        given_back, known = receipts.now, receipts.handles
         fresh: dict[str, Received] = {}
         newer: dict[str, str] = {}
         oldest = now.timestamp()
         for at, each in taken:
             key = each.key
-            if key in receipts.now or key in spare:
+            if key in given_back or key in spare:
                 # This run gave it back: kept out of everybody's way until the run has ended.
                 spare[key] = each.receipt
-            elif receipts.knows(key) and key not in fresh:
+                continue
+            if key in known and key not in fresh:
                 newer[key] = each.receipt
-                oldest = min(oldest, at)
             else:
                 fresh[key] = each  # of two receipts in hand, the newer
-                oldest = min(oldest, at)
+            oldest = min(oldest, at)
         # Handed out before, it is being handled, and settled by its newest receipt.
         self._hold(newer, {}, oldest)
         made = self._made(fresh, now)

@@ -113,12 +113,13 @@ def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty(
 class _Asked(_Broken):
     """A source without end, which notes what it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 1) -> None:
         self.asked: list[int] = []
+        self.size = size
 
     def receive(self, demand: int, timeout: float) -> list[Message]:
         self.asked.append(demand)
-        return [Message(b"x", size=1)] * demand
+        return [Message(b"x", size=self.size)] * demand
 
 
 @pytest.mark.parametrize(
@@ -140,6 +141,33 @@ def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
     for dispatch in intake:
         # What is handed out at a time is what the processors can take
         assert 0 < len(dispatch) <= processors
+        if len(source.asked) > len(asked):
+            break
+        clock.advance(len(dispatch) * seconds)
+
+    assert source.asked[: len(asked)] == asked
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "asked"),
+    [
+        (0, 0.0, [500, 2000, 4000, 4000]),
+        (1024, 0.0, [500, 2000, 4000, 4000]),
+        (2048, 0.0, [500, 2000, 2048, 2048]),  # 4 MiB of them
+        (10_000_000, 0.0, [500, 1000, 1000, 1000]),  # no less than of any producer
+        (1, 0.0002, [500, 2000, 2500, 2500]),  # half a second's work all the same
+    ],
+)
+def test_a_producer_may_want_more_at_once_of_small_messages(
+    size: int, seconds: float, asked: list[int]
+) -> None:
+    source: Any = _Asked(size)
+    clock = ManualClock()
+    limiter = RateLimiter(None)
+    intake = Receiving(source, Budget(), clock=clock, limiter=limiter, demand=500, most=4000)
+
+    for dispatch in intake:
+        assert len(dispatch) <= 500
         if len(source.asked) > len(asked):
             break
         clock.advance(len(dispatch) * seconds)
