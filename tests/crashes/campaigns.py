@@ -39,6 +39,8 @@ _SPARK_TASKS, _SPARK_SHARE = ("spark", "driver", "batch.small"), 0.2
 SHARES = {
     "kafka": 0.0015,
     "kafka key": 0.001,
+    "pubsub": 0.0015,
+    "pubsub ordered": 0.0015,
     "rabbitmq": 0.0015,
     "rabbitmq staged": 0.0015,
     "sqlite by operators": 0.003,

@@ -72,6 +72,14 @@ def _kafka(*, order: str) -> Iterator[MakeSubject]:
         yield make
 
 
+@contextmanager
+def _pubsub(*, ordered: bool) -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_pubsub import over_pubsub
+
+    with over_pubsub(ordered=ordered) as make:
+        yield make
+
+
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "sqlite by operators": _by_operators,
@@ -81,6 +89,8 @@ SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite on s3": _on_s3,
     "kafka": partial(_kafka, order="none"),
     "kafka key": partial(_kafka, order="key"),
+    "pubsub": partial(_pubsub, ordered=False),
+    "pubsub ordered": partial(_pubsub, ordered=True),
     "sqs": partial(_sqs, fifo=False),
     "sqs fifo": partial(_sqs, fifo=True),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,10 @@ from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import boto_client
-from airflow_broadway.testing.crashes import Letter, Subject
+from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.aws import Aws
 from airflow_broadway.testing.crashes.interceptor import Boundary
+from tests.crashes.over_receipts import OverReceipts, declared
 from tests.crashes.subjects import MakeSubject
 from tests.sqs_server import KEY, REGION, SqsServer
 
@@ -32,8 +32,6 @@ __all__ = ["Moto", "moto", "over_sqs"]
 _GROUPS = 3
 #: Longer than all that a case lets pass: 14 days.
 _RETENTION = "1209600"
-#: Says that a generation's report is to be removed some days later.
-_ENDED = re.compile(r"/ended/[\d-]+/(\w+)\.json$")
 _COUNTS = tuple(f"ApproximateNumberOfMessages{which}" for which in ("", "NotVisible", "Delayed"))
 
 
@@ -92,7 +90,7 @@ def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
         yield lambda pipeline, folder: made(pipeline, folder, server)
 
 
-class _Sqs(Subject):
+class _Sqs(OverReceipts):
     """A pipeline over a standard queue."""
 
     kind = "sqs"
@@ -126,7 +124,6 @@ class _Sqs(Subject):
         return [Aws(self._place), *super().boundaries()]
 
     def overrides(self) -> Mapping[str, Any]:
-        declared = self.pipeline.producer
         return {
             "producer": SqsProducer(
                 queue_url=self._queue,
@@ -136,11 +133,7 @@ class _Sqs(Subject):
                 lease=self.lease,
                 receive_concurrency=1,
                 wait_time_seconds=0,
-                retry=declared.retry,
-                concurrency=declared.concurrency,
-                transformer=declared.transformer,
-                on_success=declared.on_success,
-                on_failure=declared.on_failure,
+                **declared(self.pipeline.producer),
             )
         }
 
@@ -160,12 +153,6 @@ class _Sqs(Subject):
 
     def _entry(self, body: str) -> dict[str, str]:
         return {"Id": body, "MessageBody": body}
-
-    def staged(self) -> list[str]:
-        """Without what stands to be removed: the reports of generations that have ended."""
-        found = super().staged()
-        ended = {each[1] for path in found if (each := _ENDED.search(path))}
-        return [path for path in found if not any(each in path for each in ended)]
 
     def waiting(self) -> int:
         answer = self._server.client("sqs").get_queue_attributes(

@@ -1,0 +1,91 @@
+"""The boundary of Pub/Sub: every request by gRPC that Google's client makes.
+
+A point is one request.  The client sends nothing again by itself: this package does, and each time
+is a point of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
+from airflow_broadway.testing.crashes.points import What
+
+__all__ = ["PubSub"]
+
+#: What a request fails with, each in turn.
+_ERRORS = ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "ABORTED")
+#: Where a request names what it is about.
+_NAMES = ("subscription", "topic", "name")
+
+
+class PubSub:
+    """Every blocking request of this process; half of one has the first half of its ids."""
+
+    def install(self, interceptor: Interceptor) -> None:
+        from grpc import _channel
+
+        self._interceptor = interceptor
+        self._made: Counter[str] = Counter()
+        replace(_channel._UnaryUnaryMultiCallable, "with_call", self._asked)
+
+    def _asked(self, do: Any) -> Any:
+        def with_call(stub: Any, request: Any, *given: Any, **named: Any) -> Any:
+            def send(each: Any) -> Any:
+                return do(stub, each, *given, **named)
+
+            return self._call(stub._method.decode().rpartition("/")[2], request, send)
+
+        return with_call
+
+    def _call(self, name: str, request: Any, send: Callable[[Any], Any]) -> Any:
+        made = self._made[name]
+        self._made[name] += 1
+        changes = not name.startswith("Get")
+        half = _half(request)
+
+        def twice() -> Any:
+            send(request)
+            return send(request)
+
+        return self._interceptor.call(
+            name,
+            _target(request),
+            lambda: send(request),
+            half=None if half is None else lambda: send(half),
+            changes=changes,
+            error=lambda: _failed(_ERRORS[made % len(_ERRORS)]),
+            lost=lambda: _failed("UNAVAILABLE"),
+            hangs=lambda: _failed("DEADLINE_EXCEEDED"),
+            late=True,
+            others={What.SENT_TWICE: twice} if changes else {},
+        )
+
+
+def _target(request: Any) -> str:
+    """The subscription or topic, without its project."""
+    found = next((getattr(request, each) for each in _NAMES if getattr(request, each, "")), "")
+    return str(found).rpartition("/")[2]
+
+
+def _half(request: Any) -> Any:
+    """The request with the first half of its ids; ``None`` if it cannot be divided."""
+    ids = getattr(request, "ack_ids", ())
+    if len(ids) < 2:
+        return None
+    kind = type(request)
+    made = kind.pb(kind())
+    made.CopyFrom(kind.pb(request))
+    del made.ack_ids[len(ids) // 2 :]
+    return kind.wrap(made)
+
+
+def _failed(code: str) -> Exception:
+    import grpc
+    from grpc import _channel
+
+    state = _channel._RPCState((), (), (), getattr(grpc.StatusCode, code), "struck")
+    failed: Exception = _channel._InactiveRpcError(state)
+    return failed

@@ -1,0 +1,157 @@
+"""Pipelines over Pub/Sub, with ordering keys and without: our stub, with a project and a clock for
+each case.
+
+What is steady here and not in life: one pull at a time, and none that waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from airflow_broadway import Broadway
+from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.testing.crashes import Letter
+from airflow_broadway.testing.crashes.forked import forked
+from airflow_broadway.testing.crashes.interceptor import Boundary
+from tests.crashes.over_receipts import OverReceipts, declared
+from tests.crashes.pubsub_calls import PubSub
+from tests.crashes.pubsub_clocks import LEFT
+from tests.crashes.subjects import MakeSubject
+from tests.pubsub_server import Remote
+
+__all__ = ["over_pubsub"]
+
+#: Keys of messages, where the order of each counts.
+_KEYS = 3
+_WAIT = 60.0
+
+
+@contextmanager
+def over_pubsub(*, ordered: bool = False) -> Iterator[MakeSubject]:
+    """What makes subjects over subscriptions of one kind."""
+    # What takes long to load is loaded once, and the forks have it; no channel is opened here.
+    import_module("google.pubsub_v1")
+    with tempfile.TemporaryDirectory(prefix="crashes-pubsub-") as name:
+        clocks = Path(name)
+        server = subprocess.Popen([sys.executable, "-m", "tests.crashes.pubsub_clocks", name])
+        try:
+            yield partial(_OnPubSub, _host(server, clocks), clocks, ordered)
+        finally:
+            server.kill()
+            server.wait()
+
+
+def _host(server: subprocess.Popen[bytes], clocks: Path) -> str:
+    end = time.monotonic() + _WAIT
+    while not (clocks / "port").exists():
+        if server.poll() is not None or time.monotonic() > end:
+            raise RuntimeError("the stub of Pub/Sub did not start")
+        time.sleep(0.02)
+    return f"127.0.0.1:{(clocks / 'port').read_text()}"
+
+
+class _OnPubSub(OverReceipts):
+    """A pipeline over a subscription, whose dead letters go to another topic."""
+
+    kind = "pubsub"
+    # The most that Pub/Sub allows.
+    lease: ClassVar[float] = 600.0
+    # What comes again is marked by notes that are kept longer than Pub/Sub keeps a message.
+    stays: ClassVar[str] = r"^[^/]+/pubsub/[^/]+/attempts/"
+
+    def __init__(
+        self, host: str, clocks: Path, ordered: bool, pipeline: type[Broadway], folder: Path
+    ) -> None:
+        super().__init__(pipeline, folder)
+        self._host = host
+        self._ordered = ordered
+        self._project = f"p{hashlib.md5(str(folder).encode()).hexdigest()[:12]}"
+        self._clock = clocks / self._project
+        self._ahead = 0.0
+        self._asked(self._make)
+
+    def close(self) -> None:
+        self._clock.unlink(missing_ok=True)
+
+    def boundaries(self) -> list[Boundary]:
+        return [PubSub(), *super().boundaries()]
+
+    def overrides(self) -> Mapping[str, Any]:
+        return {
+            "producer": PubSubProducer(
+                subscription=self._name("subscriptions", "queue"),
+                dead_letter=self._name("topics", "dead"),
+                conn_id=None,
+                endpoint=f"http://{self._host}",
+                lease=self.lease,
+                receive_concurrency=1,
+                message_ordering=self._ordered,
+                **declared(self.pipeline.producer),
+            )
+        }
+
+    def pass_time(self, seconds: float) -> None:
+        self._ahead += seconds
+        self._clock.write_text(str(self._ahead))
+
+    # -- asked in a process of its own: a client has threads, which a fork has not ---------------
+
+    def _asked(self, do: Callable[[Remote], Any]) -> Any:
+        return forked(
+            lambda: do(Remote(self._host)), self.folder, self.folder / "log.txt", "the broker"
+        )
+
+    def _name(self, kind: str, name: str) -> str:
+        return f"projects/{self._project}/{kind}/{name}"
+
+    def _make(self, server: Remote) -> None:
+        for name in ("queue", "dead"):
+            server.publisher.create_topic(name=self._name("topics", name))
+            server.subscriber.create_subscription(
+                request={
+                    "name": self._name("subscriptions", name),
+                    "topic": self._name("topics", name),
+                    "enable_message_ordering": self._ordered and name == "queue",
+                }
+            )
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        messages = [
+            {"data": body, **({"ordering_key": str(int(body) % _KEYS)} if self._ordered else {})}
+            for body in bodies
+        ]
+        topic = self._name("topics", "queue")
+        found: list[str] = self._asked(lambda server: server.publish_all(topic, messages))
+        return found
+
+    def waiting(self) -> int:
+        request = {"subscription": self._name("subscriptions", "queue")}
+
+        def left(server: Remote) -> int:
+            return int(server.subscriber.get_subscription(request=request).labels[LEFT])
+
+        found: int = self._asked(left)
+        return found
+
+    def letters(self) -> list[Letter]:
+        name = self._name("subscriptions", "dead")
+
+        def read(server: Remote) -> list[str]:
+            return [each.attributes["broadway_message_id"] for each in server.drain(name)]
+
+        # A letter is there twice where a run was killed between its sending and its original's
+        # acknowledgement: this attribute says that it is the same one.
+        return [Letter(each, marked=True) for each in self._asked(read)]
+
+    def group_of(self, place: int) -> str | None:
+        return str(place % _KEYS) if self._ordered else None
