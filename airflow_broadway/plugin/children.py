@@ -141,11 +141,14 @@ class Children:
 
     async def _run(self, arguments: tuple[str, ...], timeout: float | None = None) -> Answer:
         command = f"airflow-broadway {arguments[0]}"
+        # What stands behind `--` is no option.
+        options = arguments.index("--") if "--" in arguments else len(arguments)
+        arguments = (*arguments[:options], "--json", *arguments[options:])
         timeout = self._timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(timeout):
                 async with self._slots:
-                    code, out, err = await self._spawned((*arguments, "--json"), command, timeout)
+                    code, out, err = await self._spawned(arguments, command, timeout)
         except TimeoutError:
             raise ChildError(
                 f"`{command}` did not answer within {timeout:g} s: its broker, or the"

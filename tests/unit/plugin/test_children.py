@@ -79,6 +79,14 @@ def test_a_command_is_asked_for_json_and_its_answer_serves_others_for_some_secon
     ran(asks)
 
 
+def test_what_begins_with_a_dash_is_no_option_behind_two(world: World) -> None:
+    async def asks() -> None:
+        answer = await world.children(ECHO).ask("depth", "--timeout=1", "--", "-a")
+        assert answer.value == ["depth", "--timeout=1", "--json", "--", "-a"]
+
+    ran(asks)
+
+
 def test_a_change_is_made_each_time_and_what_was_known_is_asked_anew(world: World) -> None:
     async def asks() -> None:
         children = world.children(ECHO + "; sys.exit(1)")
