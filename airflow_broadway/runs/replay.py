@@ -21,12 +21,13 @@ from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.inspect import StagedBatch, staged_batches
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.replay_folder import add_result, make_replay_folder
-from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.tables import ParquetFile
 
 __all__ = [
@@ -139,7 +140,8 @@ def choose(
     """The batches to replay: those with an outcome, or those that are named.
 
     What has no outcome went back to its broker, or will, and another run handles it: it is replayed
-    only by name.
+    only by name.  So is what an execution handled before the run was made to read a past interval,
+    or to read it once more: that execution's rows were replaced.
 
     :raises RequestRefused: If nothing is left, or something named is not there.
     """
@@ -166,7 +168,12 @@ def choose(
                 " lists those it has"
             )
         return chosen
-    chosen = [each for each in found if each.outcome is not None]
+    replaced = _replaced(run)
+    chosen = [
+        each
+        for each in found
+        if each.outcome is not None and replaced.isdisjoint(each.plan.generations)
+    ]
     if not chosen:
         raise RequestRefused(
             f"none of {many(len(found), 'batch')} of run {run.run_id!r} was handled: their"
@@ -174,6 +181,21 @@ def choose(
             " the same, name them with --batch-id"
         )
     return chosen
+
+
+def _replaced(run: StagedRun) -> set[str]:
+    """The generations before the last one that read a past interval, or a past run, whole."""
+    records = run.generations()
+    # The first of its producers reads all of it.
+    past = [
+        each.opened_at
+        for each in records
+        if each.map_index <= 0
+        and each.state != OPENED
+        and not RunSource.from_json(each.source).asks_broker
+    ]
+    last = max(past, default="")
+    return {each.generation for each in records if each.opened_at < last}
 
 
 def check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:

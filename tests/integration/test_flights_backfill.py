@@ -80,11 +80,17 @@ def test_each_day_is_right_after_each_backfill(tmp_path: Path) -> None:
 
 @contextmanager
 def airflow_of(folder: Path) -> Iterator[LocalAirflow]:
+    home = home_of(ROOT, "airflow-test-backfills")
+    # SQLite has others wait for 5 s, which is too short for a month of runs on a busy machine.
+    database = f"sqlite:///{home}/airflow.db?timeout=120"
     env = airflow_env(
-        home=home_of(ROOT, "airflow-test-backfills"),
+        home=home,
         port=free_port(),
         dags=ROOT / "tests" / "integration" / "backfills" / "dags",
-        settings={"broadway.staging": f"file://{folder / 'staging'}"},
+        settings={
+            "broadway.staging": f"file://{folder / 'staging'}",
+            "database.sql_alchemy_conn": database,
+        },
     )
     connection = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
     env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(connection)
@@ -103,11 +109,17 @@ def live(airflow: LocalAirflow, **params: Any) -> None:
 def begin(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
     dates = ("--from-date", start, "--to-date", end)
     command = ("airflow", "backfill", "create", "--dag-id", DAG, *dates, *more)
-    for _ in range(10):
-        done = subprocess.run(command, env=airflow.env, capture_output=True, text=True, check=False)
-        # Airflow's own database is SQLite here, which a busy scheduler keeps from other processes.
-        if "database is locked" not in done.stderr:
-            break
+    # Airflow's own database is SQLite here.  The command makes a month of runs slowly, fails when
+    # somebody writes meanwhile, and leaves or removes then what it has made.
+    writers = ("scheduler", "dag-processor")
+    for name in writers:
+        process = airflow.processes.pop(name)
+        process.terminate()
+        process.wait(60)
+    done = subprocess.run(command, env=airflow.env, capture_output=True, text=True, check=False)
+    for name in writers:
+        airflow.start_component(name)
+    airflow.wait_healthy()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
