@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.pipelines import pipeline_of
-from airflow_broadway.staging.archive.publication import ComingAgain, coming_again, publish
+from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
@@ -72,14 +72,11 @@ def settle(
             raise
         log.error("Generation %s is given back whole: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE), Progress()
-    decided = settlement
     if void:
         settlement = Settlement(
             rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
         )
-    return _carry_out(
-        run, record, custodian, settlement, progress, lambda: coming_again(decided, void=void)
-    )
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
 def settle_if_complete(
@@ -100,9 +97,7 @@ def settle_if_complete(
     )
     if not complete and record.state != SETTLING:
         return None
-    return _carry_out(
-        run, record, custodian, settlement, progress, lambda: coming_again(settlement)
-    )
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
 def _decide(
@@ -126,12 +121,11 @@ def _carry_out(
     custodian: Callable[[], Custodian],
     settlement: Settlement,
     progress: Progress,
-    again: Callable[[], ComingAgain],
 ) -> Settled:
     def archive(report: SettleReport) -> None:
         manifest = run.manifest(record.generation)
         if manifest is not None and manifest.archived:
-            publish(run, record, manifest, again(), report)
+            publish(run, record, manifest, report)
 
     report = settle_generation(
         run, record, custodian(), settlement, progress=progress, between=archive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.report import SettleReport
@@ -91,7 +91,7 @@ def record_settled(
     written = {
         "version": VERSION,
         "generation": record.generation,
-        "report": report.to_json(),
+        "report": replace(report, again=None).to_json(),
         "received": progress.received or None,
         "settled_now": progress.settled_now.to_json(),
         "by": by or host_name(),

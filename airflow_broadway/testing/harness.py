@@ -30,6 +30,11 @@ class Harness(ABC):
 
     #: Seconds of the leases under test; short where time must really pass.
     lease: float = 60.0
+    #: So many groups share what :meth:`send` sends, message by message in turn, where the broker
+    #: keeps the order of a group; 0: each message has one of its own.
+    groups: int = 0
+    #: Of the producers that are made from now on.
+    max_crashes: int = 5
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

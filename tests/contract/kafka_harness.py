@@ -55,9 +55,10 @@ class KafkaHarness(Harness):
             if error is not None:
                 failed.append(error)
 
-        for body in bodies:
+        for number, body in enumerate(bodies):
             # A key of its own for each: no message waits for another.
-            producer.produce(self._topic, body, uuid.uuid4().bytes, on_delivery=told)
+            key = b"%d" % (number % self.groups) if self.groups else uuid.uuid4().bytes
+            producer.produce(self._topic, body, key, on_delivery=told)
             producer.poll(0)
         assert not producer.flush(30)
         assert not failed

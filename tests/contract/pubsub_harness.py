@@ -58,6 +58,7 @@ class PubSubHarness(Harness):
             subscription=self.subscription,
             dead_letter=self._dead,
             lease=self.lease,
+            max_crashes=self.max_crashes,
             message_ordering=self._keyed,
             receive_interval=0.05,
             **_server(self._host).options,
@@ -69,7 +70,10 @@ class PubSubHarness(Harness):
     def send(self, bodies: Sequence[bytes]) -> None:
         # A key of its own for each: no message waits for another.
         messages = [
-            {"data": body, **({"ordering_key": uuid.uuid4().hex} if self._keyed else {})}
-            for body in bodies
+            {"data": body, **({"ordering_key": self._key(number)} if self._keyed else {})}
+            for number, body in enumerate(bodies)
         ]
         _server(self._host).publish_all(self._topic, messages)
+
+    def _key(self, number: int) -> str:
+        return str(number % self.groups) if self.groups else uuid.uuid4().hex

@@ -41,7 +41,13 @@ class RabbitHarness(Harness):
 
     def producer(self) -> Producer:
         uri = self._server.uri
-        return RabbitMQProducer(queue=self._queue, uri=uri, lease=self.lease, custody=self._custody)
+        return RabbitMQProducer(
+            queue=self._queue,
+            uri=uri,
+            lease=self.lease,
+            custody=self._custody,
+            max_crashes=self.max_crashes,
+        )
 
     def env(self, generation: str) -> ProducerEnv:
         return dataclasses.replace(super().env(generation), staging=self._staging)

@@ -103,6 +103,7 @@ class SqsHarness(Harness):
             queue_url=self.queue,
             dead_letter=self._dead,
             lease=self.lease,
+            max_crashes=self.max_crashes,
             wait_time_seconds=0,
             receive_concurrency=4,
         )
@@ -120,11 +121,14 @@ class SqsHarness(Harness):
                 {
                     "Id": str(place),
                     "MessageBody": body.decode(),
-                    # A group of its own for each: no message waits for another.
                     **(
-                        dict.fromkeys(
-                            ("MessageGroupId", "MessageDeduplicationId"), uuid.uuid4().hex
-                        )
+                        {
+                            # Of its own: no message waits for another.
+                            "MessageGroupId": str(place % self.groups)
+                            if self.groups
+                            else uuid.uuid4().hex,
+                            "MessageDeduplicationId": uuid.uuid4().hex,
+                        }
                         if fifo
                         else {}
                     ),

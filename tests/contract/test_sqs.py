@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from airflow_broadway.producers.sqs import letters
-from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract
+from airflow_broadway.testing.contract import CustodyContract, DeadLettersContract, PoisonContract
 from airflow_broadway.testing.harness import Harness
 from tests.contract.sqs_harness import SqsHarness, moved_server
 from tests.rabbitmq_fixtures import in_ci
@@ -101,3 +101,9 @@ class TestSqsFifo(SqsContract):
 def test_a_fifo_queue_passes_the_heart_of_the_contract(name: str, tmp_path: Path) -> None:
     """The whole of it is slow."""
     getattr(TestSqsFifo(), name)(harness_of(tmp_path, ".fifo"))
+
+
+class TestPoison(PoisonContract):
+    @pytest.fixture(params=["", ".fifo"])
+    def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> SqsHarness:
+        return harness_of(tmp_path, request.param)

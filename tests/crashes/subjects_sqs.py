@@ -95,7 +95,7 @@ class _Sqs(OverReceipts):
 
     kind = "sqs"
     # Failures on record are kept for 16 days: longer than SQS keeps a message.
-    stays = r"^[^/]+/sqs/[^/]+/attempts/"
+    stays = r"^[^/]+/sqs/[^/]+/(?:attempts|deaths)/"
     suffix: ClassVar[str] = ""
 
     def __init__(self, pipeline: type[Broadway], folder: Path, server: Moto) -> None:

@@ -20,9 +20,9 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving
+from airflow_broadway.producers.kit.open_here import is_open_here
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.producers.rabbitmq import Qos
-from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.receive import ending
 from airflow_broadway.testing.contract import settlement_of
 from tests.rabbitmq_place import Breaker, Place

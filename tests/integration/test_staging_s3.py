@@ -15,7 +15,7 @@ from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.pipeline_options import Batcher
-from airflow_broadway.producers.kit.receipts.failures import Failures
+from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.retention import mark_balanced, sweep_retention

@@ -210,7 +210,11 @@ class Custodian(Protocol):
         ...
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        """Carry out the verdicts and end the lease; idempotent."""
+        """Carry out the verdicts and end the lease; idempotent.
+
+        :returns: A report that says in ``again`` which messages come again: what was given back
+            behind one of its group, what had lapsed, what an earlier call did by other verdicts.
+        """
         ...
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
-from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 
-__all__ = ["CLASSES", "CLASS_OF", "SettleReport", "failures_of", "handled_of"]
+__all__ = ["CLASSES", "CLASS_OF", "ComingAgain", "SettleReport", "failures_of", "handled_of"]
 
 #: The classes of the account, each message in one, and what people call them.
 CLASSES: Final[Mapping[str, str]] = {
@@ -47,6 +47,37 @@ def handled_of(totals: Mapping[str, int]) -> int:
     return sum(totals.get(name, 0) for name in _HANDLED)
 
 
+class ComingAgain(NamedTuple):
+    """Which messages of a lease are not settled for good: their broker delivers them again.
+
+    :param ids: Their ids; or those of all others, if ``all_but``.
+    :param all_but: Whether all come again but ``ids``.
+    """
+
+    ids: frozenset[str] = frozenset()
+    all_but: bool = False
+
+    @classmethod
+    def of(cls, done: Mapping[str, Action], *, whole: bool) -> ComingAgain:
+        """By what was done with each message.
+
+        :param whole: Whether these are all that the lease had; if not, the others come again.
+        """
+        final = frozenset(key for key, action in done.items() if action not in COMES_AGAIN)
+        if not whole or 2 * len(final) < len(done):
+            return cls(final, all_but=True)
+        return cls(frozenset(done.keys() - final))
+
+    def has(self, message_id: str) -> bool:
+        """Whether a message comes again."""
+        return (message_id in self.ids) is not self.all_but
+
+    def but(self, final: Iterable[str]) -> ComingAgain:
+        """The same, where these are settled for good besides."""
+        ids = self.ids.union(final) if self.all_but else self.ids.difference(final)
+        return self._replace(ids=ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleReport:
     """What a settlement did; each message of the lease is in exactly one of the counts.
@@ -59,6 +90,8 @@ class SettleReport:
     :param undone: The ids of those counted in ``lapsed`` and ``failed``, by
         :meth:`Custodian.settle_now` alone; its caller tells them apart at once, so that they are
         not part of the JSON.
+    :param again: Which messages come again, by :meth:`Custodian.settle` alone, and exactly: not by
+        the verdicts that were asked for; those that ``settle_now`` gave back are among them.
     """
 
     acked: int = 0
@@ -71,6 +104,7 @@ class SettleReport:
     halted: int = field(default=0, compare=False)
     errors: tuple[str, ...] = ()
     undone: frozenset[str] = frozenset()
+    again: ComingAgain | None = field(default=None, compare=False)
 
     @property
     def total(self) -> int:
@@ -96,15 +130,22 @@ class SettleReport:
             halted=self.halted + other.halted,
             errors=tuple(dict.fromkeys(self.errors + other.errors)),
             undone=self.undone | other.undone,
+            again=other.again if self.again is None else self.again,
         )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value that :meth:`from_json` reads back, but for ``undone``."""
-        value = {**asdict(self), "errors": list(self.errors)}
-        del value["undone"]
+        value = {**asdict(replace(self, again=None)), "errors": list(self.errors)}
+        del value["undone"], value["again"]
+        if self.again is not None:
+            value["again"] = [self.again.all_but, sorted(self.again.ids)]
         return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> SettleReport:
         """Read what :meth:`to_json` wrote."""
-        return cls(**{**value, "errors": tuple(value.get("errors", ()))})
+        made = cls(**{**value, "errors": tuple(value.get("errors", ())), "again": None})
+        if "again" not in value:
+            return made
+        all_but, ids = value["again"]
+        return replace(made, again=ComingAgain(frozenset(ids), all_but))

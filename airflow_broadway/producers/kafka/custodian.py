@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.kafka import dead_letters
@@ -29,7 +29,7 @@ from airflow_broadway.producers.kafka.settling import (
     settled_at_once,
 )
 from airflow_broadway.producers.kafka.table import Table
-from airflow_broadway.producers.kafka.work import Work, decision_of, read_of
+from airflow_broadway.producers.kafka.work import Work, coming_again, decision_of, read_of
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
 
@@ -81,7 +81,8 @@ class KafkaCustodian:
         if lease.state.get("stopped") and not lease.state.get("read"):
             if files.deadline() is not None:  # it was about to hold something
                 files.forget_soon()
-            return SettleReport(lapsed=settlement.expected or 0)  # it never held anything
+            # It never held anything.
+            return SettleReport(lapsed=settlement.expected or 0, again=ComingAgain(all_but=True))
         settled = files.log.settled()
         if settled is not None:
             files.forget_soon()  # whoever settled it may have died before it said so
@@ -149,7 +150,8 @@ class KafkaCustodian:
                 "errors": errors,
             }
         )
-        return made_report + beyond(SettleReport.from_json(dict(at_once)), work.settlement)
+        made_report += beyond(SettleReport.from_json(dict(at_once)), work.settlement)
+        return replace(made_report, again=coming_again(work, register))
 
     def _suspect(self, register: Register, work: Work, files: GenerationFiles) -> Place | None:
         """Where a process died at work: in what it claimed last; ``None``: it did not."""

@@ -23,13 +23,24 @@ from airflow_broadway.producers.kafka.ranges import (
 )
 from airflow_broadway.producers.kafka.table import Held, Table, advanced, blame
 
-__all__ = ["AT_ONCE", "Decision", "Rest", "decided", "settle", "settle_now", "settled_at_once"]
+__all__ = [
+    "AT_ONCE",
+    "Decision",
+    "Rest",
+    "decided",
+    "final_of",
+    "settle",
+    "settle_now",
+    "settled_at_once",
+]
 
 #: What stands before a class of the account, in the counts of a settlement, for those messages that
 #: callbacks had settled at once.
 AT_ONCE: Final = "at once: "
 #: Settled generations of which a table remembers the counts.
 _KEPT_GENERATIONS: Final = 50
+#: Ranges that it remembers of them, in all: of the last one more, if it has more.
+_KEPT_RANGES: Final = 10_000
 
 
 class Decision(NamedTuple):
@@ -153,6 +164,8 @@ def settle(
     counts = {name: number for name, number in counts.items() if number}
     for name, number in settled_at_once(table, generation).items():
         counts[f"{AT_ONCE}{name}"] = number
+    offsets = (offset for offset, each in made.items() if each.action not in COMES_AGAIN)
+    final = union(union(finished, of_offsets(offsets)), final_of(at_once))
     ended = replace(
         table,
         claims={key: each for key, each in table.claims.items() if key != generation},
@@ -160,6 +173,7 @@ def settle(
         marks=union(table.marks, again),
         now={key: each for key, each in table.now.items() if key != generation},
         past=_last({**table.past, generation: counts}),
+        final=_last_ranges({**table.final, generation: final}),
     )
     ended = _ready_again(_carried_out(ended, made), again)
     if crashed:
@@ -288,6 +302,29 @@ def _ready_again(table: Table, again: Ranges) -> Table:
         for offset, each in table.held.items()
     }
     return replace(table, held=held)
+
+
+def final_of(at_once: Mapping[str, Ranges]) -> Ranges:
+    """What callbacks have settled for good at once.
+
+    :param at_once: Of one generation: the name of an action → offsets.
+    """
+    found: Ranges = ()
+    for name, ranges in at_once.items():
+        if Action(name) not in COMES_AGAIN:
+            found = union(found, ranges)
+    return found
+
+
+def _last_ranges(final: Mapping[str, Ranges]) -> dict[str, Ranges]:
+    kept: dict[str, Ranges] = {}
+    room = _KEPT_RANGES
+    for generation, ranges in reversed(list(_last(final).items())):
+        room -= len(ranges)
+        if kept and room < 0:
+            break
+        kept[generation] = ranges
+    return dict(reversed(list(kept.items())))
 
 
 def _last(past: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ beside it, and the number in Kafka is its mirror, :attr:`Table.base`.
 ``marks``  handed out before, and never finished: comes again as redelivered
 ``now``    what callbacks settled at once, by generation: the others of its claim are still held
 ``past``   what settling a generation came to, so that settling it again says the same
+``final``  what of a generation was settled for good, for the same reason
 ``crashes``  what was in hand when a process died, and how often
 =========  =========================================================================================
 
@@ -113,6 +114,7 @@ class Table:
     marks: Ranges = ()
     now: Mapping[str, Mapping[str, Ranges]] = field(default_factory=dict)
     past: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    final: Mapping[str, Ranges] = field(default_factory=dict)
     crashes: tuple[Crash, ...] = ()
     mirrored: int = -1
     epoch: int = -1
@@ -144,6 +146,7 @@ class Table:
             "marks": self.marks,
             "now": self.now,
             "past": self.past,
+            "final": self.final,
             "crashes": self.crashes,
             "topic_id": self.topic_id,
             "skipped": self.skipped,
@@ -177,6 +180,7 @@ class Table:
                 for generation, actions in given("now", {}).items()
             },
             past=given("past", {}),
+            final={key: _ranges(each) for key, each in given("final", {}).items()},
             crashes=tuple(Crash(*each) for each in given("crashes", ())),
             mirrored=given("mirrored", -1),
             epoch=given("epoch", -1),

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.report import ComingAgain
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.client import Place
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import Ranges
-from airflow_broadway.producers.kafka.settling import Decision, Rest
+from airflow_broadway.producers.kafka.ranges import Ranges, count, minus
+from airflow_broadway.producers.kafka.settling import Decision, Rest, final_of
 from airflow_broadway.producers.kafka.table import Table
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.kafka.options import KafkaOptions
+    from airflow_broadway.producers.kafka.register import Register
 
-__all__ = ["Work", "decision_of", "read_of"]
+__all__ = ["Work", "coming_again", "decision_of", "read_of"]
 
 
 class Work:
@@ -134,3 +136,36 @@ def read_of(lease: Lease) -> dict[Place, tuple[int, Ranges]]:
         for topic, partitions in lease.state.get("read", {}).items()
         for partition, (count, ranges) in partitions.items()
     }
+
+
+def coming_again(work: Work, register: Register) -> ComingAgain:
+    """Which messages of a settled generation come again, by the tables as they are known here."""
+    final: dict[Place, Ranges] = {}
+    for place in work.places:
+        table = register.known(place)
+        if table is None:
+            continue
+        generation = work.generation
+        if generation in table.final:
+            final[place] = table.final[generation]
+        elif generation in table.past:  # forgotten since: rather twice in an archive than not
+            final[place] = work.read.get(place, (0, ()))[1]
+        else:  # others have it
+            final[place] = final_of(table.now.get(generation, {}))
+    again = {place: minus(read, final.get(place, ())) for place, (_, read) in work.read.items()}
+    if work.stopped and _size(again) <= _size(final):
+        return ComingAgain(_ids(again))
+    return ComingAgain(_ids(final), all_but=True)
+
+
+def _size(places: Mapping[Place, Ranges]) -> int:
+    return sum(map(count, places.values()))
+
+
+def _ids(places: Mapping[Place, Ranges]) -> frozenset[str]:
+    return frozenset(
+        f"{topic}-{partition}-{offset}"
+        for (topic, partition), ranges in places.items()
+        for low, high in ranges
+        for offset in range(low, high)
+    )

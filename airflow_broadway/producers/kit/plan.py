@@ -8,10 +8,11 @@ settles after a kill does the same, and reports the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
@@ -94,6 +95,8 @@ def settle_by_log(
         (verdict.action for verdict in plan.verdicts.values()), lapsed=len(plan.gone)
     )
     report += beyond(report_of(at_once.values()), settlement)
+    done = at_once | {key: verdict.action for key, verdict in plan.verdicts.items()}
+    report = replace(report, again=ComingAgain.of(done, whole=not plan.gone))
     # What was noted at once may still be held, if its process was killed in between.
     early = {each: Verdict(action) for each, action in at_once.items()}
     return end_by_log(log, report, {**early, **plan.verdicts}, carry_out)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.protocol import Lease, Settlement
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 
-__all__ = ["beyond", "report_of"]
+__all__ = ["about_set_aside", "beyond", "report_of"]
 
 
 def report_of(
@@ -39,3 +39,12 @@ def beyond(at_once: SettleReport, settlement: Settlement) -> SettleReport:
         return SettleReport()
     more = {name: getattr(at_once, name) - getattr(known, name) for name in CLASS_OF.values()}
     return SettleReport(**{name: count for name, count in more.items() if count > 0})
+
+
+def about_set_aside(lease: Lease) -> tuple[str, ...]:
+    """What people should know of messages that the source took and no callback saw."""
+    words = {"oversized": "too large", "crashed": "killed their process again and again"}
+    return tuple(
+        f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
+        for kind, count in sorted(lease.state.get("set_aside", {}).items())
+    )

@@ -17,7 +17,7 @@ from typing import Any
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import create_file, make_folders, put_new, replace_file
 
-__all__ = ["Damaged", "MemoryFiles", "StateFiles", "day_of", "digest", "state_files"]
+__all__ = ["Damaged", "MemoryFiles", "StateFiles", "day_of", "digest", "instant_of", "state_files"]
 
 
 class Damaged(StagingError):
@@ -27,6 +27,11 @@ class Damaged(StagingError):
 def digest(text: str) -> str:
     """A short hash, fit for names."""
     return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def instant_of(seconds: float) -> datetime:
+    """An instant of so many seconds since the epoch."""
+    return datetime.fromtimestamp(seconds, timezone.utc)
 
 
 def day_of(now: datetime, *, before: int = 0) -> str:

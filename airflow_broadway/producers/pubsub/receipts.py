@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from airflow_broadway.producers.kit.receipts.failures import Failures
+from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
 from airflow_broadway.producers.kit.state_files import MemoryFiles
 from airflow_broadway.producers.pubsub.client import place_of

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import MAX_REASON, RELEASE, Action, Verdict
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, MAX_REASON, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.producers.kit.guard import MessageGuard
@@ -45,6 +45,7 @@ _CODES = {
     Action.RELEASE: 4,
 }
 _ACTIONS = {code: action for action, code in _CODES.items()}
+_AGAIN = f"({', '.join(str(_CODES[action]) for action in sorted(COMES_AGAIN))})"
 
 _ENTRIES = """CREATE TEMP TABLE IF NOT EXISTS entries (
     id INTEGER PRIMARY KEY, action INTEGER, delay INTEGER, stage TEXT, reason TEXT
@@ -87,7 +88,9 @@ def settle(
         unreported = beyond(early, settlement)
         if was != "open":
             report = SettleReport.from_json(json.loads(kept))
-            return report + unreported if was == "lapsed" else report
+            if was != "lapsed":
+                return report
+            return replace(report + unreported, again=_none_held(db, queue, lease_id))
         work = _Work(db, lease_id, generation, deadline, now)
         held, rest = work.held(), settlement.rest
         missing = _missing(settlement, received)
@@ -97,8 +100,9 @@ def settle(
         if settlement.expected is not None and unsure and rest.action is not Action.RELEASE:
             rest = _rest_if_unsure(db, queue, generation, settlement, missing=missing, held=held)
         lapsed = max(work.entries_lapsed(), missing + lost)
+        again = work.coming_again(queue, rest, sure=not unsure and not lapsed)
         report = work.entries() + work.rest(rest)
-        report += SettleReport(lapsed=lapsed, errors=guard.errors()) + unreported
+        report += SettleReport(lapsed=lapsed, errors=guard.errors(), again=again) + unreported
         _end(db, lease_id, state, now, report)
     return report
 
@@ -224,6 +228,27 @@ class _Work:
             AND NOT EXISTS (SELECT 1 FROM settled s WHERE s.lease = :lease AND s.message = e.id)"""
         return int(self.db.execute(query, self.values).fetchone()[0])
 
+    def coming_again(self, queue: QueueRow, rest: Verdict, *, sure: bool) -> ComingAgain:
+        """Which messages will come again, before anything is carried out.
+
+        :param sure: Whether the lease holds, or has settled early, all that it ever had.
+        """
+        early = f"SELECT message FROM settled WHERE lease = :lease AND action {{}} IN {_AGAIN}"
+        if sure and rest.action not in COMES_AGAIN:
+            # As nearly always: they are named, and few.
+            named = f"SELECT id FROM temp.entries WHERE action IN {_AGAIN}"
+            return ComingAgain(self._ids(queue, f"{named} UNION {early.format('')}"))
+        action = f"COALESCE({_ENTRY_OF.format('action')}, {_CODES[rest.action]})"
+        held = f"SELECT id FROM messages WHERE lease = :lease AND {action} {{}} IN {_AGAIN}"
+        final = self._ids(queue, f"{held.format('NOT')} UNION {early.format('NOT')}")
+        if sure and 2 * len(final) > self.held():
+            return ComingAgain(self._ids(queue, f"{held.format('')} UNION {early.format('')}"))
+        return ComingAgain(final, all_but=True)
+
+    def _ids(self, queue: QueueRow, query: str) -> frozenset[str]:
+        rows = self.db.execute(query, self.values)
+        return frozenset(f"{queue.tag}-{row}" for (row,) in rows)
+
     def entries(self) -> SettleReport:
         """Carry out the verdicts of the temporary table, each on what the lease holds."""
         report = SettleReport()
@@ -340,7 +365,8 @@ def _never_opened(
 ) -> SettleReport:
     """End a lease that has received nothing, so that a late holder cannot begin to."""
     named = db.execute("SELECT COUNT(*) FROM temp.entries").fetchone()[0]
-    report = SettleReport(lapsed=max(named, settlement.expected or 0))
+    lapsed = max(named, settlement.expected or 0)
+    report = SettleReport(lapsed=lapsed, again=ComingAgain(all_but=True))
     db.execute(
         "INSERT INTO leases (queue, generation, owner, seconds, deadline, opened_at)"
         " VALUES (?, ?, '{}', 0, ?, ?)",
@@ -349,6 +375,13 @@ def _never_opened(
     lease_id = db.execute("SELECT last_insert_rowid()").fetchone()[0]
     _end(db, lease_id, state, now, report)
     return report
+
+
+def _none_held(db: sqlite3.Connection, queue: QueueRow, lease: int) -> ComingAgain:
+    """Which messages of a lease that has lapsed come again: all but what was settled early."""
+    query = f"SELECT message FROM settled WHERE lease = ? AND action NOT IN {_AGAIN}"
+    done = frozenset(f"{queue.tag}-{row}" for (row,) in db.execute(query, (lease,)))
+    return ComingAgain(done, all_but=True)
 
 
 def _end(db: sqlite3.Connection, lease: int, state: str, now: int, report: SettleReport) -> None:

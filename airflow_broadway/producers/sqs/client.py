@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
-from airflow_broadway.producers.kit.receipts.failures import Failures
+from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
 from airflow_broadway.producers.sqs.errors import translated
 from airflow_broadway.producers.sqs.options import DEFAULT_CONNECTION, SqsOptions, region_of

@@ -23,6 +23,7 @@ from airflow_broadway.staging.archive.layout import (
     COLUMNS,
     Index,
     index_path,
+    mark_of,
     partition_of,
 )
 from airflow_broadway.staging.archive.reader import look, tables
@@ -80,6 +81,7 @@ def import_file(
         return Imported(generation, 0, before=True)
     files: dict[int, TableFiles] = {}
     counts: dict[str, int] = {}
+    hours: set[int] = set()
     count = 0
     rows = _READERS[kind](path)
     own = uuid.uuid4().hex[:8]
@@ -88,6 +90,7 @@ def import_file(
             table = _table(part, chosen, count, generation, str(path), now)
             count += len(part)
             for hour, piece in by_hour(table):
+                hours.add(hour)
                 if hour not in files and len(files) >= _OPEN:
                     _close(files)
                 stem = f"{partition_of(hour)}/{generation}-{own}-{count:08d}"
@@ -102,6 +105,8 @@ def import_file(
         raise RequestRefused(f"{path} has no rows: nothing was imported")
     if not archive.exists(BEGUN):
         archive.create(BEGUN, json.dumps({"version": 1, "since": now.isoformat()}))
+    for hour in sorted(hours):
+        archive.create(mark_of(hour, generation), "")
     name, at = f"import {path.name}", now.isoformat()
     index = Index(generation=generation, dag_id="", run_id=name, files=counts, at=at)
     archive.create(index_path(generation), index.dumps())

@@ -5,12 +5,14 @@
     <root>/<pipeline>/_archive/
         archive.json                          when it was begun, and by which time it keeps
         date=2013-01-01/hour=05/*.parquet     messages whose time is in that hour (UTC)
+        hours/date=2013-01-01/05-<generation>     there is a file of it in that hour
         index/<generation>.json               which of these files count (created exclusively)
         removed/*.json                        what retention, or somebody, has removed
         failed/<generation>.jsonl             what failed in runs that no broker serves
 
 A file counts once an index names it.  So the messages of one execution are seen together or not at
-all, and what somebody who died has left is seen by nobody.
+all, and what somebody who died has left is seen by nobody.  What ``hours`` names and is not there,
+somebody has removed.
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ __all__ = [
     "COLUMNS",
     "FAILED",
     "HOUR",
+    "HOURS",
     "INDEX",
     "REMOVED",
     "Index",
     "archive_folder",
     "hour_of",
     "index_path",
+    "mark_of",
     "partition_of",
     "start_of",
 ]
 
 BEGUN: Final = "archive.json"
+HOURS: Final = "hours"
 INDEX: Final = "index"
 REMOVED: Final = "removed"
 FAILED: Final = "failed"
@@ -125,6 +130,12 @@ def partition_of(hour: int) -> str:
     """The folder of an hour."""
     start = start_of(hour)  # its strftime would write a year before 1000 in fewer than four digits
     return f"date={start.date().isoformat()}/hour={start.hour:02d}"
+
+
+def mark_of(hour: int, generation: str) -> str:
+    """What says that a generation has a file in an hour."""
+    date, _, within = partition_of(hour).partition("/hour=")
+    return f"{HOURS}/{date}/{within}-{generation}"
 
 
 def parsed(value: dict[str, Any], name: str) -> datetime:

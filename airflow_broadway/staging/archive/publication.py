@@ -1,9 +1,9 @@
 """From a generation's own folder to the archive: when it is settled, and at once.
 
-What its broker delivers again is left out: the execution that settles it for good archives it.  So
-each message is in the archive once, however often it was delivered.  A message of which the broker
-only said that it was not settled (its lease had lapsed, or the broker refused) may come again all
-the same; readers drop an id that they have seen.
+What its broker delivers again is left out, by what the custodian reports and not by the verdicts
+that it was asked for: the execution that settles it for good archives it.  So each message is in
+the archive once, however often it was delivered.  A broker may still deliver what it had settled;
+readers drop an id that they have seen.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
-import pyarrow as pa
-
-from airflow_broadway.core.custody.protocol import Entry, Settlement
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import ACK, COMES_AGAIN
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
@@ -28,56 +22,22 @@ from airflow_broadway.staging.archive.layout import (
     Index,
     archive_folder,
     index_path,
+    mark_of,
     partition_of,
 )
-from airflow_broadway.staging.archive.writer import Archived
-from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.archive.writer import Archived, id_column
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import ParquetFile, TableFiles
 
-__all__ = ["ComingAgain", "coming_again", "publish"]
+__all__ = ["publish"]
 
 log = logging.getLogger(__name__)
 
 
-class ComingAgain(NamedTuple):
-    """The messages of a generation that its broker delivers again.
-
-    :param everything: Whether all of them do.
-    """
-
-    ids: frozenset[str]
-    everything: bool = False
-
-
-def coming_again(settlement: Settlement, *, void: bool = False) -> ComingAgain:
-    """What a settlement leaves to the broker.  Memory holds the ids of these.
-
-    :param void: Whether verdicts count no more, and only what was settled at once is settled.
-    """
-    if settlement.rest == ACK and not void:
-        return ComingAgain(frozenset(_ids(settlement.entries(), again=True)))
-    at_once = settlement.settled_now
-    if settlement.everything is None or (void and not (at_once and at_once.total)):
-        return ComingAgain(frozenset(), everything=True)
-    left = {entry.message_id for entry in settlement.everything()}
-    if not void:
-        left.difference_update(_ids(settlement.entries(), again=False))
-    return ComingAgain(frozenset(left))
-
-
-def _ids(entries: Iterable[Entry], *, again: bool) -> Iterator[str]:
-    return (each.message_id for each in entries if (each.verdict.action in COMES_AGAIN) is again)
-
-
 def publish(
-    run: StagedRun,
-    record: GenerationRecord,
-    manifest: Manifest,
-    again: ComingAgain,
-    report: SettleReport,
+    run: StagedRun, record: GenerationRecord, manifest: Manifest, report: SettleReport
 ) -> None:
     """Put a generation's messages into the archive, to be seen there together; safe to repeat.
 
@@ -86,18 +46,19 @@ def publish(
     :param report: What settling it did.
     :raises StagingError: If the archive cannot be written.
     """
-    at_once = SettleReport.from_json(manifest.settled_now)
-    if again.everything or not (report + at_once).final:
+    again = report.again or ComingAgain()
+    if again.all_but and not again.ids:
         return
     archive = archive_folder(run.store, run.pipeline)
     if archive.exists(index_path(record.generation)):
         return
     archived = Archived.from_json(manifest.archived)
     files: dict[str, int] = {}
+    hours: set[int] = set()
     for number, (path, hour, rows) in enumerate(archived.files):
         name = f"{partition_of(hour)}/{record.generation}-{number:05d}"
         try:
-            placed = _place(run.files, path, archive, name, again.ids, rows)
+            placed = _place(run.files, path, archive, name, again, rows)
         except FileNotFoundError:
             log.error(
                 "%s of the archive is lost: somebody has removed %s.", many(rows, "message"), path
@@ -105,18 +66,21 @@ def publish(
             continue
         if placed[1]:
             files[placed[0]] = placed[1]
+            hours.add(hour)
     if files:
+        for hour in sorted(hours):
+            archive.create(mark_of(hour, record.generation), "")
         _begin(archive, record)
         _index(archive, run, record, files, archived)
 
 
 def _place(
-    own: Folder, path: str, archive: Folder, name: str, left: frozenset[str], rows: int
+    own: Folder, path: str, archive: Folder, name: str, again: ComingAgain, rows: int
 ) -> tuple[str, int]:
     """One file, without what comes again: its path in the archive, and its messages."""
-    if left:
+    if again.ids:
         # Another settler may leave out others: only the files that its own index names are its own.
-        return _copy_without(own, path, archive, f"{name}-{uuid.uuid4().hex[:8]}", left)
+        return _copy_without(own, path, archive, f"{name}-{uuid.uuid4().hex[:8]}", again)
     target = f"{name}.parquet"
     if not archive.exists(target):
         own.copy(path, archive, target)
@@ -124,16 +88,17 @@ def _place(
 
 
 def _copy_without(
-    own: Folder, path: str, archive: Folder, stem: str, left: frozenset[str]
+    own: Folder, path: str, archive: Folder, stem: str, again: ComingAgain
 ) -> tuple[str, int]:
     files = TableFiles(archive, stem, COLUMNS, whole=True)
-    unwanted = array_of(sorted(left), pa.string())
+    named = id_column(sorted(again.ids))
     rows = 0
     try:
         with ParquetFile(own, path) as file:
             for group in range(file.groups):
                 table = file.read(group)
-                kept = table.filter(pc.invert(pc.is_in(table["message_id"], value_set=unwanted)))
+                found = pc.is_in(table["message_id"], value_set=named)
+                kept = table.filter(found if again.all_but else pc.invert(found))
                 if kept.num_rows:
                     files.write([kept])
                     rows += kept.num_rows

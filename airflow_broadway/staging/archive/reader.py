@@ -22,6 +22,7 @@ from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.layout import (
     BEGUN,
+    HOURS,
     REMOVED,
     Index,
     hour_of,
@@ -35,11 +36,12 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import INSTANT, ParquetFile
 
-__all__ = ["Found", "begun_at", "hours_of", "look", "removed_in", "tables"]
+__all__ = ["Found", "begun_at", "generations_in", "hours_of", "look", "removed_in", "tables"]
 
 _FILE: Final = re.compile(r"([0-9a-f]{32})-.+\.parquet")
 _DATE: Final = re.compile(r"date=(\d{4}-\d\d-\d\d)")
 _HOUR: Final = re.compile(r"hour=(\d\d)")
+_MARK: Final = re.compile(r"(\d\d)-([0-9a-f]{32})")
 _ORDER: Final = [("time", "ascending"), ("message_id", "ascending"), ("received_at", "ascending")]
 
 
@@ -64,23 +66,45 @@ class Found:
 
 
 def hours_of(archive: Folder, interval: Interval | None = None) -> Iterator[int]:
-    """The hours that have a folder, in order."""
+    """The hours that have a folder, or had one that somebody else has removed, in order."""
+    for hour, _ in _hours(archive, interval):
+        yield hour
+
+
+def generations_in(archive: Folder, hour: int) -> set[str]:
+    """The generations that have, or had, files in an hour."""
+    names = archive.list(partition_of(hour))
+    marked = {
+        generation
+        for each, found in _hours(archive, Interval(start_of(hour), start_of(hour + 1)))
+        for generation in found
+        if each == hour
+    }
+    return marked | {match[1] for match in map(_FILE.fullmatch, names) if match}
+
+
+def _hours(archive: Folder, interval: Interval | None) -> Iterator[tuple[int, set[str]]]:
+    """Hours, and the generations that are noted to have a file in each."""
     first = None if interval is None else hour_of(interval.start)
     last = None if interval is None else _last_hour(interval)
-    for date in archive.list(""):
+    folders, noted = set(archive.list("")), set(archive.list(HOURS))
+    for date in sorted(folders | noted):
         day = _DATE.fullmatch(date)
         if day is None:
             continue
-        noon = hour_of(datetime.fromisoformat(day[1]).replace(tzinfo=UTC))
-        if (first is not None and noon + 23 < first) or (last is not None and noon > last):
+        midnight = hour_of(datetime.fromisoformat(day[1]).replace(tzinfo=UTC))
+        if (first is not None and midnight + 23 < first) or (last is not None and midnight > last):
             continue
-        for name in archive.list(date):
-            match = _HOUR.fullmatch(name)
-            hour = noon + int(match[1]) if match else None
-            if hour is None or (first is not None and hour < first):
-                continue
-            if last is None or hour <= last:
-                yield hour
+        found: dict[int, set[str]] = {}
+        for match in map(_HOUR.fullmatch, archive.list(date) if date in folders else ()):
+            if match:
+                found.setdefault(midnight + int(match[1]), set())
+        for match in map(_MARK.fullmatch, archive.list(f"{HOURS}/{date}") if date in noted else ()):
+            if match:
+                found.setdefault(midnight + int(match[1]), set()).add(match[2])
+        for hour in sorted(found):
+            if (first is None or first <= hour) and (last is None or hour <= last):
+                yield hour, found[hour]
 
 
 def _last_hour(interval: Interval) -> int:
@@ -95,8 +119,9 @@ def look(archive: Folder, interval: Interval | None = None) -> Found:
     """
     present: dict[int, set[str]] = {}
     generations: set[str] = set()
-    for hour in hours_of(archive, interval):
+    for hour, marked in _hours(archive, interval):
         present[hour] = set(archive.list(partition_of(hour)))
+        generations |= marked
         generations.update(match[1] for match in map(_FILE.fullmatch, present[hour]) if match)
     # Many at a time: each costs a round trip to an object store.
     indexes = list(_indexes(archive, sorted(generations)))

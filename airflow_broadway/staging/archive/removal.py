@@ -14,10 +14,11 @@ from airflow_broadway.staging.archive.layout import (
     REMOVED,
     hour_of,
     index_path,
+    mark_of,
     partition_of,
     start_of,
 )
-from airflow_broadway.staging.archive.reader import hours_of, look, read_index
+from airflow_broadway.staging.archive.reader import generations_in, hours_of, look, read_index
 from airflow_broadway.staging.store import Folder
 
 __all__ = ["Removed", "purge", "remove_old"]
@@ -77,10 +78,11 @@ def _remove(archive: Folder, hours: Sequence[int]) -> Removed:
         found = look(archive, Interval(start_of(hour), start_of(hour + 1)))
         messages += found.messages
         folder = partition_of(hour)
-        generations = {name.partition("-")[0] for name in archive.list(folder)}
+        generations = generations_in(archive, hour)
         archive.store.folder(f"{archive.path}/{folder}").remove_all()
         for generation in generations:
             index = read_index(archive, generation)
             if index is not None and not any(map(archive.exists, index.files)):
                 archive.remove(index_path(generation))
+            archive.remove(mark_of(hour, generation))
     return Removed(len(hours), messages)

@@ -27,7 +27,7 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, instants
 
-__all__ = ["ArchiveWriter", "Archived", "NoArchive", "by_hour", "table_of"]
+__all__ = ["ArchiveWriter", "Archived", "NoArchive", "by_hour", "id_column", "table_of"]
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def table_of(
     received = instants([message.received_at for message in messages])
     columns: dict[str, Any] = {
         "time": instants(times),
-        "message_id": _texts([message.message_id for message in messages]),
+        "message_id": id_column([message.message_id for message in messages]),
         "payload": payloads,
         "form": forms,
         "metadata": texts_of([message.metadata for message in messages]),
@@ -282,7 +282,7 @@ def _keys(keys: list[Any]) -> Any:
     return [texts[key] for key in keys]
 
 
-def _texts(ids: list[str]) -> Any:
+def id_column(ids: list[str]) -> Any:
     """Ids as a column; what UTF-8 cannot encode is written as its escape."""
     try:
         return array_of(ids, pa.string())

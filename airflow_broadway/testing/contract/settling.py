@@ -144,6 +144,69 @@ class Settling(ContractBase):
         assert self.settle(harness, taken, settlement_of([again])) == SettleReport(acked=1)
         assert self.rest_of_queue(harness) == []
 
+    # ---------------------------------------------------------------------- what comes again
+
+    def test_the_report_names_exactly_what_comes_again(self, harness: Harness) -> None:
+        """Also what is given back behind one of its group, and what was given back at once."""
+        harness.groups = 4
+        harness.send(bodies(40))
+        lease, messages = self.hold(harness, "g1")
+        dead = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+        verdicts = {
+            message.message_id: verdict
+            for message, verdict in zip(
+                messages[6:12],
+                [dead, RELEASE, Verdict(Action.RETRY, 1.0, "once more", "batch"), dead, dead],
+                strict=False,
+            )
+        }
+        with self.custodian(harness) as custodian:
+            at_once = [messages[0].message_id, messages[-1].message_id]
+            entries = [entry_of(messages[0], dead), entry_of(messages[-1], RELEASE)]
+            early = custodian.settle_now(lease, entries)
+        others = [
+            m for m in messages if m.message_id not in at_once or m.message_id in early.undone
+        ]
+        settlement = replace(settlement_of(others, verdicts), settled_now=early)
+
+        report = self.settle(harness, lease, settlement)
+
+        assert report.again is not None
+        named = {each for each in ids(messages) if report.again.has(each)}
+        # Whoever settles again, by outcomes that came late, hears the same.
+        again = self.settle(harness, lease, settlement_of(others)).again
+        assert again is not None
+        assert {each for each in ids(messages) if again.has(each)} == named
+        harness.pass_time(1.1)
+        assert self.all_of_queue(harness) & {*ids(messages)} == named
+        assert messages[-1].message_id in named
+        assert messages[0].message_id not in named
+
+    def test_what_had_lapsed_comes_again_and_is_named(self, harness: Harness) -> None:
+        harness.send(bodies(10))
+        lease, messages = self.hold(harness, "g1")
+        with self.custodian(harness) as custodian:
+            custodian.settle_now(lease, [entry_of(messages[0], ACK)])
+        harness.pass_time(1.1 * harness.lease)
+        known = SettleReport(acked=1)
+        settlement = replace(settlement_of(messages[1:]), settled_now=known)
+
+        report = self.settle(harness, lease, settlement)
+
+        assert report.again is not None
+        named = {each for each in ids(messages) if report.again.has(each)}
+        assert self.all_of_queue(harness) == named
+
+    def all_of_queue(self, harness: Harness) -> set[str]:
+        """The ids of all that can be received now, in as many runs as it takes."""
+        found: set[str] = set()
+        for number in range(100):
+            more = self.rest_of_queue(harness, f"all {number}")
+            if not more:
+                break
+            found.update(ids(more))
+        return found
+
     # -------------------------------------------------------------------------- at once
 
     def test_settling_now_keeps_the_lease_for_the_others(self, harness: Harness) -> None:

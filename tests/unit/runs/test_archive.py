@@ -29,7 +29,8 @@ from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
-from airflow_broadway.staging.archive.reader import look
+from airflow_broadway.staging.archive.reader import hours_of, look
+from airflow_broadway.staging.archive.removal import purge
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
 
 
@@ -318,6 +319,33 @@ def test_what_is_missing_of_an_interval_is_told_in_the_report(world: World) -> N
     assert "1 file of it are gone" in notes(world.backfill("lost"))
 
 
+@pytest.mark.parametrize("removed", ["hour", "day", "file"])
+def test_what_somebody_removed_by_hand_is_a_gap_until_it_is_purged(
+    world: World, removed: str
+) -> None:
+    world.minutes(1, 61)
+    world.run("live").all()
+    world.minutes(2)
+    world.run("more").all()
+    [path, _] = look(world.archive).hours[hour_of(NINE)]
+    place = Path(world.store.root) / world.archive.path / path
+    if removed == "file":
+        place.unlink()
+    else:
+        shutil.rmtree(place.parent if removed == "hour" else place.parent.parent)
+
+    report = world.backfill("again")
+
+    gone = {"file": "1 file", "hour": "2 files", "day": "2 files"}[removed]
+    assert f"{gone} of it are gone" in notes(report)
+    assert report["totals"]["received"] == (1 if removed == "file" else 0)
+
+    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
+    assert "some of it was removed" in notes(world.backfill("purged"))
+    assert "gone" not in notes(world.backfill("purged again"))
+    assert hour_of(NINE) not in hours_of(world.archive)
+
+
 def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_path: Path) -> None:
     world = World(tmp_path, archive={"time": "received_at"})
     world.minutes(1)
@@ -411,6 +439,21 @@ def test_a_past_run_is_run_again_with_its_own_batches(world: World) -> None:
     assert {each["source"] for each in again} == {"run"}
     with world.queue() as queue:
         assert queue.depth()[:4] == (0, 0, 0, 0)
+
+
+def test_of_a_backfill_that_was_made_twice_the_last_is_run_again(tmp_path: Path) -> None:
+    # Given a day that was backfilled, and once more when its archive had grown
+    world = World(tmp_path, Daily)
+    for minutes in ((1, 2), (3,)):
+        world.minutes(*minutes)
+        world.run(f"live{minutes[0]}").all()
+        world.run("day", of_minutes(0, 60)).all()
+    assert written(world) == [1, 2, 3]
+
+    report = world.run("again", of_run("day")).all()
+
+    assert report["totals"]["acked"] == 3
+    assert written(world) == [1, 2, 3]
 
 
 def test_a_past_run_of_several_producers_is_one_generation_of_the_new_one(world: World) -> None:

@@ -7,22 +7,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Verdict
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call
 from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement, Work, work_of
-from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.kit.state_files import day_of
+from airflow_broadway.producers.kit.reports import about_set_aside, beyond, report_of
+from airflow_broadway.producers.kit.state_files import day_of, instant_of
+from airflow_broadway.producers.kit.suspects import died
 
 __all__ = ["ReceiptCustodian"]
 
@@ -112,7 +112,7 @@ class ReceiptCustodian(ABC):
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
                 return None
-        return replace(lease, deadline=_instant(self._until(lease, receipts)))
+        return replace(lease, deadline=instant_of(self._until(lease, receipts)))
 
     def _renew(self, receipts: Receipts, due: list[str], seconds: int) -> None:
         refused = self._requests.send(
@@ -156,7 +156,7 @@ class ReceiptCustodian(ABC):
                 self.service,
                 self.limit / 3600,
                 lease.generation,
-                _instant(last).isoformat(timespec="seconds"),
+                instant_of(last).isoformat(timespec="seconds"),
                 (last - now) / 60,
             )
 
@@ -190,29 +190,38 @@ class ReceiptCustodian(ABC):
             return receipts.report
         if receipts.handles:
             receipts.begin()
-        report = self._settle(lease, receipts, settlement)
+        if died(lease.generation, settlement) and not self._folder.is_open(lease.generation):
+            self._folder.deaths.count(receipts.held(), self._clock.now())
+        report, done = self._settle(lease, receipts, settlement)
         report += beyond(report_of(receipts.now.values()), settlement)
+        whole = not report.lapsed and not report.failed
+        again = ComingAgain.of({**receipts.now, **done}, whole=whole)
+        report = replace(report, again=again) + SettleReport(errors=about_set_aside(lease))
         if receipts.handles or settlement.expected != 0:
             return receipts.end(report, day_of(self._clock.now()))
         return report
 
-    def _settle(self, lease: Lease, receipts: Receipts, settlement: Settlement) -> SettleReport:
+    def _settle(
+        self, lease: Lease, receipts: Receipts, settlement: Settlement
+    ) -> tuple[SettleReport, Mapping[str, Action]]:
+        """The report, and what was done with each message that was not settled at once."""
         work = work_of(receipts, lease, settlement)
         lapsed = SettleReport(lapsed=work.lapsed, errors=work.errors)
         if not receipts.handles:
             # It never received, or somebody else's process did and wrote nothing down.
-            return lapsed
+            return lapsed, {}
         if self._clock.now().timestamp() >= self._until(lease, receipts):
             self._note_again(work.verdicts)
-            return lapsed + report_of(
+            report = report_of(
                 receipts.done.values(),
                 lapsed=len(work.verdicts) - len(receipts.done),
                 errors=self._why_lapsed(receipts),
             )
+            return lapsed + report, receipts.done
         settling = self._settling(lease, receipts)
         done = settling.carry_out(work, note=True)
         report = settling.report(done.values()) + lapsed
-        return report + SettleReport(errors=self._nearly_lapsed(receipts))
+        return report + SettleReport(errors=self._nearly_lapsed(receipts)), done
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         receipts = self._receipts_of(lease)
@@ -284,7 +293,3 @@ class ReceiptCustodian(ABC):
 
     def _settling(self, lease: Lease, receipts: Receipts) -> ReceiptSettlement:
         return self._settlement(receipts, held_until=lambda: self._until_by_now(lease, receipts))
-
-
-def _instant(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, timezone.utc)

@@ -9,6 +9,7 @@ staging folder::
         receipts-000000.json          a portion: instants; id, receipt and group of each message
         renewed.json                  so many portions are held until then
         lost-*.json                   ids whose receipt the broker refused
+        plan.json                     which messages settling gives back
 
 Losing these files loses no message: all come back when their time is over.  Without a staging
 folder the receipts are in this process's memory alone.
@@ -25,12 +26,13 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import StagingError
+from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
-from airflow_broadway.producers.kit.receipts.failures import Failures
 from airflow_broadway.producers.kit.state_files import Damaged, StateFiles, digest, state_files
+from airflow_broadway.producers.kit.suspects import FOLDER, Deaths
 
 __all__ = ["KEPT_REPORTS", "Receipts", "ReceiptsFolder"]
 
@@ -184,6 +186,17 @@ class Receipts:
         for name in written[self._portions :]:
             self._read_portion(name, {})
 
+    def plan(self, again: ComingAgain) -> ComingAgain:
+        """Note which messages settling gives back, before it does.
+
+        :returns: What stands: this, or what was noted by whoever began before.
+        """
+        value = [again.all_but, sorted(again.ids)]
+        if not self._files.create(self._log.path("plan.json"), value):
+            all_but, ids = self._log.read("plan.json")
+            again = ComingAgain(frozenset(ids), all_but)
+        return again
+
     def note_done(self, actions: Mapping[str, Action]) -> None:
         """Note what settling has carried out so far."""
         self.done.update(actions)
@@ -312,6 +325,7 @@ class ReceiptsFolder:
         self._queue = queue
         self._files = files or state_files(staging, f"{kind}/{digest(queue)}")
         self.failures = failures(self._files)
+        self.deaths = Deaths(self._files, self.failures.kept_days)
         #: Day → the folders of the generations that ended then.
         self._ended: dict[str, set[str]] = {}
 
@@ -357,7 +371,7 @@ class ReceiptsFolder:
                     name.removesuffix(".json") for name in self._files.names(f"ended/{day}")
                 }
         ended = set().union(*self._ended.values())
-        return set(self._files.names()) - ended - {"attempts", "ended", digest(own)}
+        return set(self._files.names()) - ended - {"attempts", "ended", FOLDER, digest(own)}
 
     def in_folder(self, folder: str) -> Receipts:
         """Those of another generation, by the name of its folder, as they are now."""

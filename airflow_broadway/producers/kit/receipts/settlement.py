@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
 from airflow_broadway.core.text import many
@@ -200,6 +200,8 @@ class ReceiptSettlement(ABC):
         receipts, self._entries = self._receipts, work.entries
         done = self.done
         verdicts = self._held_back(work.verdicts, all_of_it=note)
+        if note:
+            self._as_planned(verdicts)
         keys = list(verdicts)
         for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
@@ -210,6 +212,19 @@ class ReceiptSettlement(ABC):
             if note and len(keys) > self._wave:
                 receipts.note_done(fresh)
         return done
+
+    def _as_planned(self, verdicts: dict[str, Verdict]) -> None:
+        """Give back what a settlement that was killed gave back, or was about to.
+
+        Outcomes may have come since: but what was given back comes again, and nobody can take it
+        back.
+        """
+        again = ComingAgain.of({key: each.action for key, each in verdicts.items()}, whole=True)
+        if self._resumed or again != ComingAgain():
+            stands = self._receipts.plan(again)
+            for key, each in verdicts.items():
+                if each.action not in COMES_AGAIN and stands.has(key):
+                    verdicts[key] = RELEASE
 
     def _carry_out(self, verdicts: Mapping[str, Verdict]) -> dict[str, Action]:
         """Do a wave: send letters, then remove, in order, then give back; returns what was done."""

@@ -6,7 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import ClassVar, Final
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
@@ -20,10 +20,11 @@ from airflow_broadway.core.errors import (
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call, Refusal
+from airflow_broadway.producers.kit.receipts.isolation import Isolation
 from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
 from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
 from airflow_broadway.producers.kit.receipts.settlement import REMOVES
-from airflow_broadway.producers.kit.state_files import day_of
+from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
 __all__ = ["ReceiptSource"]
 
@@ -83,6 +84,7 @@ class ReceiptSource(ABC):
         self._folder.failures.merge(env.clock.now())
         oldest = day_of(env.clock.now(), before=KEPT_REPORTS)
         self._receipts = self._folder.open(env.generation, oldest)
+        self._isolation = Isolation(producer, env, folder)
         self._polls = Polls(
             self._receive,
             most=most,
@@ -160,17 +162,18 @@ class ReceiptSource(ABC):
         until = receipts.until
         if until is None:  # what holds nothing cannot lapse
             until = self._clock.now().timestamp() + self._seconds
-        since = receipts.since
+        since, aside = receipts.since, self._isolation.set_aside
         return Lease(
             kind=self._kind,
             generation=self._env.generation,
             seconds=self._lease_seconds,
-            deadline=_instant(until),
+            deadline=instant_of(until),
             owner=dict(self._env.owner),
             state={
                 "queue": self._place,
                 "messages": self._secured,
-                "since": None if since is None else _instant(since).isoformat(),
+                "since": None if since is None else instant_of(since).isoformat(),
+                **({"set_aside": {"crashed": aside}} if aside else {}),
             },
         )
 
@@ -179,7 +182,7 @@ class ReceiptSource(ABC):
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         if self._receipts.report is not None:
             raise self._lapsed()
-        if demand < 1 or self._stopped:
+        if demand < 1 or self._stopped or self._isolation.alone:
             return []
         self._take_back_unsecured()
         end = self._clock.monotonic() + timeout
@@ -282,12 +285,23 @@ class ReceiptSource(ABC):
             oldest = min(oldest, at)
         # Handed out before, it is being handled, and settled by its newest receipt.
         self._hold(newer, {}, oldest)
+        fresh = self._isolated(fresh, now)
         made = self._made(fresh, now)
         if not made:
             return []
         handles = {each.message_id: fresh[each.message_id].receipt for each in made}
         self._unsecured = handles, self._groups(fresh), oldest
         return made
+
+    def _isolated(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
+        """Without what this run must not handle beside others, or at all."""
+        holds, groups = bool(self._receipts.handles), self._groups(fresh)
+        found = self._isolation.sorted([*fresh], groups, fresh=not holds, now=now)
+        self._spare.update({key: fresh[key].receipt for key in found.later})
+        if found.crashed:
+            crashed = {key: fresh[key] for key in found.crashed}
+            self._isolation.make_letters(self._made(crashed, now), crashed, self.lease)
+        return {key: fresh[key] for key in found.take}
 
     def _hold(self, handles: dict[str, str], groups: dict[str, str], since: float) -> None:
         """Write receipts down, and hold their messages from now on.
@@ -333,11 +347,7 @@ class ReceiptSource(ABC):
                 log.error(
                     "message %r of the %s %r cannot be read (%s: %s): it is left to the"
                     " queue's redrive policy, and given back when the run ends",
-                    key,
-                    self.queue_word,
-                    self._name,
-                    type(error).__name__,
-                    error,
+                    *(key, self.queue_word, self._name, type(error).__name__, error),
                 )
         return made
 
@@ -438,7 +448,3 @@ class ReceiptSource(ABC):
             if not self._polls.flying:  # else what it finds is still to be given back
                 self._disconnect()
             self._folder.close(self._env.generation)
-
-
-def _instant(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, timezone.utc)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.producers.kit.suspects import why_crashed
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered
 from airflow_broadway.producers.rabbitmq.bundle import Held
@@ -50,9 +51,7 @@ class Quarantine:
 
     def crashed(self, channel: ConfirmChannel, held: Held) -> None:
         """Make a dead letter of a message that killed its process while it was alone there."""
-        reason = (
-            f"crashed: its process died {held.crashes} times, at last with nothing else to handle"
-        )
+        reason = why_crashed(held.crashes)
         aside = Aside(held.message_id, "crashed", reason)
         mark = Mark(held.message_id, self._generation, held.attempt)
         self._publish(channel, self._dead, held, mark, reason, "crashed", None, aside)

@@ -12,9 +12,11 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
+from airflow_broadway.producers.kit.suspects import Division, divide
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
@@ -31,7 +33,6 @@ from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler
 from airflow_broadway.producers.rabbitmq.receive.ids import Ids
 from airflow_broadway.producers.rabbitmq.receive.quarantine import Quarantine
-from airflow_broadway.producers.rabbitmq.receive.suspects import Division, divide
 from airflow_broadway.producers.rabbitmq.staged_bundle import load_staged
 
 __all__ = ["ReturnsReader", "examine"]
@@ -186,7 +187,13 @@ class ReturnsReader:
         if read is None or read.digest in self._done:
             connection.post(lambda: channel.ack(delivered.tag))
             return
-        division = divide(read.messages, room=room, fresh=fresh, max_crashes=self._max_crashes)
+        division = divide(
+            read.messages,
+            attrgetter("crashes"),
+            room=room,
+            fresh=fresh,
+            max_crashes=self._max_crashes,
+        )
         if division is None:  # for another generation
             self._put_off.append(delivered.tag)
             return
@@ -237,7 +244,7 @@ class ReturnsReader:
         channel: ConfirmChannel,
         tag: int,
         read: ReturnedBundle,
-        division: Division,
+        division: Division[Held],
         rests: list[list[Held]],
     ) -> None:
         """Publish what becomes of a bundle, then acknowledge it."""

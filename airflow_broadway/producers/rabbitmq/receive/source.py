@@ -20,12 +20,12 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kit.open_here import note_closed, note_open
 from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-from airflow_broadway.producers.rabbitmq.open_here import note_closed, note_open
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 from airflow_broadway.producers.rabbitmq.receive.buffer import Buffer
 from airflow_broadway.producers.rabbitmq.receive.bundler import Bundler

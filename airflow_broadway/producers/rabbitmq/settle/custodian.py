@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.checks import check_lease
-from airflow_broadway.producers.kit.reports import report_of
+from airflow_broadway.producers.kit.open_here import is_open_here
+from airflow_broadway.producers.kit.reports import about_set_aside, report_of
 from airflow_broadway.producers.rabbitmq.amqp.address import address_for
 from airflow_broadway.producers.rabbitmq.amqp.backoff import Attempts, Backoff, keep_trying
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
@@ -23,7 +24,6 @@ from airflow_broadway.producers.rabbitmq.amqp.errors import Blocked
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
-from airflow_broadway.producers.rabbitmq.open_here import is_open_here
 from airflow_broadway.producers.rabbitmq.settle.outbox import Outbox, Turn, held_of, staged
 from airflow_broadway.producers.rabbitmq.settle.reading import unreported
 from airflow_broadway.producers.rabbitmq.settle.settlement import BUNDLES_TIMEOUT, LeaseSettlement
@@ -77,7 +77,7 @@ class RabbitCustodian:
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         lease = self._checked(lease)
         report = self._until_done(lambda: self._settle_once(lease, settlement))
-        return report + SettleReport(errors=_about_set_aside(lease))
+        return report + SettleReport(errors=about_set_aside(lease))
 
     def _settle_once(self, lease: Lease, settlement: Settlement) -> SettleReport:
         noted = self._journal.settled(lease.generation)
@@ -102,7 +102,9 @@ class RabbitCustodian:
             noted = self._journal.settled(lease.generation)
             if noted is not None:  # another has settled it just now, and deleted the queue
                 return noted.report
-            early = unreported(self._journal.now(lease.generation), settlement)
+            at_once = self._journal.now(lease.generation)
+            early = unreported(at_once, settlement)
+            early = replace(early, again=ComingAgain.of(at_once, whole=not expected))
             if expected is None:
                 return self._without_manifest(lease) + early
             if not expected:
@@ -273,12 +275,3 @@ class RabbitCustodian:
             self._opened = keep_trying(lambda: ConnectionThread.to(address), self._attempts())
             self._unreachable = False
         return self._opened
-
-
-def _about_set_aside(lease: Lease) -> tuple[str, ...]:
-    """What people should know of messages that the source took and no callback saw."""
-    words = {"oversized": "too large", "crashed": "killed their process again and again"}
-    return tuple(
-        f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
-        for kind, count in sorted(lease.state.get("set_aside", {}).items())
-    )

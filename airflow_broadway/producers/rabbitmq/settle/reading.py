@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
 from airflow_broadway.core.errors import ProducerError, StagingError
 from airflow_broadway.producers.kit.generation_log import Settled
 from airflow_broadway.producers.kit.reports import beyond, report_of
@@ -125,12 +125,16 @@ def together(other: Settled, read: BundlesRead) -> tuple[SettleReport, list[str]
         return report, None
     theirs, done = set(other.details["bundles"]), other.details["messages"]
     mine: Counter[Action] = Counter()
+    final: list[str] = []
     failed = 0
     for name, ids in read.bundles.items():
         if name not in theirs:
             own = [key for key in ids if key not in done]
             mine.update(read.became[key] for key in own if key in read.became)
+            final += [key for key in own if read.became.get(key, Action.RELEASE) not in COMES_AGAIN]
             failed += sum(key in read.failed for key in own)
     added = report_of(mine, failed=failed, errors=read.errors)
     report = replace(report + added, lapsed=max(0, report.lapsed - added.total))
+    if report.again is not None:
+        report = replace(report, again=report.again.but(final))
     return report, sorted({*theirs, *read.bundles})

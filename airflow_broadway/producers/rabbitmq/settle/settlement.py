@@ -20,11 +20,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kit.reports import report_of
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
@@ -99,8 +100,9 @@ class LeaseSettlement:
 
     def by_staging(self, settlement: Settlement) -> SettleReport | None:
         """Settle without reading bundles; ``None`` if the lease ended meanwhile."""
-        actions = self._publish_entries(settlement.entries())
-        failed = self._finish(actions)
+        named: dict[str, Action] = {}
+        actions = self._publish_entries(settlement.entries(), named)
+        failed = self._finish(actions, named)
         messages = self._lease.state["messages"] - len(self._now)
         actions[Action.ACK] += messages - failed - actions.total()
         if self._clock.now() >= self._lease.deadline:
@@ -108,11 +110,13 @@ class LeaseSettlement:
             return None
         report = report_of(actions, failed=failed, errors=self._outbox.guard.errors())
         report += unreported(self._now, settlement)
+        report = replace(report, again=_but_acked(named, self._now))
         return self._end(report, None, {}, depth=self._counted or 0)
 
     def without_bundles(self, settlement: Settlement) -> SettleReport:
         """Settle although somebody deleted the lease queue: staging still has every message."""
-        actions = self._publish_entries(settlement.entries())
+        done: dict[str, Action] = {}
+        actions = self._publish_entries(settlement.entries(), done)
         rest = settlement.rest
         lost = sum(1 for entry in settlement.entries() if not self._can(entry))
         if rest.action is not Action.ACK:
@@ -120,14 +124,20 @@ class LeaseSettlement:
             everything = settlement.everything() if settlement.everything else iter(())
             others = [e._replace(verdict=rest) for e in everything if e.message_id not in named]
             lost += sum(1 for entry in others if not self._can(entry))
-            actions += self._publish_entries(iter(others))
-        failed = self._finish(actions)
+            actions += self._publish_entries(iter(others), done)
+        failed = self._finish(actions, done)
         if rest.action is Action.ACK:
             actions[Action.ACK] += self._others(settlement) - failed - lost - actions.total()
         note = f"the lease queue {self._queue!r} was deleted: settled from staging"
         errors = (*self._outbox.guard.errors(), note)
         report = report_of(actions, lapsed=lost, failed=failed, errors=errors)
         report += unreported(self._now, settlement)
+        if rest.action is Action.ACK:
+            left = {e.message_id: Action.RELEASE for e in settlement.entries() if not self._can(e)}
+            again = _but_acked(done | left, self._now)
+        else:
+            again = ComingAgain.of(self._now | done, whole=False)
+        report = replace(report, again=again)
         self._journal.note_settled(self._lease.generation, report, None)
         return report
 
@@ -140,13 +150,18 @@ class LeaseSettlement:
         counts_all = expected == self._lease.state.get("messages")
         return expected - len(self._now) if counts_all else expected
 
-    def _publish_entries(self, entries: Iterator[Entry]) -> Counter[Action]:
+    def _publish_entries(
+        self, entries: Iterator[Entry], done: dict[str, Action]
+    ) -> Counter[Action]:
+        """Publish what follows from verdicts; into ``done`` what is done with each message."""
         actions: Counter[Action] = Counter()
         for entry in entries:
             if entry.message_id in self._now or not self._can(entry):
                 continue
-            actions[entry.verdict.action] += 1
-            if entry.verdict.action is not Action.ACK:
+            action = entry.verdict.action
+            actions[action] += 1
+            done[entry.message_id] = action
+            if action is not Action.ACK:
                 self._outbox.carry_out(held_of(entry), entry.verdict)
         return actions
 
@@ -155,10 +170,11 @@ class LeaseSettlement:
         """Whether a verdict can be carried out without the message's bundle."""
         return entry.verdict.action is Action.ACK or staged(entry)
 
-    def _finish(self, actions: Counter[Action]) -> int:
+    def _finish(self, actions: Counter[Action], done: dict[str, Action]) -> int:
         """Wait for all confirms; how many messages failed, which count for no action then."""
         failed = self._outbox.finish()
         actions.subtract(failed.values())
+        done.update(dict.fromkeys(failed, Action.RELEASE))
         return len(failed)
 
     # -- by bundles ----------------------------------------------------------------------------
@@ -307,6 +323,9 @@ class LeaseSettlement:
                 f" from staging, and {lapsed:,} to come back with it"
             )
         report = report_of(actions, lapsed=lapsed, failed=failed, errors=errors)
+        done = {**self._now, **unseen, **read.became, **dict.fromkeys(read.failed, Action.RELEASE)}
+        whole = settlement.expected is not None and not lapsed
+        report = replace(report, again=ComingAgain.of(done, whole=whole))
         return report + unreported(self._now, settlement)
 
     # -- the end -------------------------------------------------------------------------------
@@ -339,3 +358,9 @@ class LeaseSettlement:
             report += SettleReport(errors=(error,))
             note(generation, report, bundles_done, messages=messages)
         return report
+
+
+def _but_acked(named: Mapping[str, Action], now: Mapping[str, Action]) -> ComingAgain:
+    """What comes again where all others are acknowledged."""
+    done = {**named, **now}
+    return ComingAgain(frozenset(key for key, each in done.items() if each in COMES_AGAIN))

@@ -129,15 +129,15 @@ def settlement(
 
 
 def process_of(
-    fake: FakeSqs, pipeline: Broadway, folder: Path, budget: Budget
+    fake: FakeSqs, pipeline: Broadway, folder: Path, budget: Budget, generation: str = "g"
 ) -> tuple[Process, StagedRun]:
-    """A process task, ready to run, and the run that it belongs to; its generation is ``g``."""
+    """A process task, ready to run, and the run that it belongs to."""
     store = Store.open(f"file://{folder}/staging")
     staged = StagedRun(store, pipeline=pipeline.name, dag_id="d", run_id="r", clock=fake.clock)
     owner = {"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0, "try_number": 1}
     env = ProducerEnv(
         pipeline=pipeline.name,
-        generation="g",
+        generation=generation,
         owner=owner,
         clock=fake.clock,
         staging=f"{store.uri}/{pipeline.name}",

@@ -11,7 +11,7 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.producers.kit.receipts.failures import Failures
+from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.state_files import StateFiles
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import URL, FakeSqs

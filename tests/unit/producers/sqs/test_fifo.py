@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from airflow_broadway import Broadway, Message, Processors
+from airflow_broadway import Archive, Broadway, Interval, Message, Processors
 from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.store import Folder
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import FakeSqs, installed
 from tests.unit.producers.sqs.kit import FIFO, process_of
@@ -120,3 +124,36 @@ def test_a_process_task_gives_back_what_is_held_back(fake: FakeSqs, tmp_path: Pa
     handled.clear()
     assert run(fake, on_failure="noop").settled.acked == 3
     assert handled == ["x1", "x2", "x3"]
+
+
+def test_what_was_given_back_behind_a_failed_one_is_archived_later_and_once(
+    fake: FakeSqs, tmp_path: Path
+) -> None:
+    # Given a run in which x1 fails, so that x2 and x3 wait behind it
+    pipeline = Orders(producer={"on_failure": "noop"}, archive=Archive())
+    budget = Budget(max_messages=6)
+    process, staged = process_of(fake, pipeline, tmp_path, budget, "a" * 32)
+    with installed(fake):
+        process.run()
+    archive = archive_folder(staged.store, staged.pipeline)
+    assert payloads(archive) == [b"y1", b"y2", b"y3"]
+
+    # When a later run settles them
+    fake.clock.sleep(900.0)
+    failing.clear()
+    process, _ = process_of(fake, pipeline, tmp_path, budget, "b" * 32)
+    with installed(fake):
+        assert process.run()["received"] == 3
+
+    # Then each is there once, whatever the interval
+    assert payloads(archive) == [b"x1", b"x2", b"x3", b"y1", b"y2", b"y3"]
+    assert look(archive).messages == 6
+
+
+def payloads(archive: Folder) -> list[bytes]:
+    """All that is archived, each as often as it is there."""
+    ends = (datetime(1970, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC))
+    found: list[Any] = []
+    for table in tables(archive, look(archive), Interval(*ends)):
+        found += table["payload"].to_pylist()
+    return sorted(found)

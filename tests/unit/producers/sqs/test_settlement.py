@@ -443,3 +443,33 @@ def test_settling_in_portions_holds_back_across_them() -> None:
         report = run.settle([m for m in messages if m.data != b"x1"])
 
         assert (report.acked, report.released) == (2, 2)
+
+
+# ------------------------------------------------------------------------ outcomes that come late
+
+
+def test_what_a_killed_settlement_was_about_to_give_back_is_given_back_whatever_came_since(
+    tmp_path: Path,
+) -> None:
+    with halves(f"file://{tmp_path}") as run:
+        messages = run.take_new(["a", "b", "c"])
+
+        def killed(action: str, _: dict[str, Any]) -> Any:
+            if action == "ChangeMessageVisibility":
+                raise KeyboardInterrupt
+            return None
+
+        run.fake.answer = killed
+        with pytest.raises(KeyboardInterrupt):
+            run.settle(messages, {"b": RELEASE})
+        run.fake.answer = lambda action, arguments: None
+
+        # Its outcome comes, and another settles by it
+        lease = run.source.lease
+        report = run.other().settle(lease, settlement(messages))
+
+        assert report == SettleReport(acked=2, released=1)
+        assert report.again is not None
+        assert [each.data for each in messages if report.again.has(each.message_id)] == [b"b"]
+        assert run.fake.left() == 1
+        assert run.other().settle(lease, settlement(messages)).again == report.again

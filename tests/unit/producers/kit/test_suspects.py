@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from operator import attrgetter
+
+from airflow_broadway.producers.kit.suspects import divide, portion_limit
 from airflow_broadway.producers.rabbitmq.bundle import Held
-from airflow_broadway.producers.rabbitmq.receive.suspects import divide, portion_limit
 
 
 def held(number: int, crashes: int) -> Held:
@@ -24,8 +26,8 @@ def test_portions_shrink_with_crashes_down_to_one() -> None:
 def test_suspects_are_alone_in_their_generation() -> None:
     messages = [held(number, crashes=4) for number in range(250)]
 
-    assert divide(messages, room=500, fresh=False, max_crashes=5) is None
-    portion = divide(messages, room=500, fresh=True, max_crashes=5)
+    assert divide(messages, attrgetter("crashes"), room=500, fresh=False, max_crashes=5) is None
+    portion = divide(messages, attrgetter("crashes"), room=500, fresh=True, max_crashes=5)
 
     assert portion is not None
     assert (len(portion.take), len(portion.later), portion.alone) == (100, 150, True)
@@ -34,7 +36,7 @@ def test_suspects_are_alone_in_their_generation() -> None:
 def test_one_crash_changes_nothing_yet() -> None:
     messages = [held(number, crashes=1) for number in range(250)]
 
-    portion = divide(messages, room=200, fresh=False, max_crashes=5)
+    portion = divide(messages, attrgetter("crashes"), room=200, fresh=False, max_crashes=5)
 
     assert portion is not None
     assert (len(portion.take), len(portion.later), portion.alone) == (200, 50, False)
@@ -43,7 +45,7 @@ def test_one_crash_changes_nothing_yet() -> None:
 def test_only_who_crashed_alone_is_set_aside() -> None:
     messages = [held(1, crashes=7), held(2, crashes=6), held(3, crashes=6)]
 
-    portion = divide(messages, room=10, fresh=True, max_crashes=5)
+    portion = divide(messages, attrgetter("crashes"), room=10, fresh=True, max_crashes=5)
 
     assert portion is not None
     assert [m.message_id for m in portion.crashed] == ["m1"]

@@ -1,0 +1,141 @@
+"""Messages whose process died again and again: a generation takes ever fewer of them at a time.
+
+It takes nothing beside them.  In the end one message is alone in its generation; if the process
+dies once more, that message is to blame, and is set aside.
+
+Who settles a generation whose process died counts one death for each message that it held
+(:class:`Deaths`), and who receives asks for them.  A broker that carries the count with each
+message needs no such file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, Generic, TypeVar
+
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.producers.kit.failures import Failures
+from airflow_broadway.producers.kit.open_here import is_open_here
+from airflow_broadway.producers.kit.state_files import StateFiles
+
+__all__ = [
+    "FOLDER",
+    "Deaths",
+    "Division",
+    "died",
+    "divide",
+    "is_suspect",
+    "portion_limit",
+    "why_crashed",
+]
+
+_T = TypeVar("_T")
+
+#: Where deaths are counted, among a queue's files.
+FOLDER: Final = "deaths"
+
+
+@dataclass(frozen=True)
+class Division(Generic[_T]):
+    """What becomes of messages that came back.
+
+    :param take: Messages to secure now.
+    :param later: Messages to put back.
+    :param crashed: Messages to set aside, because each killed its process while it was alone.
+    :param alone: Whether what is taken must be all that this generation holds.
+    """
+
+    take: list[_T]
+    later: list[_T]
+    crashed: list[_T]
+    alone: bool
+
+
+def portion_limit(crashes: int, max_crashes: int) -> int | None:
+    """How many messages of so many crashes one generation may hold; ``None``: any number.
+
+    The first crash is the machine's more often than the message's.  From the second on the portion
+    shrinks tenfold with each, and is 1 for who crashed more than ``max_crashes`` times.
+    """
+    if crashes <= 1 and max_crashes >= 1:
+        return None
+    return int(10 ** min(9, max(0, max_crashes + 1 - crashes)))
+
+
+def is_suspect(crashes: int, max_crashes: int) -> bool:
+    """Whether a message of so many crashes is kept apart from others."""
+    return crashes > 0 and portion_limit(crashes, max_crashes) is not None
+
+
+def divide(
+    messages: Sequence[_T],
+    crashes: Callable[[_T], int],
+    *,
+    room: int,
+    fresh: bool,
+    max_crashes: int,
+) -> Division[_T] | None:
+    """Divide messages that came back; ``None`` if they must wait for a generation of their own.
+
+    :param crashes: How often a message's process died.
+    :param room: The most messages that may be taken.
+    :param fresh: Whether this generation holds nothing yet.
+    """
+    # Alone, and past the limit: it was in a portion of 1 when its process died the last time.
+    crashed = [each for each in messages if crashes(each) > max_crashes + 1]
+    rest = [each for each in messages if crashes(each) <= max_crashes + 1]
+    worst = max(map(crashes, rest), default=0)
+    limit = portion_limit(worst, max_crashes)
+    if limit is not None:
+        if not fresh:
+            return None if not crashed else Division([], rest, crashed, False)
+        room = min(room, limit)
+    return Division(rest[:room], rest[room:], crashed, limit is not None and bool(rest))
+
+
+def why_crashed(crashes: int) -> str:
+    """Why a message is set aside."""
+    return f"crashed: its process died {crashes} times, at last with nothing else to handle"
+
+
+def died(generation: str, settlement: Settlement) -> bool:
+    """Whether a generation is settled because its process died: nobody else leaves no manifest."""
+    unknown = settlement.expected is None and settlement.everything is None
+    return unknown and not is_open_here(generation)
+
+
+class Deaths:
+    """How many processes died of each message of a queue, over all runs.
+
+    :param files: The queue's.
+    :param kept_days: Days for which the broker may keep a message.
+    """
+
+    def __init__(self, files: StateFiles, kept_days: int) -> None:
+        self._counts = Failures(files, kept_days, folder=FOLDER)
+
+    def count(self, ids: Iterable[str], now: datetime) -> None:
+        """Count one more for each message.
+
+        :raises StagingError: If that cannot be written.
+        """
+        held = list(ids)
+        before = self._counts.of(held, now)
+        self._counts.note({each: before.get(each, 0) + 1 for each in held}, now)
+
+    def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
+        """The deaths of those that have any.
+
+        :raises StagingError: If they cannot be read.
+        """
+        return self._counts.of(ids, now)
+
+    def everything(self, now: datetime) -> dict[str, int]:
+        """The deaths of all messages that have any; also of those that were handled since.
+
+        :raises StagingError: If they cannot be read.
+        """
+        self._counts.merge(now)
+        return self._counts.everything()

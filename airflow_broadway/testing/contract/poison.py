@@ -1,0 +1,53 @@
+"""The custody contract: what processes die of is found, and takes no neighbour along."""
+
+from __future__ import annotations
+
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.testing.contract.base import ContractBase
+from airflow_broadway.testing.harness import Harness, bodies, settlement_of
+
+__all__ = ["Poison"]
+
+
+class Poison(ContractBase):
+    """What a producer does about messages that kill the process that handles them.
+
+    Not every producer does it; those that do pass this, with harnesses that heed ``max_crashes``.
+    """
+
+    def test_a_message_that_kills_its_process_is_set_aside_and_its_neighbours_are_handled(
+        self, harness: Harness
+    ) -> None:
+        harness.max_crashes = 2
+        sent = bodies(25)
+        harness.send(sent)
+        handled: list[bytes] = []
+        deaths = quiet = 0
+        for number in range(60):
+            lease, messages = self.hold(harness, f"g{number}")
+            quiet = 0 if messages else quiet + 1
+            if quiet == 2:  # it may have set something aside, and no more
+                break
+            if sent[7] in [message.data for message in messages]:
+                self.settle(harness, lease, Settlement(rest=RELEASE))
+                deaths += 1
+            else:
+                self.settle(harness, lease, settlement_of(messages))
+                handled += [message.data for message in messages]
+
+        assert sorted(handled) == [each for each in sent if each != sent[7]]
+        assert deaths == 4  # twice among the others, once among ten, once alone
+        depth = harness.producer().depth(harness.env("the end"))
+        assert depth is None or (depth.ready, depth.dead) == (0, 1)
+
+    def test_a_run_that_was_given_up_in_order_counts_no_death(self, harness: Harness) -> None:
+        """Three of them, and all is taken together all the same."""
+        harness.max_crashes = 2
+        harness.send(bodies(25))
+        for number in range(3):
+            with self.source(harness, f"g{number}") as source:
+                messages = self.take(source)
+                source.stop()
+                self.settle(harness, source.lease, Settlement(rest=RELEASE))
+            assert len(messages) == 25
