@@ -165,7 +165,7 @@ def settle(
     for name, number in settled_at_once(table, generation).items():
         counts[f"{AT_ONCE}{name}"] = number
     offsets = (offset for offset, each in made.items() if each.action not in COMES_AGAIN)
-    final = union(union(finished, of_offsets(offsets)), final_of(at_once))
+    final = union(union(finished, of_offsets(offsets)), final_of(table.now.get(generation, {})))
     ended = replace(
         table,
         claims={key: each for key, each in table.claims.items() if key != generation},
