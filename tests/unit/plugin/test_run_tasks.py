@@ -58,19 +58,24 @@ States = Mapping[str, list[tuple[str | None, float | None, float | None]]]
 
 
 @contextmanager
-def known_run(dag: DAG, states: States, links: Mapping[str, str]) -> Iterator[str]:
+def known_run(
+    dag: DAG,
+    states: States,
+    *,
+    links: Mapping[str, str] | None = None,
+    run_id: str = "manual__1",
+) -> Iterator[str]:
     """Have Airflow's database know the Dag, and a run of it whose tasks are in these states.
 
     :param links: XCom key → value, of the task ``alone``.
     """
-    with stored_dags(dag) as store:
-        store(dag)
+    with stored_dags(dag):
         with create_session() as session:
             wanted = select(DagVersion.id).where(DagVersion.dag_id == dag.dag_id)
-            version = session.scalar(wanted)
+            version = session.scalar(wanted.order_by(DagVersion.version_number.desc()).limit(1))
             run = DagRun(
                 dag_id=dag.dag_id,
-                run_id="manual__1",
+                run_id=run_id,
                 run_type=DagRunType.MANUAL,
                 state=DagRunState.RUNNING,
                 run_after=BEGUN,
@@ -81,7 +86,7 @@ def known_run(dag: DAG, states: States, links: Mapping[str, str]) -> Iterator[st
                 {
                     "id": uuid.uuid4(),
                     "dag_id": dag.dag_id,
-                    "run_id": "manual__1",
+                    "run_id": run_id,
                     "task_id": task_id,
                     "map_index": index if len(instances) > 1 else -1,
                     "state": state,
@@ -96,17 +101,17 @@ def known_run(dag: DAG, states: States, links: Mapping[str, str]) -> Iterator[st
             ]
             session.execute(insert(TaskInstance), rows)
             session.flush()
-            for key, value in links.items():
+            for key, value in (links or {}).items():
                 XComModel.set(
                     key=key,
                     value=value,
                     dag_id=dag.dag_id,
                     task_id="alone",
-                    run_id="manual__1",
+                    run_id=run_id,
                     session=session,
                 )
         try:
-            yield "manual__1"
+            yield run_id
         finally:
             with create_session() as session:
                 for model in (TaskInstance, DagRun):
@@ -128,7 +133,7 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
         "alone": [("success", 0, 2.5)],
     }
 
-    with known_run(dag, states, {"_link_Console": "https://console.test/q"}) as run_id:
+    with known_run(dag, states, links={"_link_Console": "https://console.test/q"}) as run_id:
         known = tasks_of_run("two_pipelines", run_id)
 
     assert known.going_on
@@ -159,3 +164,19 @@ def test_a_run_that_airflow_does_not_know_has_none() -> None:
     known = tasks_of_run("nobodys", "manual__1")
 
     assert (known.state, known.going_on, list(known.pipelines)) == (None, False, [])
+
+
+def test_a_run_is_drawn_as_its_dag_was_then() -> None:
+    def version(name: str) -> DAG:
+        with DAG("changing", schedule=None) as made:
+            BroadwayRunOperator(task_id=name, pipeline=Plain())
+        return made
+
+    with (
+        known_run(version("then"), {"then": [("success", 0, 1)]}, run_id="manual__1"),
+        known_run(version("now"), {"now": [("success", 0, 1)]}, run_id="manual__2"),
+    ):
+        known = [tasks_of_run("changing", each) for each in ("manual__1", "manual__2")]
+
+    found = [task.task_id for each in known for task in each.pipelines[0].tasks]
+    assert found == ["then", "now"]

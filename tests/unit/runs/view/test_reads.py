@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.runs.view.batches import PAGE, page_of_batches
 from airflow_broadway.runs.view.overview import overview_of
 from airflow_broadway.staging.plan_choice import Recorded
@@ -104,3 +106,19 @@ def test_of_many_outcomes_without_a_report_nothing_is_guessed(tmp_path: Path) ->
     assert (overview.reasons.known, list(overview.reasons.rows)) == (False, [])
     assert overview.balanced is None
     assert overview.totals["still_leased"] == 12_000
+
+
+def test_a_report_that_is_older_than_an_execution_tells_nothing_of_it(tmp_path: Path) -> None:
+    # Given a settled run whose process task was cleared, and received anew
+    run = big_run(tmp_path, batches=1200, size=10)
+    [before] = overview_of(run).flows
+    [record] = run.generations()
+    lease = replace(Lease.from_json(record.lease), generation="0" * 31 + "2")
+    run.open_generation(task_id="process", map_index=0, try_number=2, lease=lease)
+
+    overview = overview_of(run)
+
+    [flow] = overview.flows
+    assert (before.successful, flow.successful) == (11_988, None)
+    assert not overview.reasons.known
+    assert overview.report_at
