@@ -34,4 +34,4 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     Puppets.runs.clear()
     made = World(tmp_path, monkeypatch)
     yield made
-    made.queue.close()
+    made.close()

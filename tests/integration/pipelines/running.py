@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from airflow.dag_processing.bundles.manager import DagBundlesManager
+from airflow.models.dag import DagModel
 from airflow.models.serialized_dag import SerializedDagModel
 from airflow.sdk import DAG
 from airflow.serialization.definitions.dag import SerializedDAG
 from airflow.serialization.serialized_objects import LazyDeserializedDAG
 from airflow.utils.session import create_session
+from sqlalchemy import update
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.producers.sqlite import SqliteQueue
@@ -103,6 +105,13 @@ class World:
         patch.setenv("AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST", json.dumps([bundle]))
         patch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{self.staging}")
         self.connect("puppets", {"conn_type": "broadway_sqlite", "host": str(self.file)})
+
+    def close(self) -> None:
+        """Leave no Dag that later tests of this process would find."""
+        self.queue.close()
+        ours = update(DagModel).where(DagModel.bundle_name == _BUNDLE)
+        with create_session() as session:
+            session.execute(ours.values(is_stale=True))
 
     def connect(self, conn_id: str, connection: Mapping[str, Any]) -> None:
         """Define an Airflow connection."""
