@@ -39,6 +39,8 @@ class _PastRuns(Embedded):
     """A pipeline over the batches of past runs."""
 
     kind = "sqlite past run"
+    lapses = False  # each run has the batches for itself
+    salt = "past"  # folders of plans are sorted by what is made of ids: no case is to differ
 
     def __init__(self, pipeline: type[Broadway], folder: Path) -> None:
         super().__init__(pipeline, folder)
@@ -60,7 +62,7 @@ class _PastRuns(Embedded):
 
     def _live(self, name: str) -> None:
         """A live run, from its first task to its last."""
-        number_ids(name, salt=self.folder.name)
+        number_ids(name, salt=self.salt)
         pipeline = self.pipeline(**self.overrides())
         processes = [f"process!{each}" for each in range(pipeline.producer.concurrency)]
         tasks = [*processes, *(f"batch.{each}" for each in pipeline.batchers), "ack"]

@@ -23,14 +23,17 @@ from tests.crashes.subjects import SUBJECTS
 from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
 from tests.faults.runs import Case, run_case
-from tests.living.cases import RUNS, living_cases
+from tests.living.cases import living_cases
 from tests.nothing_left import nothing_left_behind
 
 BUILD = ROOT / "build"
 
-#: Kills of a broker's runs, where not given: most where custody has the most steps to die between.
-KILLS = {"rabbitmq": 60, "kafka": 60}
-FEW_KILLS = 30
+#: Kills of a broker's runs, where not given, a third of a minute each: most where custody has the
+#: most steps to die between.  A night may have more, by ``--kills``.
+KILLS = {"rabbitmq": 12, "kafka": 12}
+FEW_KILLS = 8
+#: Runs of each living case, where not given; a second each.
+LIVING_RUNS = 24
 #: Messages of the runs in which nobody is killed.
 NORMAL = 2_000
 
@@ -41,13 +44,16 @@ def main() -> int:
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument(
-        "--kills", type=int, help="of tasks; 30, and 60 at RabbitMQ and Kafka; 0: none"
+        "--kills", type=int, help="of tasks; 8, and 12 at RabbitMQ and Kafka; 0: none"
     )
     parser.add_argument("--seed", type=int, default=_today(), help="else the day's")
-    parser.add_argument("--runs", type=int, default=RUNS, help="of each living case, in traffic")
+    parser.add_argument(
+        "--runs", type=int, default=LIVING_RUNS, help="of each living case, in traffic"
+    )
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
+    began = time.monotonic()
     found: list[Found] = []
     points: list[dict[str, Any]] = []
     for broker in given.broker or BROKERS:
@@ -66,6 +72,7 @@ def main() -> int:
                 points += _points(subject, given.seed)
                 _write(found, points)
     _tell_points(points)
+    print(f"all in {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
     # A point that is not there in every run was not struck: the campaign has a gap.
     bad = any(each["failures"] or each.get("unsteady") for each in points)
     return int(bad or not all(each.good for each in found))

@@ -231,18 +231,19 @@ class Campaign:
             whatever the share.
         :param tasks: Only these are struck first; all unless given.
         """
-        chance = random.Random(seed)
         found: list[Case] = []
+        singles: list[Case] = []
         for family in families:
             if family is Family.PAIRS:
-                found += self._pairs(pairs, chance, tasks)
-                continue
-            whole = list(self._singles(family, tasks))
-            if own:
-                found += [each for each in whole if each.strikes[0].point.traits.own]
-                whole = [each for each in whole if not each.strikes[0].point.traits.own]
-            found += whole if share >= 1 else _turn(whole, round(len(whole) * share), seed)
-        return found
+                found += self._pairs(pairs, random.Random(seed), tasks)
+            else:
+                singles += self._singles(family, tasks)
+        if own:
+            found += [each for each in singles if each.strikes[0].point.traits.own]
+            singles = [each for each in singles if not each.strikes[0].point.traits.own]
+        if share < 1:
+            singles = _turn(singles, round(len(singles) * share), seed)
+        return [*singles, *found]
 
     def named(self, text: str) -> Case:
         """The case that is written so.

@@ -246,7 +246,7 @@ class Scheduler:
             clock = _MovedClock(interceptor)
             interceptor.pass_time = clock.pass_time
             interceptor.on_wake = lambda: clock.wake(self._ahead(interceptor.execution))
-            number_ids(name, salt=self._subject.folder.name)
+            number_ids(name, salt=self._subject.salt)
             os.chdir(self._subject.work)
             os.environ[FOLDER] = str(self._subject.work)
             for boundary in self._subject.boundaries():

@@ -57,6 +57,8 @@ class Subject(ABC):
     stays: ClassVar[str] = r"^\b$"
     #: Runs until all that is old is cleared away, each a week after the one before.
     looks: ClassVar[int] = 1
+    #: Whether leases lapse, so that others take what a run holds that is still running.
+    lapses: ClassVar[bool] = True
     #: Whether a run is one task that stages nothing, as BroadwayRunOperator's.
     unstaged = False
     #: Seconds for which the ack sensor holds what failed tasks received.
@@ -85,6 +87,11 @@ class Subject(ABC):
     def boundaries(self) -> list[Boundary]:
         """What of the world the pipeline can touch."""
         return [LocalFiles(self.work), Sqlite(), Callbacks(self.pipeline, self.witness, self.id_of)]
+
+    @property
+    def salt(self) -> str:
+        """What tells the ids that are made in this case from those of others at the same broker."""
+        return self.folder.name
 
     def id_of(self, message: Message) -> str:
         """The id under which :meth:`send` and :meth:`letters` know a message."""
