@@ -71,6 +71,11 @@ def add_dead_letters(commands: Any) -> None:
         made.add_argument(
             "--place", metavar="NAME", help="the queue or topic, if it is not the pipeline's own"
         )
+        made.add_argument(
+            "--archive",
+            action="store_true",
+            help="what failed in runs of the archive and of past runs, and not the broker's",
+        )
         if name == "show":
             made.add_argument("named_ids", nargs="*", metavar="MESSAGE_ID")
             made.add_argument(

@@ -28,6 +28,8 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.view.payload import hex_lines
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.letters import ArchiveLetters
 
 __all__ = ["dead_letters"]
 
@@ -282,6 +284,12 @@ def _json(letter: DeadLetter, *, body: bool, limit: int | None = None) -> dict[s
 def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
     """The place that the arguments name."""
     reference, pipeline = named_pipeline(given.pipeline, given.named)
+    if given.archive:
+        if given.place is not None or given.conn_id is not None:
+            raise CommandError("--archive asks no broker: leave --place and --conn-id out")
+        folder = archive_folder(open_store(given.staging), pipeline.name)
+        yield ArchiveLetters(folder)
+        return
     producer = connected(pipeline.producer, reference, given.conn_id)
     store = open_store(given.staging)
     env = ProducerEnv(

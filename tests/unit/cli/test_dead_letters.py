@@ -8,14 +8,18 @@ import re
 import shlex
 import sys
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
-from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.staging.archive.failed import failures, put_failed
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.testing import ManualClock
 from tests.cli_runs import ran
 
@@ -74,7 +78,7 @@ def guide() -> list[str]:
 
 def test_the_commands_of_the_guide_run(queue: SqliteQueue, capsys: Capsys) -> None:
     lines = guide()
-    assert len(lines) == 12
+    assert len(lines) == 14
     for line in lines:
         [key, _] = kill(queue, b'{"n": 1}', b"{}")
         words = shlex.split(line.replace("3f2a90c1d4e5b607-1042", key))[1:]
@@ -277,3 +281,50 @@ def test_of_several_pipelines_the_one_of_a_name_is_meant(
     unnamed = ran(capsys, "dead-letters", "delete", *several, "--all")
     assert "--named says which" in unnamed.error
     assert queue.depth().dead == 1
+
+
+@pytest.fixture
+def archive(queue: SqliteQueue, tmp_path: Path) -> Folder:
+    """The pipeline's archive, in which two messages of one run failed, and one of another."""
+    (tmp_path / "staging").mkdir()
+    folder = archive_folder(Store.open(f"file://{tmp_path}/staging"), "Orders")
+    now = datetime(2026, 1, 31, tzinfo=UTC)
+    for generation, ids in (("a" * 32, ("m1", "m2")), ("b" * 32, ("m3",))):
+        owner = {"dag_id": "shop", "run_id": "backfill"}
+        lease = Lease(kind="archive", generation=generation, seconds=60, deadline=now, owner=owner)
+        dead = Verdict(Action.DEAD_LETTER, 0.0, f"ValueError: {ids[-1]}", "batch")
+        put_failed(folder, lease, [Entry(each, "", dead) for each in ids], now)
+    return folder
+
+
+def test_what_failed_in_a_backfill_is_seen_and_deleted_like_any_dead_letter(
+    archive: Folder, capsys: Capsys
+) -> None:
+    us = (*ME, "--archive")
+    listed = ran(capsys, "dead-letters", "list", *us, "--json").json
+    assert [(each["message_id"], each["reason"], each["stage"]) for each in listed] == [
+        ("m1", "ValueError: m2", "batch"),
+        ("m2", "ValueError: m2", "batch"),
+        ("m3", "ValueError: m3", "batch"),
+    ]
+    assert "run backfill of shop" in ran(capsys, "dead-letters", "show", *us, "m1").out
+    # The broker's own are others
+    assert "No dead letters" in ran(capsys, "dead-letters", "list", *ME).out
+
+    # Nothing of it can be sent back
+    refused = ran(capsys, "dead-letters", "requeue", *us, "--message-id", "m1")
+    assert refused.code == 1
+    assert "m1 stays: the archive, or its run, has it still" in refused.out
+
+    deleted = ran(capsys, "dead-letters", "delete", *us, "--message-id", "m1", "m9", "--json").json
+    assert deleted == {"deleted": 1, "unknown": ["m9"], "refused": {}}
+    assert [each["message_id"] for each in failures(archive)] == ["m2", "m3"]
+    ran(capsys, "dead-letters", "delete", *us, "--reason", "m2")
+    assert archive.list("failed") == [f"{'b' * 32}.jsonl"]
+
+
+def test_of_an_archive_no_broker_is_asked(archive: Folder, capsys: Capsys) -> None:
+    refused = ran(capsys, "dead-letters", "list", *ME, "--archive", "--place", "other")
+
+    assert refused.code == 2
+    assert "--archive asks no broker" in refused.err
