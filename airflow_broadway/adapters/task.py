@@ -51,6 +51,8 @@ def task_of(context: Context) -> Task:
         task_id=ti.task_id,
         map_index=-1 if index is None else index,
         try_number=ti.try_number,
+        # Airflow has it rise by the tries that a clear grants.
+        cleared=getattr(ti, "max_tries", None) or 0,
     )
 
 

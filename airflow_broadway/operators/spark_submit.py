@@ -66,7 +66,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param check_pipeline: Whether to load the pipeline in a process of its own, as the driver will,
         before Spark is started.
-    :param max_applications: Applications that it may start in one run, once one of them has died:
+    :param max_applications: Applications that it may start in one run, once one of them has died;
+        anew once the task is cleared:
         see ``docs/poison.md``.
     :param kwargs: Anything :class:`SparkSubmitOperator` takes but ``application``,
         ``application_args`` and ``java_class``.
@@ -119,13 +120,15 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     ) -> dict[str, Any]:
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
+        task = task_of(context)
         batches = SparkBatches(
             run,
             pipeline,
             references(self.batches),
             ports_of(context),
-            name=task_of(context).file_name,
+            name=task.file_name,
             most=self.max_applications,
+            cleared=task.cleared,
         )
         ending = batches.begin()
         if ending is Ending.EMPTY:

@@ -54,6 +54,7 @@ class Task:
 
     :param map_index: Which of a mapped task's instances it is, from 0; -1 if it is not mapped.
     :param try_number: From 1.
+    :param cleared: Rises each time somebody clears it, and stays in retries.
     """
 
     dag_id: str
@@ -61,6 +62,7 @@ class Task:
     task_id: str
     map_index: int = -1
     try_number: int = 1
+    cleared: int = 0
 
     def owner(self) -> dict[str, Any]:
         """Who holds a lease, for people and for sweeps."""

@@ -62,13 +62,16 @@ class SparkBatches:
         *,
         name: str = "",
         most: int = MOST_PROCESSES,
+        cleared: int = 0,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
         self._ports = ports
         paths = (each.get("plan") for each in planned)
         self.plans = OpenPlans(run, dict.fromkeys(str(path) for path in paths if path))
-        self._isolation = Isolation(run, pipeline, self.plans, name, folder=WORK, most=most)
+        self._isolation = Isolation(
+            run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared
+        )
         #: Those without an outcome that will never get one, at the last look: id → why.
         self.void: dict[str, str] = {}
 

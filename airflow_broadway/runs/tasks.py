@@ -190,7 +190,13 @@ class BatchTask:
         plans = OpenPlans(self._run, [plan.path])
         name = self._task.file_name
         isolation = Isolation(
-            self._run, self._pipeline, plans, name, folder=TRIES, most=MOST_PROCESSES
+            self._run,
+            self._pipeline,
+            plans,
+            name,
+            folder=TRIES,
+            most=MOST_PROCESSES,
+            cleared=self._task.cleared,
         )
         while isolation.choose() and isolation.has_deaths:
             self._handle_apart(plan, isolation)

@@ -136,6 +136,14 @@ class paths:  # noqa: N801 - a namespace
         return f"deaths/{folder}/{name}-{number:06d}.json"
 
     @staticmethod
+    def budget(name: str, cleared: int, folder: str) -> str:
+        return f"{paths.budgets(folder)}/{name}-{cleared:06d}.json"
+
+    @staticmethod
+    def budgets(folder: str) -> str:
+        return f"budgets/{folder}"
+
+    @staticmethod
     def of_try(name: str, number: int, folder: str = "work") -> str:
         """A try of a task: a Spark application's in ``work``, a Python batcher's in ``tries``."""
         return f"{folder}/{name}-{number:06d}.json"

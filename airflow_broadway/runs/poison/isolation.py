@@ -7,12 +7,14 @@ says what is left for it.  All of it is in files: another try of the task goes o
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Final
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.core.formats.deaths import Deaths, say_ended
 from airflow_broadway.core.formats.isolation import Step, next_step
+from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.pipeline import Pipeline
@@ -36,6 +38,8 @@ class Isolation:
     :param name: The task's name in the staging folder.
     :param folder: Where its tries have their files.
     :param most: See :data:`MOST_PROCESSES`.
+    :param cleared: Rises each time the task is cleared: whoever does that has mended something, and
+        grants as many processes once more.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Isolation:
         *,
         folder: str,
         most: int = MOST_PROCESSES,
+        cleared: int = 0,
     ) -> None:
         self._run = run
         self._pipeline = pipeline
@@ -54,6 +59,8 @@ class Isolation:
         self._name = name
         self._folder = folder
         self._most = most
+        self._cleared = cleared
+        self._before: int | None = None
         self._deaths = Deaths(run.files, name, folder)
         #: What the next process handles.
         self.step = Step()
@@ -71,7 +78,7 @@ class Isolation:
             if not held:
                 return False
             deaths = self._deaths
-            if deaths.count and deaths.tries >= self._most:
+            if deaths.count and deaths.tries - self._before_clear() >= self._most:
                 log.error(
                     "%s of this task have begun in this run, and %d of them died: no more is begun;"
                     " what has no outcome is given back, and comes with a later run.",
@@ -91,6 +98,24 @@ class Isolation:
             heads = {batch.batch_id: head for head, batch in held}
             if not self._done(heads, step):
                 return False
+
+    def _before_clear(self) -> int:
+        """Processes that had begun when the task was cleared last: they are not counted."""
+        if self._before is None:
+            files = self._run.files
+            path = paths.budget(self._name, self._cleared, self._folder)
+            earlier = [
+                each
+                for each in files.list(paths.budgets(self._folder))
+                if each.startswith(f"{self._name}-")
+            ]
+            # Before the first clear all count that have begun.
+            begun = self._deaths.tries if earlier else 0
+            if files.create(path, json.dumps({"version": VERSION, "before": begun})):
+                self._before = begun
+            else:
+                self._before = int(read_json(files.read(path), path)["before"])
+        return self._before
 
     def goes_on(self) -> bool:
         """Whether another process is to follow the one that is over."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.model.message import Message
@@ -24,14 +24,18 @@ class Traffic(ContractBase):
     ) -> tuple[Lease, list[Message]]:
         """One run that is still hungry when it ends, while messages come; its lease, as noted."""
         with self.source(harness, generation) as source:
-            messages: list[Message] = []
-            for _ in range(3):
-                messages += source.secure(source.receive(demand, timeout=0.2))
-                time.sleep(0.03)  # the credit of the last receive is not used up: messages come
-            messages += source.stop()
+            messages = self.taken_in_traffic(source, demand)
             lease = self.copied(source.lease)
             time.sleep(0.05)
         return lease, messages
+
+    def taken_in_traffic(self, source: Source, demand: int) -> list[Message]:
+        """What a source has taken that is stopped while it is still hungry."""
+        messages: list[Message] = []
+        for _ in range(3):
+            messages += source.secure(source.receive(demand, timeout=0.2))
+            time.sleep(0.03)  # the credit of the last receive is not used up: messages come
+        return [*messages, *source.stop()]
 
     @pytest.mark.parametrize("demand", [7, 1_000])
     def test_what_arrives_while_runs_end_is_lost_by_none_of_them(
@@ -53,9 +57,12 @@ class Traffic(ContractBase):
         seen: dict[bytes, list[bool]] = {}
         with harness.publish_meanwhile() as sent:
             for number in range(4):
-                lease, messages = self.run_in_traffic(harness, f"g{number}", 1_000)
-                # As a run that failed: no manifest names what it held.
-                report = self.settle(harness, lease, Settlement(rest=RELEASE))
+                with self.source(harness, f"g{number}") as source:
+                    messages = self.taken_in_traffic(source, 1_000)
+                    # As a run that failed: no manifest names what it held.
+                    lease = self.copied(source.lease)
+                    report = self.settle(harness, lease, Settlement(rest=RELEASE))
+                    time.sleep(0.05)
                 assert report == SettleReport(released=len(messages))
                 for message in messages:
                     seen.setdefault(message.data, []).append(message.redelivered)

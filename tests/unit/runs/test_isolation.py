@@ -59,8 +59,9 @@ class World:
         )
         self.batches = len(Recorded(self.run.staged).batches(self.plan))
 
-    def task(self, try_number: int = 1) -> BatchTask:
+    def task(self, try_number: int = 1, cleared: int = 0) -> BatchTask:
         task = replace(self.run.task(try_number=try_number), task_id="batch.default", map_index=-1)
+        task = replace(task, cleared=cleared)
         return BatchTask(
             self.run.staged, self.run.pipeline, task, self.run.ports, batcher="default"
         )
@@ -169,6 +170,26 @@ def test_if_everything_dies_nothing_is_blamed(tmp_path: Path, monkeypatch: Any) 
     seen = len(world.seen())
     world.task(3).handle(world.plan)
     assert len(world.seen()) == seen
+
+
+def test_who_clears_the_task_grants_as_many_processes_once_more(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    # Given a task whose budget is used up
+    world = World(tmp_path, deadly=list(range(100)), count=12)
+    monkeypatch.setattr(tasks, "MOST_PROCESSES", 5)
+    world.first_try()
+    world.task(2).handle(world.plan)
+    used = len(world.seen())
+
+    # A retry begins none, and a cleared task does
+    world.task(3).handle(world.plan)
+    assert len(world.seen()) == used
+    world.task(4, cleared=1).handle(world.plan)
+    granted = len(world.seen()) - used
+    assert granted > 0
+    world.task(5, cleared=1).handle(world.plan)
+    assert len(world.seen()) == used + granted
 
 
 def test_a_stop_is_no_death(tmp_path: Path) -> None:
