@@ -10,7 +10,7 @@ from airflow_broadway.adapters import task
 from airflow_broadway.cli import queue as queues
 from airflow_broadway.cli import runs as cli_staged
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.formats import layout
+from airflow_broadway.core.formats import layout, live
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
 from airflow_broadway.plugin import children, depths, standings
@@ -19,7 +19,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, management, queue_calls
 from airflow_broadway.producers.rabbitmq.receive import ids, subscription
-from airflow_broadway.runs.view import history
+from airflow_broadway.runs.view import batches, history, reasons, story
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.staging import names, plan_data_files, planner, retention, store
@@ -39,6 +39,13 @@ MIB = 1024 * 1024
         ("cli.md", "{:,} to a transaction", queues.PORTION),
         ("cli.md", "retention removes after {:g} days", retention.KEEP / 86_400),
         ("cli.md", "{:g} days after the run balanced", retention.KEEP / 86_400),
+        ("ui.md", "in pages of {}", batches.PAGE),
+        ("ui.md", "A process task says every {:g} s", live.LIVE_INTERVAL),
+        ("ui.md", "counted up to {:,} batches", batches.MOST_OUTCOMES),
+        ("ui.md", "and {:g} MiB of failures", reasons.MOST_BYTES / MIB),
+        ("ui.md", "their data and keys: {} of them", story.MOST_HITS),
+        ("ui.md", "within {:g} s", story.MOST_SECONDS),
+        ("ui.md", "the {} latest of the pipeline", story.MOST_RUNS),
         ("ui.md", "at most {} at once", children.MOST),
         ("ui.md", "never ran too, {} on a page", standings.PER_PAGE),
         ("ui.md", "**its last {} runs**", standings.SHOWN),
