@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from typing import Any
 
 from tests.benchmarks.figures import Took
+from tests.benchmarks.receipt_stages import stages, timed
 
 PIPELINE = "tests.benchmarks.pipelines:OnPubSub"
 #: Ids in one request, at most: what this package sends.
@@ -131,63 +130,13 @@ def ours(
     folder: str,
 ) -> dict[str, Took]:
     """The stages of a run that use Pub/Sub."""
-    import pyarrow.parquet
-
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.custody.protocol import Settlement
-    from airflow_broadway.core.custody.verdicts import ACK
-    from airflow_broadway.core.model.run_info import RunInfo
-    from airflow_broadway.core.reference import load_ref
-    from airflow_broadway.core.stages.receiving import Budget
-    from airflow_broadway.runs.process import Process
-    from airflow_broadway.staging.run_folder import StagedRun
-    from airflow_broadway.staging.store import Store
-
     options = {
         "subscription": subscriptions[0],
         "conn_id": None,
         "endpoint": f"http://{host}",
         "receive_concurrency": threads,
     }
-    pipeline = load_ref({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
-    store = Store.open(f"file://{folder}/staging")
-    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
-    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        generation=uuid.uuid4().hex,
-        owner={**owner, "map_index": 0, "try_number": 1},
-        staging=f"{store.uri}/{pipeline.name}",
-    )
-    # What is loaded lazily is loaded before the clock starts, as it is of the other.
-    pipeline.producer.source(env).close()
-    pyarrow.array([""])
-    results: dict[str, Any] = {}
-
-    def process() -> None:
-        budget = Budget(max_messages=messages)
-        results.update(Process(run, pipeline, env=env, budget=budget).run())
-
-    def settle() -> None:
-        [record] = run.generations()
-        # As another process: nothing is left of what this one held in memory.
-        custodian = pipeline.producer.custodian(env)
-        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=messages))
-        custodian.close()
-        if report.acked != messages:
-            raise RuntimeError(f"settled {report}")
-
-    took = {"process": timed(requests, messages, process)}
-    if results["received"] != messages:
-        raise RuntimeError(f"received {results['received']} of {messages}")
-    return {**took, "settle": timed(requests, messages, settle)}
-
-
-def timed(requests: Requests, messages: int, work: Callable[[], None]) -> Took:
-    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
-    work()
-    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
-    return Took(messages, seconds, used, requests.count - sent)
+    return stages(requests, PIPELINE, options, folder, messages)
 
 
 def main() -> None:

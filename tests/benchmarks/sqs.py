@@ -10,13 +10,11 @@ them; figures are medians, and so are the ratios, each to the ceiling of the sam
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median
+from tests.benchmarks.figures import Figures, Took, folder_of_its_own
+from tests.benchmarks.receipt_stages import apart, of_each_try, requests_of
 from tests.benchmarks.sqs_worker import BODY, NOWHERE
 from tests.sqs_server import SqsServer
 
@@ -27,6 +25,7 @@ MESSAGES = 5_000
 STUBBED = 20_000
 THREADS = 10
 
+WORKER = "tests.benchmarks.sqs_worker"
 #: What is compared with what.
 OF = {"process": "ceiling.receive", "settle": "ceiling.delete", "run": "ceiling"}
 
@@ -41,16 +40,16 @@ def bench_sqs(messages: int = MESSAGES, stubbed: int = STUBBED, tries: int = 5) 
                 served.setdefault(name, []).append(took)
             for name, took in one_try(NOWHERE, stubbed, None).items():
                 alone.setdefault(name, []).append(took)
-    return [*rates(served), *processor(alone), requests(alone)]
+    return [*rates(served), *processor(alone), requests_of("sqs.requests", alone["run"])]
 
 
 def one_try(endpoint: str, count: int, server: SqsServer | None) -> dict[str, Took]:
     """Both, each in a process of its own."""
     queues = [fill(server, count) if server else f"{NOWHERE}/1/bench" for _ in range(3)]
     given = {"endpoint": endpoint, "count": count, "threads": THREADS}
-    took = apart("bare", queues=queues[:2], **given)
+    took = apart(WORKER, "bare", queues=queues[:2], **given)
     with folder_of_its_own() as folder:
-        took |= apart("ours", queues=queues[2:], folder=str(folder), **given)
+        took |= apart(WORKER, "ours", queues=queues[2:], folder=str(folder), **given)
     one, two = took["process"], took["settle"]
     used = one.cpu + two.cpu, one.requests + two.requests
     return {**took, "run": Took(count, one.seconds + two.seconds, *used)}
@@ -70,40 +69,26 @@ def fill(server: SqsServer, count: int) -> str:
     return url
 
 
-def apart(name: str, **given: Any) -> dict[str, Took]:
-    """What ``sqs_worker`` took for one thing."""
-    command = [sys.executable, "-m", "tests.benchmarks.sqs_worker", name, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    return {key: Took(*value) for key, value in told.items()}
-
-
 def rates(taken: dict[str, list[Took]]) -> Figures:
     """Messages a second, at moto's server."""
-    made: Figures = []
-    for name, tries in taken.items():
-        of = OF.get(name, "")
-        ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
-        found = [each.rate for each in tries]
-        made.append(median(f"sqs.{name}", found, "msg/s", of=f"sqs.{of}", ratios=ratios))
-    return made
+    return of_each_try(
+        taken,
+        OF,
+        lambda each: each.rate,
+        lambda one, bare: one.rate / bare.rate,
+        lambda name: f"sqs.{name}",
+        "msg/s",
+    )
 
 
 def processor(taken: dict[str, list[Took]]) -> Figures:
     """The client's processor time for a message, and bare boto3's part of it."""
-    made: Figures = []
-    for name, tries in taken.items():
-        of = OF.get(name, "")
-        ratios = [b.cpu / a.cpu for a, b in zip(tries, taken[of], strict=True)] if of else []
-        name, of = (f"sqs.client.{each}.cpu" for each in (name, of))
-        found = [each.cpu_of_each for each in tries]
-        made.append(median(name, found, "us/msg", digits=1, of=of, ratios=ratios))
-    return made
-
-
-def requests(taken: dict[str, list[Took]]) -> dict[str, Any]:
-    """Requests for a message, from its receipt to its deletion."""
-    found = [each.requests / each.messages for each in taken["run"]]
-    return median("sqs.requests", found, "req/msg", digits=4)
+    return of_each_try(
+        taken,
+        OF,
+        lambda each: each.cpu_of_each,
+        lambda one, bare: bare.cpu / one.cpu,
+        lambda name: f"sqs.client.{name}.cpu",
+        "us/msg",
+        digits=1,
+    )

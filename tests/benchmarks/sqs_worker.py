@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from io import BytesIO
 from typing import Any
 
 from tests.benchmarks.figures import Took
+from tests.benchmarks.receipt_stages import stages, timed
 from tests.sqs_server import KEY, REGION, Connections
 
 PIPELINE = "tests.benchmarks.pipelines:OnSqs"
@@ -150,9 +150,9 @@ def bare(
             return work_all
 
         took = {
-            "ceiling": _timed(requests, count, run(loop, turns)),
-            "ceiling.receive": _timed(requests, count, run(gather, turns)),
-            "ceiling.delete": _timed(requests, count, run(drop, receipts)),
+            "ceiling": timed(requests, count, run(loop, turns)),
+            "ceiling.receive": timed(requests, count, run(gather, turns)),
+            "ceiling.delete": timed(requests, count, run(drop, receipts)),
         }
     if sum(map(len, receipts)) != count:
         raise RuntimeError(f"received {sum(map(len, receipts))} of {count}")
@@ -167,17 +167,6 @@ def ours(
 ) -> dict[str, Took]:
     """The stages of a run that use SQS."""
     import boto3  # noqa: F401 - loaded before the clock starts, as all that is loaded lazily
-    import pyarrow.parquet
-
-    from airflow_broadway.core.custody.producer import ProducerEnv
-    from airflow_broadway.core.custody.protocol import Settlement
-    from airflow_broadway.core.custody.verdicts import ACK
-    from airflow_broadway.core.model.run_info import RunInfo
-    from airflow_broadway.core.reference import load_ref
-    from airflow_broadway.core.stages.receiving import Budget
-    from airflow_broadway.runs.process import Process
-    from airflow_broadway.staging.run_folder import StagedRun
-    from airflow_broadway.staging.store import Store
 
     options = {
         "queue_url": queues[0],
@@ -185,48 +174,7 @@ def ours(
         "endpoint_url": endpoint,
         "receive_concurrency": threads,
     }
-    pipeline = load_ref({"class": PIPELINE, "options": {"producer": options}}, RunInfo())
-    store = Store.open(f"file://{folder}/staging")
-    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
-    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        generation=uuid.uuid4().hex,
-        owner={**owner, "map_index": 0, "try_number": 1},
-        staging=f"{store.uri}/{pipeline.name}",
-        connections=Connections(endpoint),
-    )
-    # Reading botocore's models takes half a second, once in a process.
-    pipeline.producer.source(env).close()
-    # The first array of a process makes pyarrow load pandas: 0.4 s.
-    pyarrow.array([""])
-    requests.count = 0
-    results: dict[str, Any] = {}
-
-    def process() -> None:
-        budget = Budget(max_messages=count)
-        results.update(Process(run, pipeline, env=env, budget=budget).run())
-
-    def settle() -> None:
-        [record] = run.generations()
-        # As another process: nothing is left of what this one held in memory.
-        custodian = pipeline.producer.custodian(env)
-        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=count))
-        custodian.close()
-        if report.acked != count:
-            raise RuntimeError(f"settled {report}")
-
-    took = {"process": _timed(requests, count, process)}
-    if results["received"] != count:
-        raise RuntimeError(f"received {results['received']} of {count}")
-    return {**took, "settle": _timed(requests, count, settle)}
-
-
-def _timed(requests: Requests, count: int, work: Callable[[], None]) -> Took:
-    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
-    work()
-    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
-    return Took(count, seconds, used, requests.count - sent)
+    return stages(requests, PIPELINE, options, folder, count, connections=Connections(endpoint))
 
 
 def main() -> None:

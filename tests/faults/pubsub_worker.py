@@ -7,12 +7,11 @@ what ``rabbitmq_worker`` does, at another broker.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
-from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.pubsub import PubSubProducer
 from tests.faults.rabbitmq_worker import Worker, verdict_on
+from tests.faults.receipt_worker import drain
 from tests.pubsub_server import Remote
 
 __all__ = ["PubSubWorker", "verdict_on"]
@@ -56,18 +55,7 @@ def main() -> int:
     worker = PubSubWorker(
         Path(folder), host, subscription, dead, float(lease), int(most), keyed == "keyed"
     )
-    print("at work", flush=True)
-    quiet = began = time.monotonic()
-    # What nobody wrote down an id of is held for a lease: only then is the subscription empty.
-    while quiet - began <= float(lease) + 2.0:
-        try:
-            worker.recover()
-            if worker.run():
-                began = time.monotonic()
-        except BroadwayError as error:
-            print(type(error).__name__, error, flush=True)
-        time.sleep(0.1)
-        quiet = time.monotonic()
+    drain(worker, float(lease))
     return 0
 
 

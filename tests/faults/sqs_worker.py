@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
-from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqs import SqsProducer
 from tests.faults.rabbitmq_worker import Worker, verdict_on
+from tests.faults.receipt_worker import drain
 from tests.sqs_server import REGION
 
 __all__ = ["SqsWorker", "verdict_on"]
@@ -41,18 +40,7 @@ class SqsWorker(Worker):
 def main() -> int:
     folder, endpoint, queue, lease, most = sys.argv[1:]
     worker = SqsWorker(Path(folder), endpoint, queue, float(lease), int(most))
-    print("at work", flush=True)
-    quiet = began = time.monotonic()
-    # What nobody wrote down a receipt of is hidden for a lease: only then is the queue empty.
-    while quiet - began <= float(lease) + 2.0:
-        try:
-            worker.recover()
-            if worker.run():
-                began = time.monotonic()
-        except BroadwayError as error:
-            print(type(error).__name__, error, flush=True)
-        time.sleep(0.1)
-        quiet = time.monotonic()
+    drain(worker, float(lease))
     return 0
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
@@ -183,6 +184,7 @@ class ReceiptCustodian(ABC):
 
     # -- settling ------------------------------------------------------------------------------
 
+    @rare_collections()
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         receipts = self._receipts_of(lease, fresh=True)
         if receipts.report is not None:
@@ -233,10 +235,11 @@ class ReceiptCustodian(ABC):
         before = {key: receipts.now[key] for key in given if key in receipts.now}
         # Of a group what comes again holds back those behind it, so by arrival.
         ordered = (key for key in receipts.handles if key in given) if receipts.groups else given
+        gone = receipts.now.keys() | receipts.lost
         verdicts = {
             key: given[key].verdict
             for key in ordered
-            if key not in receipts.now and key in receipts.handles and key not in receipts.lost
+            if key in receipts.handles and key not in gone
         }
         lapsed = len(given) - len(before) - len(verdicts)
         early = self._too_early(receipts, verdicts)

@@ -8,7 +8,7 @@ staging folder::
     <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
         receipts-000000.json          a portion: instants; id, receipt and group of each message
         renewed.json                  so many portions are held until then
-        lost-*.json                   ids whose receipt the broker refused
+        lost-*.json                   receipts that the broker refused, by id
         plan.json                     which messages settling gives back
 
 Losing these files loses no message: all come back when their time is over.  Without a staging
@@ -70,8 +70,8 @@ class Receipts:
         self.now: dict[str, Action] = {}
         #: What an unfinished settlement has carried out.
         self.done: dict[str, Action] = {}
-        #: Ids whose receipt the broker refused: somebody else has them, or will.
-        self.lost: set[str] = set()
+        #: Message id → the receipt that the broker refused.
+        self._refused: dict[str, str] = {}
         #: Groups of which something comes again → from when on it may.
         self.blocked: dict[str, float] = {}
         #: Whether settling is noted to have begun; and whether it was before this settlement.
@@ -94,6 +94,15 @@ class Receipts:
         with self._lock:
             gone = self.now.keys() | self.lost
             return [each for each in self.handles if each not in gone]
+
+    @property
+    def lost(self) -> set[str]:
+        """The ids whose receipt the broker refused: somebody else has them, or will.
+
+        One that this generation receives again has another receipt, and is lost no more.
+        """
+        handles = self.handles
+        return {key for key, each in self._refused.items() if handles.get(key) == each}
 
     def knows(self, message_id: str) -> bool:
         """Whether this generation has received it before."""
@@ -157,10 +166,10 @@ class Receipts:
         self._log.write("renewed.json", value)
 
     def lose(self, ids: Iterable[str]) -> None:
-        """Note ids whose receipt the broker refuses: they are not asked for again."""
-        lost = list(ids)
+        """Note ids whose receipt the broker refuses: they are not asked for again by it."""
         with self._lock:
-            self.lost.update(lost)
+            lost = {each: self.handles[each] for each in ids if each in self.handles}
+            self._refused.update(lost)
         if lost:
             self._log.append("lost", lost)
 
@@ -253,7 +262,7 @@ class Receipts:
             if name.startswith(_PORTION):
                 self._read_portion(name, renewed)
             elif name.startswith("lost-"):
-                self.lost.update(self._log.read(name))
+                self._refused.update(self._log.read(name))
 
     def refresh(self) -> None:
         """Learn until when others have renewed it since."""

@@ -66,7 +66,7 @@ def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
 
     :raises ProducerError: If all others are to be acknowledged and nobody says which they are.
     """
-    lost = {each for each in receipts.lost if each in receipts.handles}
+    lost = receipts.lost
     at_once = 0 if settlement.settled_now is None else settlement.settled_now.total
     named = None if settlement.expected is None else settlement.expected + at_once
     written = max(named or 0, int(lease.state.get("messages") or 0))

@@ -1,0 +1,130 @@
+"""What the figures of SQS and Pub/Sub have in common: a process stage, and the settlement of all
+that it received, over a broker of receipts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tests.benchmarks.figures import Figures, Took, median
+
+__all__ = ["Counted", "apart", "of_each_try", "requests_of", "stages", "timed"]
+
+
+class Counted(Protocol):
+    """Counts the requests of this process's clients."""
+
+    count: int
+
+
+def stages(
+    requests: Counted,
+    pipeline_class: str,
+    producer: Mapping[str, Any],
+    folder: str,
+    messages: int,
+    **env_of: Any,
+) -> dict[str, Took]:
+    """The stages of a run that use the broker.
+
+    :param producer: The producer's options.
+    :param env_of: What the producer is opened in, beside what every run has.
+    """
+    import pyarrow.parquet
+
+    from airflow_broadway.core.custody.producer import ProducerEnv
+    from airflow_broadway.core.custody.protocol import Settlement
+    from airflow_broadway.core.custody.verdicts import ACK
+    from airflow_broadway.core.model.run_info import RunInfo
+    from airflow_broadway.core.reference import load_ref
+    from airflow_broadway.core.stages.receiving import Budget
+    from airflow_broadway.runs.process import Process
+    from airflow_broadway.staging.run_folder import StagedRun
+    from airflow_broadway.staging.store import Store
+
+    reference = {"class": pipeline_class, "options": {"producer": producer}}
+    pipeline = load_ref(reference, RunInfo())
+    store = Store.open(f"file://{folder}/staging")
+    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
+    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
+    env = ProducerEnv(
+        pipeline=pipeline.name,
+        generation=uuid.uuid4().hex,
+        owner={**owner, "map_index": 0, "try_number": 1},
+        staging=f"{store.uri}/{pipeline.name}",
+        **env_of,
+    )
+    # What is loaded lazily is loaded before the clock starts, as it is of the other; so is pandas,
+    # by the first array of a process.
+    pipeline.producer.source(env).close()
+    pyarrow.array([""])
+    results: dict[str, Any] = {}
+
+    def process() -> None:
+        budget = Budget(max_messages=messages)
+        results.update(Process(run, pipeline, env=env, budget=budget).run())
+
+    def settle() -> None:
+        [record] = run.generations()
+        # As another process: nothing is left of what this one held in memory.
+        custodian = pipeline.producer.custodian(env)
+        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=messages))
+        custodian.close()
+        if report.acked != messages:
+            raise RuntimeError(f"settled {report}")
+
+    took = {"process": timed(requests, messages, process)}
+    if results["received"] != messages:
+        raise RuntimeError(f"received {results['received']} of {messages}")
+    return {**took, "settle": timed(requests, messages, settle)}
+
+
+def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
+    """What some work takes."""
+    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
+    work()
+    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+    return Took(messages, seconds, used, requests.count - sent)
+
+
+def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
+    """What a worker took for one thing, in a process of its own."""
+    command = [sys.executable, "-m", module, name, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    return {key: Took(*value) for key, value in told.items()}
+
+
+def of_each_try(
+    taken: Mapping[str, list[Took]],
+    of: Mapping[str, str],
+    value: Callable[[Took], float],
+    ratio: Callable[[Took, Took], float],
+    named: Callable[[str], str],
+    unit: str,
+    digits: int | None = None,
+) -> Figures:
+    """A figure of each thing, and its ratio to what it is compared with in the same try.
+
+    :param of: What is compared with what.
+    """
+    made: Figures = []
+    for name, tries in taken.items():
+        other = of.get(name, "")
+        ratios = [ratio(a, b) for a, b in zip(tries, taken[other], strict=True)] if other else []
+        found = [value(each) for each in tries]
+        made.append(median(named(name), found, unit, digits=digits, of=named(other), ratios=ratios))
+    return made
+
+
+def requests_of(name: str, tries: list[Took]) -> dict[str, Any]:
+    """Requests for a message, from its receipt to its end."""
+    return median(name, [each.requests / each.messages for each in tries], "req/msg", digits=4)

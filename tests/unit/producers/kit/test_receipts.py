@@ -1,0 +1,41 @@
+"""What one generation's receipts say of a message whose receipt the broker refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from airflow_broadway.producers.kit.failures import Failures
+from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
+
+
+def opened(folder: Path) -> ReceiptsFolder:
+    return ReceiptsFolder("kind", f"file://{folder}", "q", failures=partial(Failures, kept_days=1))
+
+
+def take(receipts: Receipts, handles: dict[str, str]) -> None:
+    receipts.write(handles, {}, 0.0, 60.0)
+    receipts.add(handles, {}, 0.0, 60.0)
+
+
+def test_a_message_that_was_lost_and_comes_again_is_held_by_its_new_receipt(tmp_path: Path) -> None:
+    # Given two messages, one of which the broker holds no longer
+    receipts = opened(tmp_path).open("g", "2000-01-01")
+    take(receipts, {"a": "a-1", "b": "b-1"})
+    receipts.lose(["a"])
+    assert (receipts.lost, receipts.held(), receipts.due(60.0)) == ({"a"}, ["b"], ["b"])
+
+    # When the same generation receives it again
+    take(receipts, {"a": "a-2"})
+
+    # Then it is renewed and settled by that; other processes know it, too
+    opened(tmp_path).close("g")
+    other = opened(tmp_path).of("g")
+    assert other is not receipts
+    for each in (receipts, other):
+        assert (each.lost, each.held(), each.due(60.0)) == (set(), ["a", "b"], ["a", "b"])
+        assert each.handles["a"] == "a-2"
+
+    # and it may be lost again
+    other.lose(["a"])
+    assert opened(tmp_path).of("g").lost == {"a"}
