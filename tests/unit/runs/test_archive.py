@@ -737,3 +737,26 @@ def test_a_live_run_that_airflow_makes_a_backfill_reads_the_archive(world: World
     assert report["totals"]["acked"] == 5
     assert report["source"]["kind"] == "archive"
     assert sorted(each["source"] for each in world.sink("day")) == ["archive", "live"]
+
+
+def test_a_live_run_that_failed_and_that_airflow_makes_a_backfill_gives_back_what_it_held(
+    world: World,
+) -> None:
+    # Given an archive, and a scheduled run that failed after it had taken a message
+    world.minutes(1, 2)
+    world.run("before").all()
+    world.minutes(3)
+    world.run("day").process()
+
+    # When Airflow reprocesses what failed
+    report = world.run("day", of_minutes(0, 60)).all()
+
+    # Then it reads the archive, and the message is in the queue again
+    assert report["balanced"]
+    assert report["source"]["kind"] == "archive"
+    assert world.rows("day") == [1, 2]
+    with world.queue() as queue:
+        assert queue.depth()[0] == 1
+    world.run("next").all()
+    assert world.rows("next") == [3]
+    assert look(world.archive).messages == 3
