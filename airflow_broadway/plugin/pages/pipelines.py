@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
@@ -17,7 +18,9 @@ from airflow_broadway.plugin.charts import bars
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
 from airflow_broadway.plugin.render import count, page, seconds
+from airflow_broadway.plugin.rendered import reference_of
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
+from airflow_broadway.runs.view.history import MANY_FAILED
 
 __all__ = ["router"]
 
@@ -28,8 +31,8 @@ Text = Annotated[str, Query(max_length=250)]
 
 #: What a state is called, and the class of its mark.
 _STATES: Final = {
-    "bad": ("act", "is-bad"),
-    "warn": ("look", "is-warn"),
+    "bad": ("needs action", "is-bad"),
+    "warn": ("needs a look", "is-warn"),
     "busy": ("at work", "is-busy"),
     "good": ("fine", "is-good"),
     "idle": ("never ran", ""),
@@ -64,7 +67,7 @@ def _found(user: Any, number: int, q: str) -> Page:
     declared = declared_pipelines()
     readable = readable_dags(user, {each.dag_id for each in declared})
     wanted = [
-        each
+        replace(each, reference=reference_of(each))
         for each in declared
         if each.dag_id in readable and q.lower() in f"{each.dag_id}\n{each.name}".lower()
     ]
@@ -93,12 +96,15 @@ def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
     """The charts of a pipeline: title, newest value, picture."""
     runs = [run for _, run in reversed(standing.history) if run is not None]
     names = [run.run_id for run in runs]
+    shares = [run.failure_share for run in runs]
+    # As high as it needs to be, so that one in a hundred is seen.
+    most_failed = max((share for share in shares if share is not None), default=0.0)
     drawn = []
     for title, values, shown, most in (
         ("Messages per minute", [run.per_minute for run in runs], count, None),
-        ("Share that failed", [run.failure_share for run in runs], _percent, 1.0),
+        ("Share that failed", shares, _percent, max(MANY_FAILED, most_failed)),
         ("Duration", [run.seconds for run in runs], seconds, None),
-        ("Longest wait at the broker", [run.waited for run in runs], seconds, None),
+        ("Longest wait", [run.waited for run in runs], seconds, None),
     ):
         picture = bars(title, values, names, shown, places=SHOWN, most=most)
         drawn.append((title, shown(values[-1] if values else None), picture))
@@ -108,4 +114,6 @@ def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
 def _percent(value: float | None) -> str:
     if value is None:
         return "–"
+    if 0 < value < 0.001:
+        return "< 0.1%"
     return f"{value:.1%}" if 0 < value < 0.1 else f"{value:.0%}"

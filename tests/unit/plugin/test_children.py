@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway.plugin.children import Answer, ChildError, Children
+from airflow_broadway.plugin.declared import Declared
+from airflow_broadway.plugin.depths import Depths
+from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.testing.clock import ManualClock
 from tests.waiting import eventually
 
@@ -213,5 +216,36 @@ def test_the_command_line_itself_is_what_is_run() -> None:
         children = Children()
         with pytest.raises(ChildError, match="the folder /no/such does not exist"):
             await children.ask("queue", "list", "--path", "/no/such/file")
+
+    ran(asks)
+
+
+def test_a_pipelines_backlog_is_asked_of_the_command_line_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "queue.db")
+    SqliteQueue(path, "orders").send([b"1", b"2"])
+    code = f"""
+from airflow_broadway import Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path={path!r})
+
+    def handle_message(self, processor, message, context):
+        return message
+"""
+    (tmp_path / "asked_shop.py").write_text(code)
+    monkeypatch.setenv("AIRFLOW__CORE__DAGS_FOLDER", str(tmp_path))
+    declared = Declared(
+        dag_id="d", name="Orders", task_id="t", reference={"class": "asked_shop:Orders"}
+    )
+
+    async def asks() -> None:
+        depths = Depths(Children(timeout=300.0))
+        await depths.ask([declared])
+        depth = depths.recall(declared)
+        assert depth is not None
+        assert (depth.ready, depth.unknown) == (2, "")
 
     ran(asks)

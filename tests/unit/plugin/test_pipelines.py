@@ -256,6 +256,17 @@ def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
     assert [each[2] for each in children.asked] == [f"--staging={own}"]
 
 
+def test_a_template_is_asked_for_as_the_last_run_had_it(
+    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dag("templated", options={"producer": {"queue": "{{ var.value.queue }}"}})
+    rendered = {"class": "a:B", "options": {"producer": {"queue": "eu"}}}
+    monkeypatch.setattr(pipelines, "reference_of", lambda _: rendered)
+
+    assert "1\N{NARROW NO-BREAK SPACE}234" in world.page("/broadway/pipelines")
+    assert [json.loads(each[-1]) for each in children.asked] == [rendered]
+
+
 # -- the order -------------------------------------------------------------------------------------
 
 
