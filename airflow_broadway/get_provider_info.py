@@ -139,6 +139,12 @@ def get_provider_info() -> dict[str, Any]:
                 },
             },
         ],
+        "extra-links": [
+            "airflow_broadway.adapters.links.RunPageLink",
+            "airflow_broadway.adapters.links.ReportLink",
+            "airflow_broadway.adapters.links.ConsoleLink",
+            "airflow_broadway.adapters.links.SparkLink",
+        ],
         "config": {
             "broadway": {
                 "description": "What airflow-broadway's operators go by unless they are told.",
@@ -152,7 +158,15 @@ def get_provider_info() -> dict[str, Any]:
                         "type": "string",
                         "example": "s3://aws_default@bucket/broadway",
                         "default": None,
-                    }
+                    },
+                    "spark_history": {
+                        "description": "Address of Spark's history server, to which the link "
+                        "Spark of a task leads once its application has ended.",
+                        "version_added": "0.1.0",
+                        "type": "string",
+                        "example": "http://spark-history.example.org:18080",
+                        "default": None,
+                    },
                 },
             }
         },

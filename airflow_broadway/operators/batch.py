@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.links import ALL_TASKS
 from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.adapters.task import (
@@ -45,6 +46,7 @@ class BroadwayBatcherOperator(BaseOperator):
     template_fields: Sequence[str] = ("pipeline", "processed", "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e6f4ea"
+    operator_extra_links = ALL_TASKS
 
     def __init__(
         self,

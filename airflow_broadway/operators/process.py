@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
+from airflow_broadway.adapters.links import note_console
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.text import many
@@ -59,6 +60,7 @@ class BroadwayProcessorOperator(PullOperator):
 
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
+        note_console(self, pipeline, ports_of(context))
         source = source_of_run(self, context, pipeline)
         look = looked(self, context, run, pipeline, source)
         if look is not None:

@@ -12,6 +12,7 @@ from airflow.providers.common.compat.sdk import (
 )
 
 from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters.links import AT_BROKER
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.task import (
     asked_of,
@@ -124,6 +125,7 @@ class PullOperator(BaseOperator):
     template_fields: Sequence[str] = ("pipeline", *BUDGETS, "source", "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e8f0fe"
+    operator_extra_links = AT_BROKER
 
     #: What Airflow's UI shows about the task.
     _about = task_docs.PROCESS

@@ -9,6 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.alerts import checked_alerts, run_alerts
+from airflow_broadway.adapters.links import note_console
 from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
@@ -90,6 +91,7 @@ class BroadwayRunOperator(PullOperator):
         check_unstaged(pipeline)
         check_no_outlets(pipeline)
         run = open_run(context, self.staging, pipeline.name)
+        note_console(self, pipeline, ports_of(context))
         source = source_of_run(self, context, pipeline)
         if not source.asks_broker:
             raise AirflowFailException(

@@ -19,6 +19,7 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.connections import AirflowConnections
+from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import tell_outlets
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.staging import staging_root
@@ -83,6 +84,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     )
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#e8eaf6"
+    operator_extra_links = ON_SPARK
 
     def __init__(
         self,
@@ -187,6 +189,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.external_id_key = f"spark_job_id_{batches.key()}"
         self._plans = batches.plans
         about = task_of(context).file_name, make_ref(self.pipeline), run_info(context)
+        self._noted = lambda app, ui: note_spark(self, context, app, ui)
         with self._prepared(run.spark_uri(), lambda: batches.write_work(*about)):
             try:
                 super().execute(context)
@@ -232,12 +235,15 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 binary=made.program.binary,
                 env=made.variables,
                 prepare=lambda: arguments_of(run_uri, *write_work()),
+                noted=self._noted,
             )
             try:
                 yield
             finally:  # what is made lies in the folder; another application has its own
                 self.application, self.py_files, self.conf = own
 
+    #: Called with the application's id and the address of its UI, once they are known.
+    _noted: Callable[[str, str], None] = staticmethod(lambda application_id, ui: None)
     #: Makes our hook of the parent's.
     _make_hook: Callable[[SparkSubmitHook], SparkSubmitHook] | None = None
 

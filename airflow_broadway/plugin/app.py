@@ -10,14 +10,14 @@ from fastapi import FastAPI, Request, Response
 from starlette.staticfiles import StaticFiles
 
 from airflow_broadway.plugin.access import GUARDS, remember_browser
-from airflow_broadway.plugin.pages import dead_letters, message, pipelines, run
+from airflow_broadway.plugin.pages import dead_letters, message, pipelines, report, run
 from airflow_broadway.plugin.render import STATIC, version
 from airflow_broadway.plugin.troubles import add_troubles, broken
 
 __all__ = ["create_app"]
 
 #: Each page's module; its ``router`` has the routes.
-_PAGES: Final = (message, pipelines, run, dead_letters)
+_PAGES: Final = (message, pipelines, report, run, dead_letters)
 
 #: What a browser may do with a page: run our script, and show our style, in our frame.
 _HEADERS: Final = {

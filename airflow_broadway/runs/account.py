@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of, handled_of
+from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.custody.run_summary import (
     SHOWN_REASONS,
     failures_trouble,
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 
 #: The report's file, in the run's folder.
 REPORT: Final = "report.json"
+#: The same in words.
+REPORT_TEXT: Final = "report.md"
 #: What a dry run found, until the report has it.
 LOOK: Final = "look.json"
 #: Characters of a reason in a report; longer ones that begin alike count as one.
@@ -90,6 +93,8 @@ def keep_report(
         "at": at.isoformat(),
     }
     run.files.replace(REPORT, json.dumps(report, indent=1, sort_keys=True))
+    if totals["received"] or look:  # an empty run leaves one file
+        run.files.replace(REPORT_TEXT, markdown_of(report))
     # One that is still open, such as a task that was just cleared, is left to a later account.
     settled = [record for record in records if record.state == SETTLED]
     if report["balanced"]:

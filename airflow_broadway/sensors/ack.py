@@ -20,6 +20,7 @@ from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.alerts import checked_alerts, run_alerts
+from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of
 from airflow_broadway.core.custody.run_summary import check_fail_when, lines_of
@@ -84,6 +85,7 @@ class BroadwayAckSensor(BaseSensorOperator):
     template_fields: Sequence[str] = ("pipeline", "staging")
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
     ui_color = "#fef7e0"
+    operator_extra_links = AT_BROKER
 
     def __init__(
         self,
@@ -208,6 +210,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         from airflow_broadway.runs.watch import RunWatcher
 
         pipeline = load_pipeline(self.pipeline, context)
+        note_console(self, pipeline, ports_of(context))
         run = open_run(context, self.staging, pipeline.name)
         settler = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=ports_of(context))
         states = self._states(context)

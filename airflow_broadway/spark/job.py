@@ -27,7 +27,7 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.application import REFUSED, run_work
 from airflow_broadway.spark.files import local_path, open_files
-from airflow_broadway.spark.session import open_session
+from airflow_broadway.spark.session import application_id, open_session, ui_address
 
 __all__ = ["MIN_SPARK", "arguments_of", "main"]
 
@@ -102,6 +102,7 @@ def _run(given: argparse.Namespace) -> int:
         _read_work(files, given)
     spark = open_session()
     try:
+        log.info("Spark application %s; its UI: %s", application_id(spark), ui_address(spark))
         files = files or open_files(uri, spark)
         return run_work(spark, uri, files, _read_work(files, given))
     finally:

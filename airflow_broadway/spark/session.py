@@ -28,6 +28,7 @@ __all__ = [
     "new_session",
     "open_session",
     "prepare_session",
+    "ui_address",
     "why_lost",
 ]
 
@@ -95,6 +96,11 @@ def prepare_session(spark: SparkSession) -> None:
 def application_id(spark: SparkSession) -> str:
     """Spark's name of the application; empty under Connect."""
     return "" if _is_connect(spark) else str(spark.sparkContext.applicationId)
+
+
+def ui_address(spark: SparkSession) -> str:
+    """Where the application's UI is while it runs; empty if it has none, or under Connect."""
+    return "" if _is_connect(spark) else str(spark.sparkContext.uiWebUrl or "")
 
 
 def why_lost(spark: Any) -> str:

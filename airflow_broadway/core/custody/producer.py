@@ -227,6 +227,13 @@ class Producer(Options):
         """How full the queue is, or ``None`` where the broker does not say."""
         return None
 
+    def console(self, env: ProducerEnv) -> str | None:
+        """The queue's page in its broker's own console, where that is known; asks no broker.
+
+        :raises BroadwayError: If the connection is missing.
+        """
+        return None
+
     def count_interval(self, env: ProducerEnv) -> int | None:
         """How many messages there are of the environment's interval, at most; takes none.
 

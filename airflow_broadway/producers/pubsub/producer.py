@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
@@ -31,6 +33,18 @@ class PubSubProducer(PubSubOptions):
         from airflow_broadway.producers.pubsub.custodian import PubSubCustodian
 
         return PubSubCustodian(self, env)
+
+    def console(self, env: ProducerEnv) -> str | None:
+        from airflow_broadway.producers.pubsub.client import EMULATOR, place_of
+
+        plain = (self.endpoint or "").startswith("http://")
+        if plain or (self.endpoint is None and os.environ.get(EMULATOR)):
+            return None  # an emulator has no console
+        parts = place_of(self).split("/")
+        if len(parts) != 4:  # the connection knows the project, once it has logged in
+            return None
+        detail = "cloudpubsub/subscription/detail"
+        return f"https://console.cloud.google.com/{detail}/{parts[3]}?project={parts[1]}"
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
         from airflow_broadway.producers.pubsub.inspect import depth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from urllib.parse import quote
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -49,6 +50,16 @@ class RabbitMQProducer(RabbitMQOptions):
         from airflow_broadway.producers.rabbitmq.inspect import depth
 
         return depth(self.shards(), env)
+
+    def console(self, env: ProducerEnv) -> str | None:
+        from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+
+        own = self.shards()[0]
+        address = address_for(own, env)
+        if not address.management_url:  # its usual port may be anybody's
+            return None
+        place = f"{quote(address.virtual_host, safe='')}/{quote(own.queue, safe='')}"
+        return f"{address.management_url.rstrip('/')}/#/queues/{place}"
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters

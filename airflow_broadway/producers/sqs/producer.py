@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+from urllib.parse import quote
+
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.model.options import options
-from airflow_broadway.producers.sqs.options import SqsOptions
+from airflow_broadway.producers.sqs.options import SqsOptions, region_of
 
 __all__ = ["SqsProducer"]
+
+#: AWS's consoles, by how the names of their regions begin.
+_CONSOLES: Final = {
+    "cn-": "amazonaws.cn",
+    "us-gov-": "amazonaws-us-gov.com",
+    "": "aws.amazon.com",
+}
 
 
 @options
@@ -35,6 +45,14 @@ class SqsProducer(SqsOptions):
         from airflow_broadway.producers.sqs.inspect import depth
 
         return depth(self, env)
+
+    def console(self, env: ProducerEnv) -> str | None:
+        url, region = self.queue_url or "", region_of(self.queue_url or "")
+        if region is None:  # another server than AWS's, or nobody knows which account's
+            return None
+        kind = next((each for each in _CONSOLES if region.startswith(each)), "")
+        host = f"{region}.console.{_CONSOLES[kind]}"
+        return f"https://{host}/sqs/v3/home?region={region}#/queues/{quote(url, safe='')}"
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.sqs.letters import SqsDeadLetters

@@ -1,0 +1,184 @@
+"""Links from tasks in Airflow's UI: where they lead, and that they lead to the web alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from airflow_broadway.adapters.links import (
+    ALL_TASKS,
+    AT_BROKER,
+    ON_SPARK,
+    ConsoleLink,
+    ReportLink,
+    RunPageLink,
+    SparkLink,
+    note_console,
+    note_spark,
+    web_address,
+)
+from airflow_broadway.core.custody.producer import Connection, Producer
+from airflow_broadway.get_provider_info import get_provider_info
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
+from airflow_broadway.pipeline import Broadway
+from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.runs.ports import Ports
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.submit.hook import SubmitHook
+from tests.unit.operators.context import task_context
+
+TI: Any = SimpleNamespace(dag_id="a b", run_id="manual__2026-01-01T00:00:00+00:00")
+QUEUE = "https://sqs.{}.amazonaws.com/1/orders"
+
+
+def pipeline_of(producer: Producer) -> Any:
+    class Orders(Broadway):
+        def handle_message(self, processor: str, message: Any, context: Any) -> Any:
+            return message
+
+    return type("Orders", (Orders,), {"producer": producer, "batchers": {}})()
+
+
+def console(producer: Producer, connection: Connection | None = None) -> str | None:
+    """Where the console link of a task leads."""
+    operator = SimpleNamespace()
+    connections: Any = SimpleNamespace(get=lambda conn_id: connection)
+    note_console(operator, pipeline_of(producer), Ports(connections=connections))
+    return ConsoleLink().get_link(operator, ti_key=TI)
+
+
+def test_each_task_has_the_links_that_it_can_have() -> None:
+    for operator in (BroadwayProcessorOperator, BroadwayRunOperator, BroadwayAckSensor):
+        assert operator.operator_extra_links == AT_BROKER
+    assert BroadwayBatcherOperator.operator_extra_links == ALL_TASKS
+    assert BroadwaySparkSubmitOperator.operator_extra_links == ON_SPARK
+    named = {name.rpartition(".")[2] for name in get_provider_info()["extra-links"]}
+    assert named == {type(each).__name__ for each in (*AT_BROKER, *ON_SPARK)}
+
+
+@pytest.mark.parametrize("base", ["", "https://airflow.example.org/team/"])
+def test_ids_are_parts_of_a_path_below_airflows_own_address(
+    monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    monkeypatch.setenv("AIRFLOW__API__BASE_URL", base)
+
+    page = RunPageLink().get_link(None, ti_key=TI)
+
+    assert page == (
+        f"{base.rstrip('/')}/broadway/dags/a%20b/runs/manual__2026-01-01T00%3A00%3A00%2B00%3A00"
+    )
+    assert ReportLink().get_link(None, ti_key=TI) == f"{page}/report"
+
+
+@pytest.mark.parametrize(
+    ("producer", "address"),
+    [
+        (
+            SqsProducer(queue_url=QUEUE.format("eu-west-1")),
+            "https://eu-west-1.console.aws.amazon.com/sqs/v3/home?region=eu-west-1#/queues/"
+            "https%3A%2F%2Fsqs.eu-west-1.amazonaws.com%2F1%2Forders",
+        ),
+        (SqsProducer(queue_url="http://127.0.0.1:5000/1/orders"), None),
+        (SqsProducer(queue_name="orders"), None),
+        (
+            PubSubProducer(subscription="projects/my-shop/subscriptions/orders"),
+            "https://console.cloud.google.com/cloudpubsub/subscription/detail/orders"
+            "?project=my-shop",
+        ),
+        (PubSubProducer(subscription="orders"), None),
+        (
+            PubSubProducer(
+                subscription="projects/my-shop/subscriptions/orders",
+                endpoint="http://127.0.0.1:8085",
+            ),
+            None,
+        ),
+        (SqliteProducer(queue="orders", path="/nowhere"), None),
+    ],
+)
+def test_the_brokers_console_is_linked_where_it_is_known(
+    monkeypatch: pytest.MonkeyPatch, producer: Producer, address: str | None
+) -> None:
+    monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
+
+    assert console(producer) == address
+
+
+@pytest.mark.parametrize(
+    ("extra", "address"),
+    [
+        (
+            {"management_url": "https://rabbit.example.org:15671/"},
+            "https://rabbit.example.org:15671/#/queues/shop%2Feu/orders",
+        ),
+        ({}, None),
+        ({"management_url": False}, None),
+        ({"management_url": "https://user:secret@rabbit.example.org"}, None),
+    ],
+)
+def test_rabbitmqs_management_view_is_linked_if_the_connection_names_it(
+    extra: dict[str, Any], address: str | None
+) -> None:
+    connection = Connection(
+        conn_id="rabbitmq_default",
+        conn_type="rabbitmq",
+        host="rabbit",
+        schema="shop/eu",
+        login="u",
+        password="p",
+        extra=extra,
+    )
+
+    assert console(RabbitMQProducer(queue="orders"), connection) == address
+
+
+@pytest.mark.parametrize(
+    "value", ["javascript:alert(1)", "file:///etc/passwd", "//host", "http://", "x", "", None]
+)
+def test_nothing_but_the_web_is_linked(value: str | None) -> None:
+    assert web_address(value) is None
+
+
+@pytest.mark.parametrize("history", ["", "http://history:18080/"])
+def test_sparks_ui_is_linked_while_it_runs_and_its_history_afterwards(
+    monkeypatch: pytest.MonkeyPatch, history: str
+) -> None:
+    monkeypatch.setenv("AIRFLOW__BROADWAY__SPARK_HISTORY", history)
+    pushed: dict[str, Any] = {}
+    operator = SimpleNamespace()
+
+    note_spark(operator, task_context(pushed=pushed), "app-1", "http://driver:4040")
+
+    assert pushed == {"_link_SparkLink": "http://driver:4040"}
+    ended = SparkLink().get_link(operator, ti_key=TI)
+    assert ended == ("http://history:18080/history/app-1/" if history else None)
+
+
+@pytest.mark.parametrize(
+    ("line", "heard"),
+    [
+        (
+            "12:00:00,1 INFO Spark application app-2026-0001; its UI: http://driver:4041\n",
+            [("app-2026-0001", "http://driver:4041")],
+        ),
+        ("INFO Spark application local-1; its UI: \n", [("local-1", "")]),
+        ("INFO Spark application local-1; its UI: javascript:x\n", [("local-1", "")]),
+        ("Bound SparkUI to 0.0.0.0\n", []),
+    ],
+)
+def test_the_drivers_log_tells_where_its_ui_is(line: str, heard: list[tuple[str, str]]) -> None:
+    told: list[tuple[str, str]] = []
+    hook = SubmitHook.__new__(SubmitHook)
+    hook._noted = lambda application_id, ui: told.append((application_id, ui))
+
+    assert list(hook._listening(iter(["first\n", line]))) == ["first\n", line]
+
+    assert told == heard
