@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -87,6 +88,9 @@ class _OnPubSub(OverReceipts):
         return [PubSub(), *super().boundaries()]
 
     def overrides(self) -> Mapping[str, Any]:
+        given = declared(self.pipeline.producer)
+        # A request has one deadline: by chance alone there would be more or fewer of them.
+        given = {**given, "retry": replace(given["retry"], jitter=0.0)}
         return {
             "producer": PubSubProducer(
                 subscription=self._name("subscriptions", "queue"),
@@ -96,7 +100,7 @@ class _OnPubSub(OverReceipts):
                 lease=self.lease,
                 receive_concurrency=1,
                 message_ordering=self._ordered,
-                **declared(self.pipeline.producer),
+                **given,
             )
         }
 
