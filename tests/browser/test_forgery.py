@@ -1,6 +1,9 @@
-"""What another site's page can do to a user who visits it: nothing."""
+"""Another site's page can neither act for a user who visits it, nor show our pages in its own."""
 
 from __future__ import annotations
+
+import html
+import re
 
 import pytest
 
@@ -9,6 +12,45 @@ from tests.browser.elsewhere import another_site
 from tests.browser.site import Run, Site
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
+
+LETTERS = "/broadway/dags/letters/pipelines/Letters/dead-letters"
+
+#: The fields of the page's own form, for all dead letters.
+FIELDS = {"scope": "all", "confirmed": "yes"}
+
+
+def form(to: str, fields: dict[str, str], method: str = "post", kind: str = "") -> str:
+    inputs = "".join(
+        f'<input name="{name}" value="{html.escape(value)}">' for name, value in fields.items()
+    )
+    return (
+        f'<form action="{to}" method="{method}" enctype="{kind}">{inputs}</form>'
+        "<script>document.forms[0].submit()</script>"
+    )
+
+
+@pytest.mark.parametrize("action", ["requeue", "delete"])
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_a_form_of_another_site_changes_nothing(
+    as_admin: Chromium, site: Site, letters: Run, action: str, kind: str
+) -> None:
+    # Given an administrator with dead letters, and a token that another user was given
+    before = site.queue("letters").depth().dead
+    assert before
+    page = site.get(LETTERS, user="viewer").text
+    [token] = re.findall(r'name="csrf" value="([^"]+)"', page)
+    fields = {**FIELDS, "csrf": token}
+
+    # When a page elsewhere sends the form as soon as it is visited
+    to = f"{site.url}{LETTERS}/{action}"
+    with another_site(form(to, fields, kind=kind)) as (address, _):
+        as_admin.driver.get(address)
+        as_admin.wait_text("You may not do this")
+
+    # Then the browser has sent the cookies along, and nothing has happened
+    assert as_admin.driver.current_url == to
+    assert as_admin.cdp("Network.getCookies", urls=[to])["cookies"]
+    assert site.queue("letters").depth().dead == before
 
 
 def test_another_site_cannot_show_our_pages_in_its_own(

@@ -12,12 +12,18 @@ from tests.browser.site import Run, Site
 
 pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
+LETTERS = "/broadway/dags/letters/pipelines/Letters/dead-letters"
+
 #: Each page, below the run's own or as it is.
 PAGES = (
     "{run}",
     "{run}?sort=key&desc=1",
     "{run}/message?q=" + urllib.parse.quote(f"{ID}-2"),
     "{run}/message?q=" + urllib.parse.quote(HOSTILE[0]),
+    LETTERS,
+    LETTERS + "?reason=" + urllib.parse.quote(HOSTILE[1]),
+    LETTERS + "/" + urllib.parse.quote(f"{ID}-17", safe=""),
+    LETTERS + "/" + urllib.parse.quote(f"{ID}-18", safe="") + "?as=hex",
     "/broadway/?ask=true",
     "/broadway/?q=" + urllib.parse.quote(HOSTILE[1]),
 )

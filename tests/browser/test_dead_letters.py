@@ -1,0 +1,53 @@
+"""The dead letters' page, from a letter to the run that handles it."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+import pytest
+
+from tests.browser.chromium import Chromium
+from tests.browser.site import Run, Site
+
+pytestmark = [pytest.mark.browser, pytest.mark.airflow]
+
+PAGE = "/broadway/dags/{dag}/pipelines/Letters/dead-letters"
+
+#: A call of the command line starts a process.
+PATIENCE = 90.0
+
+
+def test_a_viewer_sees_the_list_no_payload_and_no_button(
+    as_viewer: Chromium, site: Site, letters: Run
+) -> None:
+    as_viewer.open(PAGE.format(dag="letters"))
+
+    as_viewer.wait_text("<script>window.owned='script'</script>", "main", PATIENCE)
+    assert as_viewer.all("main form[method=post] button, main input[type=checkbox]") == []
+    assert as_viewer.all("main th a") == []
+
+
+def test_a_dead_letter_is_sent_back_and_the_next_run_handles_it(
+    as_admin: Chromium, site: Site, letters: Run
+) -> None:
+    # Given a dead letter that an administrator looks at
+    as_admin.open(PAGE.format(dag="letters") + "?reason=etc/passwd&stage=process")
+    [link] = as_admin.all("main tbody th a")
+    message_id = link.text
+    link.click()
+    as_admin.wait_text("bad: ../../../../etc/passwd", "pre", PATIENCE)
+    before = site.queue("letters").depth().dead
+
+    # When it is sent back, as the page then asks once more
+    as_admin.button("Send back …").click()
+    as_admin.wait_text("1 dead letter back?", "h1", PATIENCE)
+    assert site.queue("letters").depth().dead == before
+    as_admin.button("Send back 1").click()
+    as_admin.wait_text("Sent back: 1 dead letter", "h1", PATIENCE)
+    assert site.queue("letters").depth().dead == before - 1
+
+    # Then the next run, of which the trouble is mended, handles it
+    run = site.trigger("letters", mended=True)
+    run.wait()
+    as_admin.open(f"{run.page}/message?q={urllib.parse.quote(message_id)}")
+    as_admin.wait_text("settled: ack", ".story")
