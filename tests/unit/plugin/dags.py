@@ -78,3 +78,5 @@ def stored_dags(*dags: DAG) -> Iterator[Store]:
         with create_session() as session:
             session.execute(delete(DagRun).where(DagRun.dag_id.in_(stored)))
             session.execute(delete(DagModel).where(DagModel.dag_id.in_(stored)))
+            # A bundle without Dags would be warned of in the log of whoever looks next.
+            session.execute(delete(DagBundleModel).where(DagBundleModel.name == _BUNDLE))
