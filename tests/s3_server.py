@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+import fsspec
 
 from airflow_broadway.staging.store import Store
 
@@ -103,9 +107,19 @@ def s3_server() -> Iterator[S3Server]:
     made.endpoint = f"http://{host!s}:{port}"
     thread = threading.Thread(target=server.serve_forever, name="s3", daemon=True)
     thread.start()
+    # Producers open the bucket by themselves, as the environment says.
+    environment = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_ENDPOINT_URL_S3": made.endpoint,
+    }
+    clients = fsspec.get_filesystem_class("s3")
+    clients.clear_instance_cache()
     try:
-        yield made
+        with mock.patch.dict(os.environ, environment):
+            yield made
     finally:
+        clients.clear_instance_cache()
         server.shutdown()
         server.server_close()
         thread.join()

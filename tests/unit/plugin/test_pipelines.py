@@ -58,7 +58,7 @@ class FakeChildren:
         return Answer(
             [{"reference": each, **known, "unknown": "", **self.said} for each in references],
             0,
-            NOW,
+            datetime.now(UTC),
         )
 
 

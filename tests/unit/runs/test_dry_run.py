@@ -74,7 +74,7 @@ def test_of_the_queue_it_tells_what_waits_and_what_a_run_would_take(world: World
     assert report["totals"]["received"] == 0
 
 
-def test_its_account_has_what_it_found_and_leaves_no_other_file(world: World) -> None:
+def test_its_account_has_what_it_found_and_leaves_no_file_but_its_report(world: World) -> None:
     world.minutes(1)
     run = world.run("dry")
     dry(run)
@@ -83,7 +83,7 @@ def test_its_account_has_what_it_found_and_leaves_no_other_file(world: World) ->
 
     assert first["look"] == again["look"]
     assert first["look"]["messages"] == 1
-    assert run.staged.files.list("") == ["report.json"]
+    assert run.staged.files.list("") == ["report.json", "report.md"]
 
 
 def test_cleared_it_looks_again(world: World) -> None:
@@ -200,4 +200,4 @@ def test_without_a_sensor_it_keeps_the_report_itself(world: World) -> None:
 
     dry(run, index=None, report=True)
 
-    assert run.staged.files.list("") == ["report.json"]
+    assert run.staged.files.list("") == ["report.json", "report.md"]

@@ -70,8 +70,8 @@ class Receipts:
         self.now: dict[str, Action] = {}
         #: What an unfinished settlement has carried out.
         self.done: dict[str, Action] = {}
-        #: Message id → the receipt that the broker refused.
-        self._refused: dict[str, str] = {}
+        #: Message ids with the receipts that the broker refused: of one id there may be several.
+        self._refused: set[tuple[str, str]] = set()
         #: Groups of which something comes again → from when on it may.
         self.blocked: dict[str, float] = {}
         #: Whether settling is noted to have begun; and whether it was before this settlement.
@@ -102,7 +102,7 @@ class Receipts:
         One that this generation receives again has another receipt, and is lost no more.
         """
         handles = self.handles
-        return {key for key, each in self._refused.items() if handles.get(key) == each}
+        return {key for key, receipt in self._refused if handles.get(key) == receipt}
 
     def knows(self, message_id: str) -> bool:
         """Whether this generation has received it before."""
@@ -169,7 +169,7 @@ class Receipts:
         """Note ids whose receipt the broker refuses: they are not asked for again by it."""
         with self._lock:
             lost = {each: self.handles[each] for each in ids if each in self.handles}
-            self._refused.update(lost)
+            self._refused.update(lost.items())
         if lost:
             self._log.append("lost", lost)
 
@@ -262,7 +262,7 @@ class Receipts:
             if name.startswith(_PORTION):
                 self._read_portion(name, renewed)
             elif name.startswith("lost-"):
-                self._refused.update(self._log.read(name))
+                self._refused.update(self._log.read(name).items())
 
     def refresh(self) -> None:
         """Learn until when others have renewed it since."""
