@@ -29,6 +29,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, begin_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -211,13 +212,14 @@ class PythonBatches:
         """Run one batch, unless its messages are no longer held."""
         if self._stop.reason():
             return None
-        try:
-            return self._handle(stage, planned)
-        except OwnershipLost:
-            raise
-        except LeaseLapsed as error:
-            log.error("Batch %s: %s.", planned.batch_id, error)
-            return None
+        with log_ids(batcher=self.plan.batcher, batch_id=planned.batch_id):
+            try:
+                return self._handle(stage, planned)
+            except OwnershipLost:
+                raise
+            except LeaseLapsed as error:
+                log.error("Batch %s: %s.", planned.batch_id, error)
+                return None
 
     def _handle(self, stage: _Stage, planned: PlannedBatch) -> Outcome:
         batch = stage.recorder.begin(planned, load_key(planned.batch_key))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
@@ -114,7 +115,8 @@ class ProcessTask:
         note_swept(self._run, swept)
         remove_old_runs(self._run, self._pipeline)
         send_back(self._served, self._env)
-        reference = self._process.run()
+        with log_ids(generation=self._env.generation):
+            reference = self._process.run()
         metrics = Metrics(
             self._ports.metrics, pipeline=self._pipeline.name, dag_id=self._run.dag_id
         )

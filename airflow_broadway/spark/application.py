@@ -23,6 +23,7 @@ from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
 from airflow_broadway.core.formats.parts import splits_of, with_parts
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.log_context import keep_ids, log_ids
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
@@ -69,9 +70,23 @@ def run_work(
     :raises OwnershipLost: If a later try has begun already.
     :raises PipelineError: If the pipeline has no such batcher, or cannot be loaded.
     """
+    run = RunInfo.from_json(work.run)
+    with log_ids(dag_id=run.dag_id, run_id=run.run_id):
+        return _run_work(spark, uri, files, work, run, stop or threading.Event(), watch_interval)
+
+
+def _run_work(
+    spark: SparkSession,
+    uri: str,
+    files: Files,
+    work: Work,
+    run: RunInfo,
+    stop: threading.Event,
+    watch_interval: float,
+) -> int:
     from airflow_broadway.spark.batch import Application
 
-    pipeline = load_ref(work.pipeline, RunInfo.from_json(work.run))
+    pipeline = load_ref(work.pipeline, run)
     plans = [BatchPlan.read(files, path)[0] for path in work.plans]
     for plan in plans:
         if plan.batcher not in pipeline.batchers:
@@ -81,7 +96,6 @@ def run_work(
             )
     ownership = Ownership(files, work.name, work.try_number)
     ownership.check_try(fresh=True)
-    stop = stop or threading.Event()
     say_started(files, work.name, work.try_number, WORK)
     application = Application(
         spark=spark,
@@ -276,7 +290,8 @@ class _Threads:
     ) -> None:
         while (batch := self._next(order)) is not None:
             try:
-                self._run_batch(runner, batch, progress, lane)
+                with log_ids(batcher=runner.plan.batcher, batch_id=batch.batch_id):
+                    self._run_batch(runner, batch, progress, lane)
             finally:
                 with self._changed:
                     order.done(batch)
@@ -357,7 +372,7 @@ class _Watch:
         self._look = look
         self._seconds = seconds
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go, name="watch", daemon=True)
+        self._thread = threading.Thread(target=keep_ids(self._go), name="watch", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.log_context import keep_ids
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -120,6 +121,7 @@ def why_lost(spark: Any) -> str:
 
 def make_thread(spark: Any, name: str, target: Callable[[], None]) -> threading.Thread:
     """A daemon thread that may start Spark's jobs."""
+    target = keep_ids(target)
     if _is_connect(spark):
         return threading.Thread(target=target, name=name, daemon=True)
     from pyspark import InheritableThread

@@ -19,6 +19,7 @@ from airflow_broadway.core.custody.protocol import Custodian, Delivery, Entry, L
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
+from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 
@@ -245,7 +246,7 @@ class Settler:
     def _in_thread(self, work: Callable[[], Any]) -> Any:
         started = time.monotonic()
         try:
-            return work() if self._thread is None else self._thread.submit(work).result()
+            return work() if self._thread is None else self._thread.submit(keep_ids(work)).result()
         finally:
             self.seconds += time.monotonic() - started
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.core.log_context import keep_ids
 
 __all__ = ["LeaseRenewer"]
 
@@ -55,7 +56,7 @@ class LeaseRenewer:
         self._stop = threading.Event()
         self._lapsed: set[str] = set()
         self._thread = threading.Thread(
-            target=self._run, name="broadway-lease-renewer", daemon=True
+            target=keep_ids(self._run), name="broadway-lease-renewer", daemon=True
         )
 
     def __enter__(self) -> LeaseRenewer:

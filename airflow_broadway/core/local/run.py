@@ -31,6 +31,7 @@ from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -199,6 +200,7 @@ class LocalRun:
         """
         env = replace(self._env, stopping=lambda: bool(self._stop.reason()))
         with (
+            log_ids(generation=env.generation),
             closing(self._engine()) as engine,
             closing(self._pipeline.producer.source(env)) as source,
         ):

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
@@ -79,7 +80,7 @@ class BatchProcessorStage:
             about = {**self._about(context), "messages": messages, "batch_info": info}
             span = telemetry.Span("batch_processor", about)
         try:
-            with Scope("batch") as scope:
+            with Scope("batch") as scope, log_ids(batcher=self.batcher, batch_id=info.batch_id):
                 result = self._handle(messages, info, context, scope)
         except BaseException as error:
             end_span(span, error)
@@ -112,7 +113,7 @@ class BatchProcessorStage:
         try:
             returned = self._call(messages, info, context)
         except PROTECTED as error:
-            log_failure("handle_batch", self.pipeline, error, len(messages))
+            log_failure("handle_batch", self.pipeline, error, messages)
             failed = fail_all(messages, status_of(error), scope)
         else:
             found = Returned.of(messages, returned, scope)
@@ -134,7 +135,7 @@ class BatchProcessorStage:
             f" functions; message {message.message_id!r} came back without what settles it",
             code="handle_batch_bad_element",
         )
-        log_failure("handle_batch", self.pipeline, error, 1, message.message_id)
+        log_failure("handle_batch", self.pipeline, error, [message])
         return scope.restored(message).with_status(status_of(error))
 
     def _log_mismatch(self, given: int, returned: int, odd: str) -> None:

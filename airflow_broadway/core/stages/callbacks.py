@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES, count_failure
+from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES, count_failure, name_messages
 from airflow_broadway.core.text import many
 
 __all__ = [
@@ -97,11 +98,11 @@ def code_of(error: BaseException) -> str:
 
 
 def log_failure(
-    callback: str, pipeline: Pipeline, error: BaseException, messages: int, message_id: str = ""
+    callback: str, pipeline: Pipeline, error: BaseException, messages: Sequence[Message] | int
 ) -> None:
     """Log that a callback failed ``messages`` messages: the first ten of a kind, then each tenfold.
 
-    :param message_id: Of the message, if it is one.
+    :param messages: They, or how many where nobody knows them: in a Spark driver.
     """
     number = count_failure(pipeline, callback, error)
     if number > LOGGED_FAILURES:
@@ -115,18 +116,20 @@ def log_failure(
                 extra={"code": code_of(error)},
             )
         return
-    log.error(
-        "%s.%s failed %s: %s%s",
-        type(pipeline).__name__,
-        callback,
-        f"message {message_id!r}" if message_id else many(messages, "message"),
-        f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
-        "; further ones of this kind are counted, not logged one by one"
-        if number == LOGGED_FAILURES
-        else "",
-        exc_info=None if isinstance(error, PipelineError) else error,
-        extra={"code": code_of(error)},
-    )
+    known = [] if isinstance(messages, int) else [each.message_id for each in messages]
+    with log_ids(message_id=known[0] if len(known) == 1 else None):
+        log.error(
+            "%s.%s failed %s: %s%s",
+            type(pipeline).__name__,
+            callback,
+            many(messages, "message") if isinstance(messages, int) else name_messages(known),
+            f"SystemExit: {error.code}" if isinstance(error, SystemExit) else error,
+            "; further ones of this kind are counted, not logged one by one"
+            if number == LOGGED_FAILURES
+            else "",
+            exc_info=None if isinstance(error, PipelineError) else error,
+            extra={"code": code_of(error)},
+        )
 
 
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
@@ -220,7 +223,7 @@ def run_handle_failed(
     try:
         returned: Any = pipeline.handle_failed(list(failed), context)
     except PROTECTED as error:
-        log_failure("handle_failed", pipeline, error, len(failed))
+        log_failure("handle_failed", pipeline, error, failed)
         end_span(span, error)
         return [scope.restored(message) for message in failed]
     handled = _handled(pipeline, failed, returned, scope)

@@ -8,14 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 
-__all__ = ["LOGGED_FAILURES", "Reasons", "count_failure", "forget_trace", "log_stuck"]
+__all__ = [
+    "LOGGED_FAILURES",
+    "Reasons",
+    "count_failure",
+    "forget_trace",
+    "log_stuck",
+    "name_messages",
+]
 
 #: Failures of each kind that are logged one by one; a kind is a callback and a type of exception.
 LOGGED_FAILURES: Final = 10
@@ -47,13 +54,19 @@ def log_stuck(where: str, chunks: Iterable[list[Message]]) -> None:
     ids = [message.message_id for chunk in chunks for message in chunk]
     if ids:
         log.warning(
-            "%s was still at %s when the run ended; what it has not settled at once goes"
-            " back: %s%s",
+            "%s was still at %s when the run ended; what it has not settled at once goes back",
             where,
-            many(len(ids), "message"),
-            ", ".join(map(repr, ids[:LOGGED_FAILURES])),
-            ", …" if len(ids) > LOGGED_FAILURES else "",
+            name_messages(ids),
         )
+
+
+def name_messages(ids: Sequence[str]) -> str:
+    """Messages in a line of the log: one by its id, more by number and the first ten ids."""
+    if len(ids) == 1:
+        return f"message {ids[0]!r}"
+    named = ", ".join(map(repr, ids[:LOGGED_FAILURES]))
+    more = ", …" if len(ids) > LOGGED_FAILURES else ""
+    return f"{many(len(ids), 'message')} ({named}{more})"
 
 
 def forget_trace(error: Any) -> None:

@@ -16,6 +16,7 @@ from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.log_context import log_ids, speak_of
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -171,7 +172,8 @@ class ProcessorStage:
         if unconverted is not None or (heard and telemetry.handlers(*_MESSAGE)):
             each = partial(self._handle_each_with_events, unconverted=unconverted)
         given = self._in_order(prepared, failed) if self._keeps_order else prepared
-        each(given, context, successful, failed, scope)
+        with log_ids(message_id=None):
+            each(given, context, successful, failed, scope)
         if failed:
             failed = run_handle_failed(self.pipeline, failed, context, scope)
         if not self._known:
@@ -201,7 +203,7 @@ class ProcessorStage:
                     code="prepare_messages_count_mismatch",
                 )
         except PROTECTED as error:
-            log_failure("prepare_messages", self.pipeline, error, len(chunk))
+            log_failure("prepare_messages", self.pipeline, error, chunk)
             failed.extend(fail_all(chunk, status_of(error), scope))
             return []
         return prepared
@@ -225,10 +227,11 @@ class ProcessorStage:
                 self._block(failed[known:])
                 known = len(failed)
         if held:
-            log.info(
-                "%s held back: an earlier one of the group failed and comes again.",
-                many(held, "message"),
-            )
+            with log_ids(message_id=None):  # not of the one that was handled last
+                log.info(
+                    "%s held back: an earlier one of the group failed and comes again.",
+                    many(held, "message"),
+                )
 
     def _block(self, failed: list[Message]) -> None:
         """Hold back what comes behind those that failed and come again."""
@@ -255,6 +258,7 @@ class ProcessorStage:
         for message in messages:
             if now() >= stop.look_at and stop.enough():
                 return
+            speak_of(message.message_id)
             try:
                 result = handle(key, message, context)
                 if (
@@ -270,7 +274,7 @@ class ProcessorStage:
                 if result.ok and convert is not None:
                     result = convert(result)
             except PROTECTED as error:
-                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
+                log_failure("handle_message", self.pipeline, error, [message])
                 if not self._traces:
                     forget_trace(error)
                 failed.append(scope.restored(message).with_status(status_of(error)))
@@ -302,6 +306,7 @@ class ProcessorStage:
         for message in messages:
             if self._run_stop.enough():
                 return
+            speak_of(message.message_id)
             span = telemetry.Span("processor.message", {**about, "message": message})
             try:
                 result = self.pipeline.handle_message(self._key, message, context)
@@ -310,7 +315,7 @@ class ProcessorStage:
                 if result.ok and self._convert is not None:
                     result = self._convert(result)
             except PROTECTED as error:
-                log_failure("handle_message", self.pipeline, error, 1, message.message_id)
+                log_failure("handle_message", self.pipeline, error, [message])
                 failed.append(scope.restored(message).with_status(status_of(error)))
                 end_span(span, error)
             except BaseException as error:

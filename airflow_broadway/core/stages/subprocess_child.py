@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.log_context import log_ids, log_plainly
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref
@@ -43,7 +43,11 @@ class _Child:
 
     def serve(self) -> None:
         """Load the pipeline, then handle chunks; what that raises is raised in the parent."""
-        about = self._channel.receive()
+        *about, ids = self._channel.receive()
+        with log_ids(**ids):
+            self._serve(about)
+
+    def _serve(self, about: Sequence[Any]) -> None:
         try:
             stage = self._stage(*about)
         except BaseException as error:
@@ -134,7 +138,7 @@ def _own_channel() -> PipeChannel:
 
 def main() -> None:
     """Be the child."""
-    logging.basicConfig(level=logging.INFO)
+    log_plainly()
     _Child().serve()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.log_context import ids_now
 from airflow_broadway.core.model.acks import NO_ACK, Scope, ack_messages, is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -90,7 +91,7 @@ class SubprocessProcessor:
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self._stop is None else self._stop.shutdown
         about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
-        self._channel.send(about)
+        self._channel.send((*about, ids_now()))
         return self._channel
 
     def handle(self, chunk: list[Message]) -> ChunkResult:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
+from airflow_broadway.core.log_context import keep_ids
+
 __all__ = ["WorkerPool"]
 
 P = TypeVar("P")
@@ -30,7 +32,7 @@ class _Worker(Generic[P, R]):
         self._work = work
         self._pool = pool
         # Daemonic, so that a callback that never returns cannot keep the process alive.
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=keep_ids(self._run), name=name, daemon=True)
         self.thread.start()
 
     def put(self, entry: Any) -> None:

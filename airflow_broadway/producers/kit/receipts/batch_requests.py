@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.log_context import keep_ids
 
 __all__ = ["LAPSED", "BatchRequests", "Call", "Keyed", "Refusal", "Refused"]
 
@@ -156,7 +157,7 @@ class BatchRequests:
             return [one(request) for request in wave]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}")
-        return list(self._pool.map(one, wave))
+        return list(self._pool.map(keep_ids(one), wave))
 
     def _request(self, call: Call, request: list[Keyed]) -> dict[str, Refusal]:
         refused: dict[str, Refusal] = {}

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.log_context import keep_ids
 
 __all__ = ["Answer", "Polls", "Received"]
 
@@ -184,7 +185,7 @@ class Polls:
             self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}-receive")
         self._flying += count
         for _ in range(count):
-            self._pool.submit(self._work, scout=self._quiet)
+            self._pool.submit(keep_ids(self._work), scout=self._quiet)
 
     def _work(self, *, scout: bool) -> None:
         """Ask until nothing is found or wanted.

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.log_context import keep_ids, log_ids
 from airflow_broadway.producers.rabbitmq.amqp.address import Address
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, translate
 from airflow_broadway.producers.rabbitmq.amqp.wire import connection_class
@@ -99,7 +100,9 @@ class ConnectionThread:
         self._done = threading.Event()
         self._parameters = address.parameters()
         _silence_pika()
-        self._thread = threading.Thread(target=self._run, name="rabbitmq", daemon=True)
+        with log_ids(batcher=None, batch_id=None, message_id=None):  # it outlives them
+            run = keep_ids(self._run)
+        self._thread = threading.Thread(target=run, name="rabbitmq", daemon=True)
         self._thread.start()
         try:
             self._opened.wait(address.timeout)

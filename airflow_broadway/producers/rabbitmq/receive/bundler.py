@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.producers.rabbitmq import bundle as bundles
 from airflow_broadway.producers.rabbitmq.amqp.confirm_window import Place
 from airflow_broadway.producers.rabbitmq.amqp.confirms import ConfirmChannel
@@ -83,9 +84,9 @@ class Bundler:
         def done(future: Future[dict[str, Any]]) -> None:
             connection.post(lambda: self._stored(future, channel, place, len(messages)))
 
-        self._writer.submit(lambda: store(name, bundles.pack_messages(messages))).add_done_callback(
-            done
-        )
+        self._writer.submit(
+            keep_ids(lambda: store(name, bundles.pack_messages(messages)))
+        ).add_done_callback(done)
 
     def close(self) -> None:
         """End the thread that writes to the staging folder."""

@@ -1,0 +1,196 @@
+"""Which ids a line of the log names, by structlog's own processor, as Airflow's log has it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from airflow_broadway import Batcher, Message, Processors
+from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
+from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.log_context import ids_now, keep_ids, log_ids, log_plainly
+from airflow_broadway.core.model.acks import Scope, _scope
+from airflow_broadway.core.stages.worker_pool import WorkerPool
+from airflow_broadway.testing import DummyProducer
+from tests.unit.core.custody.test_lease_renewer import LEASE
+from tests.unit.core.stages._processes import InProcesses
+from tests.unit.passing import Passing
+
+log = logging.getLogger("user")
+
+
+class Lines(logging.Handler):
+    """Keeps what structlog adds to each line of plain ``logging``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = {"event": record.getMessage()}
+        self.kept.append(dict(structlog.contextvars.merge_contextvars(None, "info", line)))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The ids of each line that begins so."""
+        return [
+            {name: value for name, value in line.items() if name != "event"}
+            for line in self.kept
+            if line["event"].startswith(event)
+        ]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """What is logged in a task of the run ``manual__1``."""
+    handler, root = Lines(), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    with structlog.contextvars.bound_contextvars(run_id="manual__1"):
+        yield handler
+    root.setLevel(level)
+    root.removeHandler(handler)
+
+
+class Telling(Passing):
+    producer = DummyProducer()
+    processors = Processors(concurrency=1)
+    batchers = {"default": Batcher(engine="python", batch_size=2)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        log.info("message %s", message.message_id)
+        if message.data == "bad":
+            raise ValueError("bad")
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        log.info("batch %s", batch_info.batch_id)
+        if messages[0].data == "worse":
+            raise ValueError("worse")
+        return messages
+
+
+class InThreads(Telling):
+    processors = Processors(concurrency=2)
+    batchers = {"default": Batcher(engine="python", batch_size=2, concurrency=2)}
+
+
+@pytest.mark.parametrize("pipeline", [Telling, InThreads])
+def test_a_line_names_the_message_or_the_batch_that_is_at_work(
+    pipeline: type[Telling], lines: Lines
+) -> None:
+    pipeline().run_local(range(4))
+
+    run = {"run_id": "manual__1"}
+    for number in range(4):
+        name = f"given-{number}"
+        assert lines.of(f"message {name}") == [{**run, "message_id": name}]
+    batches = [line for line in lines.kept if line["event"].startswith("batch ")]
+    assert len(batches) == 2
+    for line in batches:
+        name = line.pop("event").removeprefix("batch ")
+        assert line == {**run, "batcher": "default", "batch_id": name}
+    # And nothing is left of it
+    assert ids_now() == {"run_id": "manual__1"}
+
+
+def test_a_failure_names_its_message_or_the_first_of_its_messages(lines: Lines) -> None:
+    Telling().run_local(["bad", "worse", "worse"])
+
+    (one,) = lines.of("Telling.handle_message failed message 'given-0': bad")
+    assert one["message_id"] == "given-0"
+    text = "Telling.handle_batch failed 2 messages ('given-1', 'given-2'): worse"
+    (several,) = lines.of(text)
+    assert several["batch_id"]
+    assert "message_id" not in several
+
+
+def test_the_message_handled_last_is_not_named_after_its_chunk(lines: Lines) -> None:
+    class Whole(Telling):
+        def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
+            log.info("failed")
+            return messages
+
+    Whole().run_local(["bad"])
+
+    (line,) = lines.of("failed")
+    assert "message_id" not in line
+
+
+def test_a_worker_thread_names_the_run(lines: Lines) -> None:
+    pool: WorkerPool[int, None] = WorkerPool([lambda piece: log.info("piece %d", piece)])
+    pool.put(1)
+    assert pool.wait(10)
+    pool.close(10)
+
+    assert lines.of("piece 1") == [{"run_id": "manual__1"}]
+
+
+def test_the_thread_that_renews_leases_names_the_run(lines: Lines) -> None:
+    tried = threading.Event()
+
+    def custodian() -> Any:
+        tried.set()
+        raise ProducerUnavailable("away")
+
+    with LeaseRenewer(custodian, 60.0, lambda: [LEASE], at_once=True):
+        assert tried.wait(10)
+
+    assert lines.of("could not renew leases yet: away") == [{"run_id": "manual__1"}]
+
+
+def test_another_thread_gets_the_ids_and_nothing_else_of_a_callback() -> None:
+    found: list[Any] = []
+    with Scope("batch"), log_ids(batch_id="b1", message_id=None):
+        kept = keep_ids(lambda: found.append((ids_now(), _scope.get())))
+    thread = threading.Thread(target=kept)
+    thread.start()
+    thread.join(10)
+
+    assert found == [({"batch_id": "b1"}, None)]
+
+
+def test_ids_within_others_end_with_their_block() -> None:
+    with log_ids(generation="g1", message_id="m1"):
+        with log_ids(message_id=None, batch_id="b1"):
+            assert ids_now() == {"generation": "g1", "batch_id": "b1"}
+        assert ids_now() == {"generation": "g1", "message_id": "m1"}
+    assert ids_now() == {}
+
+
+def test_a_plain_line_ends_with_the_ids_and_no_id_forges_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    log_plainly("%(levelname)s %(message)s")
+
+    log.info("without")
+    with log_ids(run_id="manual__1", message_id="a\nERROR forged"):
+        try:
+            raise ValueError("boom")
+        except ValueError:
+            log.exception("with")
+
+    without, line, *trace = capsys.readouterr().err.splitlines()
+    assert without == "INFO without"
+    assert line == "ERROR with [run_id='manual__1' message_id='a\\nERROR forged']"
+    assert trace[-1] == "ValueError: boom"
+
+
+def test_a_processor_in_a_process_of_its_own_names_the_run_and_the_message(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with structlog.contextvars.bound_contextvars(dag_id="shop", run_id="manual__1"):
+        InProcesses().run_local(["odd"])
+
+    (line,) = [each for each in capfd.readouterr().err.splitlines() if "failed message" in each]
+    assert line.endswith(" [dag_id='shop' run_id='manual__1' message_id='given-0']")
+
+
