@@ -14,7 +14,6 @@ from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
-from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
@@ -66,19 +65,18 @@ def settle(
     """
     recorded = recorded or Recorded(run)
     names = pipeline.batchers if batchers is None else batchers
-    with log_ids(generation=record.generation):
-        try:
-            settlement, _, progress = _decide(record, pipeline, names, recorded, final=not void)
-        except StagingDamaged as error:
-            if not release_damaged:
-                raise
-            log.error("Generation %s is given back whole: %s", record.generation, error)
-            settlement, progress = Settlement(rest=RELEASE), Progress()
-        if void:
-            settlement = Settlement(
-                rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
-            )
-        return _carry_out(run, record, custodian, settlement, progress)
+    try:
+        settlement, _, progress = _decide(record, pipeline, names, recorded, final=not void)
+    except StagingDamaged as error:
+        if not release_damaged:
+            raise
+        log.error("Generation %s is given back whole: %s", record.generation, error)
+        settlement, progress = Settlement(rest=RELEASE), Progress()
+    if void:
+        settlement = Settlement(
+            rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
+        )
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
 def settle_if_complete(
@@ -94,13 +92,12 @@ def settle_if_complete(
     What somebody began to settle is finished whatever the outcomes: no more will come.
     """
     recorded = recorded or Recorded(run)
-    with log_ids(generation=record.generation):
-        settlement, complete, progress = _decide(
-            record, pipeline, pipeline.batchers, recorded, final=False
-        )
-        if not complete and record.state != SETTLING:
-            return None
-        return _carry_out(run, record, custodian, settlement, progress)
+    settlement, complete, progress = _decide(
+        record, pipeline, pipeline.batchers, recorded, final=False
+    )
+    if not complete and record.state != SETTLING:
+        return None
+    return _carry_out(run, record, custodian, settlement, progress)
 
 
 def _decide(

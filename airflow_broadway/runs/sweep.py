@@ -8,6 +8,7 @@ from datetime import timedelta
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import BroadwayError, RequestRefused
 from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
@@ -72,7 +73,8 @@ def sweep(
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
-        _settle(other, record, pipeline, custodians.of(record), void=void)
+        with log_ids(generation=record.generation):
+            _settle(other, record, pipeline, custodians.of(record), void=void)
     custodians.close()
     for other in dead.values():
         _account(other, pipeline, ports)

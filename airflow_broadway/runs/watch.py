@@ -15,6 +15,7 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
 from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.account import (
     REPORT,
@@ -155,16 +156,17 @@ class RunWatcher:
         records = self._unsettled()
         with self._renewing(records) as renewing:
             for record in records:
-                try:
-                    self._settle(record, renewing, final=final)
-                except BroadwayError as error:
-                    log.error(
-                        "Could not settle generation %s of %s: %s",
-                        record.generation,
-                        name_of(record),
-                        error,
-                    )
-                    first = first or error
+                with log_ids(generation=record.generation):
+                    try:
+                        self._settle(record, renewing, final=final)
+                    except BroadwayError as error:
+                        log.error(
+                            "Could not settle generation %s of %s: %s",
+                            record.generation,
+                            name_of(record),
+                            error,
+                        )
+                        first = first or error
         if first is not None:
             raise first
 

@@ -291,7 +291,11 @@ class _Threads:
         while (batch := self._next(order)) is not None:
             try:
                 with log_ids(batcher=runner.plan.batcher, batch_id=batch.batch_id):
-                    self._run_batch(runner, batch, progress, lane)
+                    try:
+                        self._run_batch(runner, batch, progress, lane)
+                    except BaseException as error:
+                        self._give_up(error)  # here, where its line names the batch
+                        raise
             finally:
                 with self._changed:
                     order.done(batch)

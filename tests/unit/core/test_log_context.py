@@ -19,42 +19,17 @@ from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.testing import DummyProducer
 from tests.unit.core.custody.test_lease_renewer import LEASE
 from tests.unit.core.stages._processes import InProcesses
+from tests.unit.logged import Lines, logged
 from tests.unit.passing import Passing
 
 log = logging.getLogger("user")
 
 
-class Lines(logging.Handler):
-    """Keeps what structlog adds to each line of plain ``logging``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[dict[str, Any]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = {"event": record.getMessage()}
-        self.kept.append(dict(structlog.contextvars.merge_contextvars(None, "info", line)))
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        """The ids of each line that begins so."""
-        return [
-            {name: value for name, value in line.items() if name != "event"}
-            for line in self.kept
-            if line["event"].startswith(event)
-        ]
-
-
 @pytest.fixture
 def lines() -> Iterator[Lines]:
     """What is logged in a task of the run ``manual__1``."""
-    handler, root = Lines(), logging.getLogger()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    with structlog.contextvars.bound_contextvars(run_id="manual__1"):
-        yield handler
-    root.setLevel(level)
-    root.removeHandler(handler)
+    with logged(run_id="manual__1") as kept:
+        yield kept
 
 
 class Telling(Passing):
@@ -90,11 +65,10 @@ def test_a_line_names_the_message_or_the_batch_that_is_at_work(
     for number in range(4):
         name = f"given-{number}"
         assert lines.of(f"message {name}") == [{**run, "message_id": name}]
-    batches = [line for line in lines.kept if line["event"].startswith("batch ")]
+    batches = [(line, ids) for line, ids in lines.kept if line.startswith("batch ")]
     assert len(batches) == 2
-    for line in batches:
-        name = line.pop("event").removeprefix("batch ")
-        assert line == {**run, "batcher": "default", "batch_id": name}
+    for line, ids in batches:
+        assert ids == {**run, "batcher": "default", "batch_id": line.removeprefix("batch ")}
     # And nothing is left of it
     assert ids_now() == {"run_id": "manual__1"}
 
@@ -192,5 +166,3 @@ def test_a_processor_in_a_process_of_its_own_names_the_run_and_the_message(
 
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "failed message" in each]
     assert line.endswith(" [dag_id='shop' run_id='manual__1' message_id='given-0']")
-
-
