@@ -10,6 +10,7 @@ import pytest
 
 from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core.model.message import Status
+from airflow_broadway.core.stages.failure_log import name_messages
 from airflow_broadway.testing import DummyProducer
 from tests.unit.passing import Passing
 
@@ -64,3 +65,11 @@ def test_a_status_keeps_its_traceback_when_it_is_pickled() -> None:
     except ValueError as error:
         status = Status("error", error)
     assert 'raise ValueError("here")' in pickle.loads(pickle.dumps(status)).stacktrace
+
+
+def test_more_than_ten_messages_are_named_by_the_first_ten() -> None:
+    ids = [f"m{number}" for number in range(11)]
+    assert name_messages(ids[:1]) == "message 'm0'"
+    first = ", ".join(map(repr, ids[:10]))
+    assert name_messages(ids[:10]) == f"10 messages ({first})"
+    assert name_messages(ids) == f"11 messages ({first}, …)"
