@@ -30,9 +30,9 @@ def find(
 ) -> HTMLResponse:
     """The whole story of a message; payloads are for those who may edit the Dag's runs."""
     asked = q.strip()
-    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id)) if asked else []
-    looked = [*runs, *_others(runs)] if everywhere else runs
-    stories: Sequence[Story] = stories_of(looked, asked, with_payload=may_edit)
+    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
+    looked = [*runs, *_others(runs)] if everywhere and asked else runs
+    stories: Sequence[Story] = stories_of(looked, asked, with_payload=may_edit) if asked else ()
     hits: list[TextHits] = []
     if asked and not stories and may_edit:
         hits = [ids_with_text(run, asked) for run in runs]
