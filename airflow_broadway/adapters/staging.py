@@ -50,15 +50,15 @@ def open_store(staging: str | None) -> Store:
         ) from error
 
 
-def open_existing_store(staging: str | None) -> Store:
+def open_existing_store(
+    staging: str | None, *, advice: str = ": give --staging, or set `[broadway] staging`"
+) -> Store:
     """The staging root to look at; nothing makes it.
 
+    :param advice: What is said behind "does not exist": who asks knows what people can do.
     :raises StagingError: If it cannot be opened, or is a folder that does not exist.
     """
     store = open_store(staging)
     if store.local and not Path(store.root).is_dir():
-        raise StagingError(
-            f"the staging folder {store.uri} does not exist: give --staging, or set"
-            " `[broadway] staging`"
-        )
+        raise StagingError(f"the staging folder {store.uri} does not exist{advice}")
     return store

@@ -1,14 +1,31 @@
-"""The staged runs of a Dag run: in the staging root of each of its pipelines."""
+"""The staging roots as the API server sees them, and the staged runs of a Dag run in them."""
 
 from __future__ import annotations
+
+from typing import Final
 
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.core.errors import RequestRefused, StagingError
 from airflow_broadway.plugin.run_tasks import RunTasks
 from airflow_broadway.runs.inspect import iter_runs
 from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
 
-__all__ = ["staged_runs"]
+__all__ = ["seen_root", "staged_runs"]
+
+#: What people can do about a folder that is not there.
+_ADVICE: Final = (
+    " on the API server: either no run has begun yet, which makes it, or the workers have it"
+    " elsewhere; then set `[broadway] staging`, here and there, to a place that all of them see"
+)
+
+
+def seen_root(root: str | None) -> Store:
+    """A staging root to look at; ``None``: that of Airflow's configuration.
+
+    :raises StagingError: If it cannot be opened, or is a folder that is not there.
+    """
+    return open_existing_store(root, advice=_ADVICE)
 
 
 def staged_runs(dag_id: str, run_id: str, known: RunTasks) -> list[StagedRun]:
@@ -22,7 +39,7 @@ def staged_runs(dag_id: str, run_id: str, known: RunTasks) -> list[StagedRun]:
     found: dict[str, StagedRun] = {}
     for root in sorted(roots, key=str):
         try:
-            store = open_existing_store(root)
+            store = seen_root(root)
         except StagingError:
             if known.pipelines or known.state is None:
                 raise

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from airflow_broadway.core.errors import BroadwayError, RequestRefused
-from airflow_broadway.plugin.render import page
+from airflow_broadway.plugin.render import page, sentence
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,13 +41,13 @@ def add_troubles(app: FastAPI) -> None:
     app.exception_handler(BroadwayError)(_on_broadway)
 
 
-def trouble(request: Request, status: int, sentence: str) -> HTMLResponse:
+def trouble(request: Request, status: int, said: str) -> HTMLResponse:
     """The page of a trouble."""
     login = None
     if status == HTTPStatus.UNAUTHORIZED:
         login = get_auth_manager().get_url_login(next_url=str(request.url))
     title = _TITLES.get(status, "This went wrong")
-    return page(request, "trouble.html", status=status, title=title, sentence=sentence, login=login)
+    return page(request, "trouble.html", status=status, title=title, sentence=said, login=login)
 
 
 async def _on_http(request: Request, error: HTTPException) -> HTMLResponse:
@@ -62,7 +62,7 @@ async def _on_invalid(request: Request, error: RequestValidationError) -> HTMLRe
 async def _on_broadway(request: Request, error: BroadwayError) -> HTMLResponse:
     if not isinstance(error, RequestRefused):
         log.warning("%s: %s", request.url.path, error)
-        return trouble(request, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        return trouble(request, HTTPStatus.SERVICE_UNAVAILABLE, sentence(str(error)))
     found = HTTPStatus.NOT_FOUND if request.method == "GET" else HTTPStatus.CONFLICT
     return trouble(request, found, str(error))
 

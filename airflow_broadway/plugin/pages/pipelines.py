@@ -12,13 +12,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.plugin.access import GetUserDep, readable_dags
 from airflow_broadway.plugin.charts import bars
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
 from airflow_broadway.plugin.render import count, page, seconds
 from airflow_broadway.plugin.rendered import reference_of
+from airflow_broadway.plugin.staged import seen_root
 from airflow_broadway.plugin.standings import SHOWN, Page, Standing, page_of
 from airflow_broadway.runs.view.history import MANY_FAILED
 
@@ -71,7 +71,7 @@ def _found(user: Any, number: int, q: str) -> Page:
         for each in declared
         if each.dag_id in readable and q.lower() in f"{each.dag_id}\n{each.name}".lower()
     ]
-    return page_of(open_existing_store, wanted, DEPTHS.recall, number=number, now=datetime.now(UTC))
+    return page_of(seen_root, wanted, DEPTHS.recall, number=number, now=datetime.now(UTC))
 
 
 async def _asked(found: Page) -> Page:

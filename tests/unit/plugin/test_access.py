@@ -221,7 +221,10 @@ def test_a_staging_root_that_is_gone_is_said_in_a_sentence(site: Site) -> None:
     answer = site.browser("VIEWER").get(RUN)
 
     assert answer.status_code == 503
-    assert f"the staging folder file://{site.staging} does not exist" in answer.text
+    assert f"The staging folder file://{site.staging} does not exist" in answer.text
+    assert "on the API server: either no run has begun yet" in answer.text
+    assert "then set `[broadway] staging`, here and there" in answer.text
+    assert "--staging" not in answer.text
     assert "Traceback" not in answer.text
 
 

@@ -252,7 +252,8 @@ def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
     text = world.page("/broadway/pipelines")
 
     assert text.count("<svg") == 4
-    assert text.count("its staging root is a template") == 2
+    assert text.count("unknown: its staging root is a template") == 1
+    assert text.count("Its staging root is a template") == 1
     assert [each[2] for each in children.asked] == [f"--staging={own}"]
 
 
@@ -335,7 +336,10 @@ def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
 
     answer = world.site.browser("VIEWER").get("/broadway/")
 
-    assert "does not exist" in answer.text
+    assert f"The staging folder {world.site.staging.as_uri()} does not exist" in answer.text
+    assert "on the API server: either no run has begun yet" in answer.text
+    assert "then set `[broadway] staging`, here and there" in answer.text
+    assert "--staging" not in answer.text
     assert "Traceback" not in answer.text
 
 
