@@ -33,6 +33,7 @@ class MessagePlace:
     :param outcome: What its callbacks came to, in words; ``None`` if nothing is recorded.
     :param verdict: What is done with it at its broker, where that is not the default.
     :param settlement: How far its generation is, in words.
+    :param settled_at: When that was settled; ``None`` before.
     """
 
     dag_id: str
@@ -50,6 +51,7 @@ class MessagePlace:
     verdict: str | None
     reason: str | None
     settlement: str
+    settled_at: str | None
 
 
 def find_message(
@@ -81,7 +83,7 @@ def _places(run: StagedRun, record: GenerationRecord, message_id: str) -> Iterat
         "pipeline": run.pipeline,
         "generation": record.generation,
         "task": name_of(record),
-        "settlement": _settlement(run, record),
+        **_settlement(run, record),
     }
     line = _line(run, manifest.entries, message_id)
     if line is not None:
@@ -112,14 +114,14 @@ def _places(run: StagedRun, record: GenerationRecord, message_id: str) -> Iterat
             )
 
 
-def _settlement(run: StagedRun, record: GenerationRecord) -> str:
+def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
     """How far a generation is, for people."""
     journal = settled_journal(run, record.generation)
     if journal is None:
-        return record.state
+        return {"settlement": record.state, "settled_at": None}
     lapsed = journal.report.lapsed
     more = f" ({many(lapsed, 'message')} of its generation had lapsed)" if lapsed else ""
-    return f"settled at {journal.at}{more}"
+    return {"settlement": f"settled{more}", "settled_at": journal.at}
 
 
 def _in_batch(run: StagedRun, batcher: str, generation: str, message_id: str) -> dict[str, Any]:

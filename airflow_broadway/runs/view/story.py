@@ -119,11 +119,15 @@ def _steps(place: MessagePlace) -> Iterator[Step]:
     else:
         yield Step(what=f"handled, and staged for the batcher {place.batcher}", tone="good")
         yield _batch_step(place)
-    settled = place.settlement.startswith("settled")
+    if place.settled_at is None:
+        what = f"not settled yet: its generation is {place.settlement}"
+        yield Step(what=what, tone="busy")
+        return
     yield Step(
-        what=_done(place) if settled else f"not settled yet: its generation is {place.settlement}",
-        detail=place.settlement if settled else "",
-        tone=_tone(place) if settled else "busy",
+        what=_done(place),
+        detail=place.settlement.removeprefix("settled").strip(" ()"),
+        at=place.settled_at,
+        tone=_tone(place),
     )
 
 

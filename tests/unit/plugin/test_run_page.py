@@ -357,6 +357,16 @@ def test_a_message_that_failed_says_why_and_what_was_done(site: Site, run: Run) 
     assert "settled: dead_letter" in text
 
 
+def test_when_a_message_was_settled_is_an_instant_as_any_other(site: Site, run: Run) -> None:
+    run.batch(run.process())
+    run.ack()
+
+    answer = site.browser("VIEWER").get(f"{PAGE}/message?q={ids(run)[11]}")
+
+    assert re.search(r'settled: ack <span class="soft"><time datetime="[^"]+"[^>]*>', answer.text)
+    assert "settled at" not in answer.text
+
+
 def test_a_viewer_finds_by_id_sees_no_payload_and_searches_none(site: Site, run: Run) -> None:
     run.batch(run.process())
     run.ack()
