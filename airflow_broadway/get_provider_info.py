@@ -167,6 +167,15 @@ def get_provider_info() -> dict[str, Any]:
                         "example": "http://spark-history.example.org:18080",
                         "default": None,
                     },
+                    "ask_brokers": {
+                        "description": "Whether the pages ask brokers what waits, and for dead "
+                        "letters.  The code of pipelines then runs in child processes of the API "
+                        "server.  Off: none does, and the pages say so.",
+                        "version_added": "0.1.0",
+                        "type": "boolean",
+                        "example": None,
+                        "default": "True",
+                    },
                 },
             }
         },

@@ -8,7 +8,7 @@ only a few are at work at once; and an answer serves whoever asks the same withi
     answer.value  # what the command printed as JSON
 
 An argument that may begin with ``-``, such as a message's id, is given as ``--name=value``, or
-behind ``--``.
+behind ``--``.  An administrator can keep all of it out by ``[broadway] ask_brokers``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+
+from airflow.providers.common.compat.sdk import conf
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import cut, printable
 
-__all__ = ["CHILDREN", "Answer", "ChildError", "Children"]
+__all__ = ["CHILDREN", "OFF", "Answer", "ChildError", "Children", "asks_brokers"]
 
 #: Seconds in which a command must have answered, its wait for others' end included.
 TIMEOUT: Final = 30.0
@@ -52,6 +54,10 @@ _PROGRAM: Final = (
     " signal.alarm(int(sys.argv.pop(1)));"
     " from airflow_broadway.cli import main; sys.exit(main())"
 )
+#: What is said where commands are switched off.
+OFF: Final = "brokers are not asked: `[broadway] ask_brokers` is off on the API server"
+#: Settings with which the API server signs what it hands out; no command needs them.
+_SIGNING: Final = ("API__SECRET_KEY", "API_AUTH__JWT_SECRET", "WEBSERVER__SECRET_KEY")
 #: How a command's one line of error begins.
 _COMPLAINT: Final = "airflow-broadway: error: "
 
@@ -74,11 +80,17 @@ class Answer:
     at: datetime
 
 
+def asks_brokers() -> bool:
+    """Whether commands may run here, and with them the code of pipelines."""
+    return bool(conf.getboolean("broadway", "ask_brokers", fallback=True))
+
+
 class Children:
     """Runs commands; used from one event loop.
 
     :param program: What starts the command line; the seconds after which it ends by itself, and the
         command's arguments, are put behind it.
+    :param allowed: Whether any may run now; where not, each has the error :data:`OFF`.
     """
 
     def __init__(
@@ -91,8 +103,10 @@ class Children:
         keep: float = KEEP,
         grace: float = GRACE,
         clock: Clock | None = None,
+        allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._program = tuple(program)
+        self._allowed = allowed
         self._timeout = timeout
         self._most_bytes = most_bytes
         self._keep = keep
@@ -140,6 +154,8 @@ class Children:
         return await asyncio.shield(run())
 
     async def _run(self, arguments: tuple[str, ...], timeout: float | None = None) -> Answer:
+        if not self._allowed():
+            raise ChildError(OFF)
         command = f"airflow-broadway {arguments[0]}"
         # What stands behind `--` is no option.
         options = arguments.index("--") if "--" in arguments else len(arguments)
@@ -176,6 +192,7 @@ class Children:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
+                env=_environment(),
                 start_new_session=True,
             )
         except OSError as error:
@@ -213,6 +230,14 @@ class _Question:
 
     def is_old(self, now: float) -> bool:
         return now >= self._until
+
+
+def _environment() -> dict[str, str]:
+    """That of the API server, without what it signs with; its configuration file may still have
+    that.
+    """
+    ours = {f"AIRFLOW__{name}{suffix}" for name in _SIGNING for suffix in ("", "_CMD", "_SECRET")}
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 async def _read(stream: asyncio.StreamReader, most: int) -> bytes | None:
@@ -263,4 +288,4 @@ def _why(command: str, code: int, err: bytes) -> str:
 
 
 #: Those of this process of the API server.
-CHILDREN: Final = Children()
+CHILDREN: Final = Children(allowed=asks_brokers)

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from airflow_broadway.plugin.access import GetUserDep, readable_dags
 from airflow_broadway.plugin.charts import bars
+from airflow_broadway.plugin.children import OFF, asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
 from airflow_broadway.plugin.render import count, page, seconds
@@ -75,7 +76,9 @@ def _found(user: Any, number: int, q: str) -> Page:
 
 
 async def _asked(found: Page) -> Page:
-    """The same page with what waits at the brokers."""
+    """The same page with what waits at the brokers, if they may be asked."""
+    if not asks_brokers():
+        return found
     await DEPTHS.ask([each.declared for each in found.standings])
     return found.reordered(DEPTHS.recall)
 
@@ -85,6 +88,7 @@ def _facts(found: Page, q: str, *, asked: bool) -> Mapping[str, Any]:
         "found": found,
         "q": q,
         "asked": asked,
+        "off": "" if asks_brokers() else OFF,
         "states": _STATES,
         "charts": {
             (each.declared.dag_id, each.declared.name): _charts(each) for each in found.standings

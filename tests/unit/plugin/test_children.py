@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.plugin.children import Answer, ChildError, Children
+from airflow_broadway.plugin.children import OFF, Answer, ChildError, Children
 from airflow_broadway.plugin.declared import Declared
 from airflow_broadway.plugin.depths import Depths
 from airflow_broadway.producers.sqlite import SqliteQueue
@@ -207,6 +207,36 @@ def test_one_who_gives_up_stops_neither_the_others_nor_a_change(world: World) ->
         assert (await children.ask("list")).value == ["list", "--json"]
         while world.runs < 2:
             await asyncio.sleep(0.01)
+
+    ran(asks)
+
+
+def test_where_it_is_switched_off_nothing_is_started(world: World) -> None:
+    async def asks() -> None:
+        allowed = [False, False, True]
+        children = world.children(ECHO, allowed=lambda: allowed.pop(0))
+        for call in (children.ask, children.change):
+            with pytest.raises(ChildError) as caught:
+                await call("list")
+            assert str(caught.value) == OFF
+        assert world.runs == 0
+        await children.change("list")
+        assert world.runs == 1
+
+    ran(asks)
+
+
+def test_a_command_is_not_given_the_keys_that_the_api_server_signs_with(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("API__SECRET_KEY", "API_AUTH__JWT_SECRET", "API_AUTH__JWT_SECRET_CMD"):
+        monkeypatch.setenv(f"AIRFLOW__{name}", "a key")
+    monkeypatch.setenv("AIRFLOW__CORE__FERNET_KEY", "connections need it")
+
+    async def asks() -> None:
+        answer = await world.children("print(json.dumps(dict(os.environ)))").ask("list")
+        assert "a key" not in answer.value.values()
+        assert answer.value["AIRFLOW__CORE__FERNET_KEY"] == "connections need it"
 
     ran(asks)
 

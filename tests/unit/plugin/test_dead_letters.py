@@ -384,3 +384,16 @@ def test_who_did_what_stands_in_airflows_audit_log(user: Browser, command: Comma
         [entry] = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
         assert (entry.event, entry.owner) == ("broadway_dead_letters_requeue", "user")
         assert json.loads(entry.extra or "") == {"pipeline": "Orders", "ids": ["m-1"], "count": 1}
+
+
+def test_where_brokers_are_not_asked_the_page_says_so(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")
+    with stored_dags(Orders().dag("letters_unit")):
+        for path in (PAGE, f"{PAGE}/m-1"):
+            answer = site.browser("USER").get(path)
+
+            assert answer.status_code == 503
+            said = "rokers are not asked: `[broadway] ask_brokers` is off on the API server."
+            assert said in answer.text

@@ -239,6 +239,23 @@ def test_what_nobody_knows_is_unknown_with_the_reason_and_never_0(
     assert not re.search(r"<dt>(Waiting|Oldest|Dead)</dt><dd>(<a[^>]*>)?0", text)
 
 
+def test_where_brokers_are_not_asked_the_page_says_so_once(
+    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.dag("shop_a")
+    world.dag("shop_b")
+    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")
+
+    for path in ("/broadway/", "/broadway/?ask=true", "/broadway/pipelines"):
+        text = world.page(path)
+        said = "Brokers are not asked: `[broadway] ask_brokers` is off on the API server."
+        assert text.count(said) == 1
+        assert text.count("unknown: the broker is not asked") == 2
+        assert "being asked" not in text
+        assert "aria-busy" not in text
+    assert children.asked == []
+
+
 def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
     world: World, children: FakeChildren, tmp_path: Path
 ) -> None:
