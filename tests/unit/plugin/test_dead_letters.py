@@ -214,7 +214,9 @@ def test_a_pipeline_that_was_given_as_text_is_found_by_the_name_it_gives_itself(
     site: Site, command: Command
 ) -> None:
     with DAG("letters_unit", schedule=None) as dag:
-        BroadwayProcessorOperator(task_id="process", pipeline="no_such_shop.orders:A", staging="file:///s")
+        BroadwayProcessorOperator(
+            task_id="process", pipeline="no_such_shop.orders:A", staging="file:///s"
+        )
         BroadwayProcessorOperator(task_id="more", pipeline="no_such_shop.orders:B")
     with stored_dags(dag):
         site.browser("VIEWER").get(PAGE)
