@@ -63,7 +63,7 @@ class Standing:
     @property
     def signs(self) -> Sequence[Sign]:
         """Why people should look at it, the gravest first."""
-        newest = next((each for each in self.latest if each.is_over), None)
+        newest = next((run for run, past in self.history if run.is_over and not _dry(past)), None)
         failed = newest.run_id if newest is not None and newest.state == "failed" else None
         runs = [self.runs[each.run_id] for each in self.latest if each.run_id in self.runs]
         signs = signs_of(runs, self.held, failed)
@@ -221,6 +221,11 @@ class _Reader:
             for key, run in past_runs(store, wanted_there).items():
                 found.setdefault((key.dag_id, key.pipeline), {})[key.run_id] = run
         return found
+
+
+def _dry(past: PastRun | None) -> bool:
+    """Whether a run is known to have only looked: it tells nothing of how its pipeline stands."""
+    return past is not None and past.dry
 
 
 def _key(declared: Declared) -> tuple[str, str]:

@@ -98,7 +98,7 @@ def _facts(found: Page, q: str, *, asked: bool) -> Mapping[str, Any]:
 
 def _charts(standing: Standing) -> Sequence[tuple[str, str, Markup]]:
     """The charts of a pipeline: title, newest value, picture."""
-    runs = [run for _, run in reversed(standing.history) if run is not None]
+    runs = [run for _, run in reversed(standing.history) if run is not None and not run.dry]
     names = [run.run_id for run in runs]
     shares = [run.failure_share for run in runs]
     # As high as it needs to be, so that one in a hundred is seen.

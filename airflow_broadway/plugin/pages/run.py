@@ -165,6 +165,8 @@ def standing_of(overview: Overview | None, known: RunTasks) -> tuple[str, str]:
     leases = [each.lease for each in overview.receipts if each.lease is not None]
     if overview.summary.trouble or any(lease.remaining < 0 for lease in leases):
         return "needs a look", "bad"
+    if overview.look:
+        return "dry run", "good"
     if overview.settled:
         return ("balanced", "good") if overview.balanced else ("does not balance", "bad")
     if not known.going_on:

@@ -67,6 +67,7 @@ class PastRun:
     :param waited: For how many seconds, at the most, a message had waited at its broker.
     :param trouble: Why people should look at it; empty if nothing is wrong.
     :param source: Where its messages came from, if not from the queue.
+    :param dry: Whether it only looked: it counts for nothing.
     """
 
     run_id: str
@@ -83,6 +84,7 @@ class PastRun:
     balanced: bool
     trouble: str
     source: str
+    dry: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,7 @@ def _of_report(run_id: str, report: Mapping[str, Any]) -> PastRun:
             [*([] if report["balanced"] else ["the sum does not balance"]), *trouble_of(report)]
         ),
         source=str((report.get("source") or {}).get("kind", "")),
+        dry=bool(report.get("look")),
     )
 
 
@@ -212,9 +215,10 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
 def signs_of(runs: Sequence[PastRun], held: Held | None, failed: str | None = None) -> list[Sign]:
     """Why people should look at a pipeline, the gravest first; empty if they need not.
 
-    :param runs: The last ones, the newest first.
+    :param runs: The last ones, the newest first; dry runs are passed over.
     :param failed: The newest run, if Airflow calls it failed.
     """
+    runs = [run for run in runs if not run.dry]
     signs = [Sign(BAD, sentence) for sentence in (held.late if held is not None else ())]
     signs += [
         Sign(BAD, f"The run {run.run_id} does not balance.", run.run_id)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.core.custody.run_summary import look_lines
 from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.live import LiveCounts, read_live
 from airflow_broadway.core.formats.manifest import Manifest
@@ -127,6 +128,7 @@ class Overview:
     :param settled: Whether each execution is settled.
     :param watched: Whether an ack sensor has looked within the last minute.
     :param report_at: When the report was written; empty without one.
+    :param look: What a dry run found, in sentences; empty of any other run.
     """
 
     summary: RunSummary
@@ -145,6 +147,7 @@ class Overview:
     failed_tasks: Sequence[str]
     errors: Sequence[str]
     report_at: str
+    look: Sequence[str] = ()
 
     @property
     def receiving(self) -> int | None:
@@ -177,6 +180,7 @@ def overview_of(
         totals = report["totals"] if report else dict.fromkeys(("received", *CLASSES), 0)
         balanced = report["balanced"] if report else None
     about = current or {}
+    found = (report or {}).get("look")
     return Overview(
         summary=summary_of(run),
         replay=replay_in(run),
@@ -197,6 +201,7 @@ def overview_of(
         failed_tasks=about.get("failed_tasks", ()),
         errors=_errors(receipts),
         report_at=(report or {}).get("at", ""),
+        look=() if found is None else look_lines(found),
     )
 
 

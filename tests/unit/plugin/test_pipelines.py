@@ -324,6 +324,28 @@ def test_what_needs_a_look_comes_first_with_the_reason(
     assert world.order().index("a_fine") < world.order().index("c_busy")
 
 
+def test_a_dry_run_is_marked_and_hides_nothing_of_the_runs_before_it(world: World) -> None:
+    empty = dict.fromkeys(("received", "acked", "dead_lettered", "failed", "lapsed"), 0)
+    dry: dict[str, Any] = {
+        "totals": {**empty, "settle_failed": 0},
+        "generations": [],
+        "look": {"messages": 5},
+    }
+    world.dag("shop", {"r1": "failed", "r2": "success"})
+    world.report("shop", "r1")
+    world.report("shop", "r2", **dry)
+    world.dag("only_dry", {"r1": "success"})
+    world.report("only_dry", "r1", **dry)
+
+    text = world.page("/broadway/?q=shop")
+
+    assert "A task of the last run failed." in text
+    assert "dry run: it only looked" in text
+    assert 'aria-label="Messages per minute of the last run: newest 30' in text
+    assert text.count("<svg") == 4
+    assert "<svg" not in world.page("/broadway/?q=only_dry")
+
+
 def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World) -> None:
     world.dag("damaged", {"r1": "running"})
     world.dag("whole", {"r1": "success"})

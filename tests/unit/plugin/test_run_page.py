@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.core.model.run_source import RunSource
+from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
 from airflow_broadway.plugin.run_tasks import Instance, Link, PipelineTasks, RunTasks, StageTask
+from airflow_broadway.runs.sources.dry_run import DryRun
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import PlainSums, Point, Run, dies
 
@@ -140,6 +143,31 @@ def test_a_run_of_a_dag_without_pipelines_says_so(
     airflow(monkeypatch, "success")
 
     assert "This Dag run has no pipeline of Broadway's." in shown(site)
+
+
+def test_a_dry_run_shows_what_it_found_and_no_sum(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    airflow(monkeypatch, "success", process=["success"], batch_default="skipped", ack="success")
+    look = DryRun(
+        run.staged,
+        run.pipeline,
+        run.task(),
+        run.ports,
+        index=0,
+        budget=Budget(max_messages=30),
+        source=RunSource(),
+    )
+    look.run(report=True)
+
+    text = shown(site)
+
+    assert "Sums dry run" in text
+    assert "Dry run: it only looked." in text
+    assert "The queue: 100 ready" in text
+    assert "A run now would take 30 messages at most" in text
+    assert "balanced" not in text
+    assert "not settled" not in text
 
 
 @pytest.mark.parametrize("below", ["", "/live", "/message", "/message?q=m-1", "/report"])
