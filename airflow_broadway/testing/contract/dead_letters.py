@@ -209,10 +209,10 @@ class DeadLettersContract(ContractBase):
             child.line()
             time.sleep(random.Random(seed).uniform(0.0, 0.15))
             child.kill()
-        harness.pass_time(self.hidden_seconds)
-
-        with self.opened(harness) as place:
-            assert dict(place.requeue().refused) == {}
+        for _ in range(2):  # its last request may reach the broker after the first
+            harness.pass_time(self.hidden_seconds)
+            with self.opened(harness) as place:
+                assert dict(place.requeue().refused) == {}
 
         assert self.listed(harness) == []
         again = Counter(m.data for m in self.all_of_queue(harness))
