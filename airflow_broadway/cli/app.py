@@ -23,6 +23,7 @@ from airflow_broadway.cli.arguments import (
     add_pubsub,
     add_queue,
     add_rabbitmq,
+    add_staging,
     command,
     positive,
 )
@@ -107,9 +108,7 @@ def _staged(parser: argparse.ArgumentParser, *, one_run: bool) -> None:
     parser.add_argument("--dag-id", required=one_run, metavar="D", help="the Dag's id")
     if one_run:
         parser.add_argument("--run-id", required=True, metavar="R", help="the run's id")
-    parser.add_argument(
-        "--staging", metavar="URI", help="the staging root; Airflow's [broadway] staging by default"
-    )
+    add_staging(parser)
     parser.add_argument(
         "--pipeline-name", metavar="NAME", help="the pipeline's name, if several staged this"
     )

@@ -17,6 +17,7 @@ __all__ = [
     "add_pubsub",
     "add_queue",
     "add_rabbitmq",
+    "add_staging",
     "command",
     "positive",
 ]
@@ -33,6 +34,19 @@ def command(commands: Any, name: str, text: str, handler: Any) -> argparse.Argum
     made.add_argument("--json", action="store_true", help="print JSON")
     made.set_defaults(handler=handler)
     return made
+
+
+def _add_conn_id(made: Any) -> None:
+    made.add_argument(
+        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
+    )
+
+
+def add_staging(made: Any) -> None:
+    """The argument that names the staging root."""
+    made.add_argument(
+        "--staging", metavar="URI", help="the staging root; Airflow's [broadway] staging by default"
+    )
 
 
 def add_dead_letters(commands: Any) -> None:
@@ -60,14 +74,8 @@ def add_dead_letters(commands: Any) -> None:
             metavar="NAME",
             help="of several --pipeline that of this name",
         )
-        made.add_argument(
-            "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-        )
-        made.add_argument(
-            "--staging",
-            metavar="URI",
-            help="the staging root; Airflow's [broadway] staging by default",
-        )
+        _add_conn_id(made)
+        add_staging(made)
         made.add_argument(
             "--place", metavar="NAME", help="the queue or topic, if it is not the pipeline's own"
         )
@@ -163,14 +171,8 @@ def add_depth(commands: Any) -> None:
     made.add_argument(
         "pipeline", nargs="+", metavar="REF", help="pkg.module:Class, or a reference as JSON"
     )
-    made.add_argument(
-        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-    )
-    made.add_argument(
-        "--staging",
-        metavar="URI",
-        help="the staging root; Airflow's [broadway] staging by default",
-    )
+    _add_conn_id(made)
+    add_staging(made)
     made.add_argument(
         "--timeout",
         type=_seconds,
@@ -366,14 +368,8 @@ def _add_pipeline(made: argparse.ArgumentParser) -> None:
         metavar="REF",
         help="pkg.module:Class, or a reference as JSON",
     )
-    made.add_argument(
-        "--conn-id", metavar="ID", help="the Airflow connection; the pipeline's by default"
-    )
-    made.add_argument(
-        "--staging",
-        metavar="URI",
-        help="the staging root; Airflow's [broadway] staging by default",
-    )
+    _add_conn_id(made)
+    add_staging(made)
 
 
 def add_archive(commands: Any) -> None:
@@ -395,11 +391,7 @@ def add_archive(commands: Any) -> None:
         made[name].add_argument(
             "--pipeline-name", required=True, metavar="NAME", help="the pipeline's name"
         )
-        made[name].add_argument(
-            "--staging",
-            metavar="URI",
-            help="the staging root; Airflow's [broadway] staging by default",
-        )
+        add_staging(made[name])
         if name in ("import", "export"):
             made[name].add_argument("file", metavar="FILE")
         if name not in ("import", "failed"):

@@ -20,6 +20,7 @@ from airflow.utils.session import create_session
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import FormData
 
 from airflow_broadway.plugin.access import EDITS_RUNS, READS_RUNS, GetUserDep, MayEdit
@@ -280,6 +281,6 @@ def _note(user: str, dag_id: str, action: str, about: dict[str, Any]) -> None:
                     extra=json.dumps(about),
                 )
             )
-    except Exception:
+    except SQLAlchemyError:
         # It has been done, and the page is to say what came of it.
         log.exception("It could not be written into Airflow's audit log")

@@ -9,12 +9,14 @@ redelivered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
-from airflow_broadway.core.errors import BroadwayError, ProducerError
+from airflow_broadway.core.custody.dead_letters import DeadLetter
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.receipts.batch_requests import Refusal
+from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
 from airflow_broadway.producers.pubsub import dead_letters
 from airflow_broadway.producers.pubsub.batch_requests import (
     Held,
@@ -39,7 +41,7 @@ __all__ = ["PubSubDeadLetters"]
 HIDDEN_SECONDS: Final = 300
 
 
-class PubSubDeadLetters:
+class PubSubDeadLetters(ReceivedLetters):
     """Those that one subscription shows; see :mod:`airflow_broadway.core.custody.dead_letters`.
 
     :param place: The subscription to look into, by its id or full name, instead of the producer's.
@@ -67,23 +69,6 @@ class PubSubDeadLetters:
         """By a look at each: Pub/Sub counts none but for Cloud Monitoring, minutes late."""
         return sum(1 for _ in self.letters())
 
-    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        looking = self._looking()
-        try:
-            for batch in looking.batches():
-                for raw in batch:
-                    letter = self._letter(raw)
-                    if choice.takes(letter):
-                        yield letter
-        finally:
-            looking.show_again()
-
-    def requeue(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=True)
-
-    def delete(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=False)
-
     def close(self) -> None:
         self._requests.close()
         self._client.close()
@@ -99,63 +84,21 @@ class PubSubDeadLetters:
 
         return _Looking(self._dead, self._wait, hidden)
 
-    def _moved(self, choice: Choice, *, send: bool) -> Moved:
-        looking, moving = self._looking(), Moving(choice)
-        try:
-            for batch in looking.batches():
-                chosen = [
-                    (letter, raw)
-                    for letter, raw in ((self._letter(raw), raw) for raw in batch)
-                    if moving.takes(letter)
-                ]
-                if send:
-                    chosen = self._sent(chosen, moving)
-                self._deleted(chosen, looking, moving)
-        finally:
-            looking.show_again()
-        return moving.result()
+    def _key(self, raw: Any) -> str:
+        return str(raw.message.message_id)
 
-    def _sent(
-        self, chosen: Sequence[tuple[DeadLetter, Any]], moving: Moving
-    ) -> list[tuple[DeadLetter, Any]]:
-        """Publish them where they came from; those that Pub/Sub has taken."""
-        by_topic: dict[str, dict[str, dict[str, Any]]] = {}
-        for letter, raw in chosen:
-            try:
-                topic = self._topic(letter.origin)
-                made = dead_letters.sent_back(raw.message, letter.message_id)
-            except BroadwayError as error:
-                moving.refused[letter.message_id] = str(error)
-                continue
-            by_topic.setdefault(topic, {})[raw.message.message_id] = made
-        refused: dict[str, str] = {}
-        for topic, messages in by_topic.items():
-            publish = publishing(self._client, topic, self._clock)
-            answers = self._requests.send_requests(publish, dead_letters.requests(messages))
-            refused |= {key: each.text for key, each in answers.items()}
-        done = []
-        for letter, raw in chosen:
-            why_not = refused.get(raw.message.message_id)
-            if why_not is not None:
-                moving.refused[letter.message_id] = why_not
-            elif letter.message_id not in moving.refused:
-                done.append((letter, raw))
-        return done
+    def _back(self, letter: DeadLetter, raw: Any) -> tuple[str, dict[str, Any]]:
+        topic = self._topic(letter.origin)
+        return topic, dead_letters.sent_back(raw.message, letter.message_id)
 
-    def _deleted(
-        self, chosen: Sequence[tuple[DeadLetter, Any]], looking: _Looking, moving: Moving
-    ) -> None:
-        refused = self._requests.send(
-            acknowledging(self._dead, self._clock),
-            ((raw.message.message_id, raw.ack_id) for _, raw in chosen),
-        )
-        for letter, raw in chosen:
-            key = raw.message.message_id
-            if key in refused:
-                moving.refused[letter.message_id] = f"{refused[key].code}: {refused[key].text}"
-            else:
-                looking.gone(key)
-                moving.count += 1
+    def _send(self, target: str, made: Mapping[str, dict[str, Any]]) -> Mapping[str, str]:
+        publish = publishing(self._client, target, self._clock)
+        refused = self._requests.send_requests(publish, dead_letters.requests(made))
+        return {key: each.text for key, each in refused.items()}
+
+    def _delete(self, raws: Sequence[Any]) -> Mapping[str, Refusal]:
+        entries = ((self._key(raw), raw.ack_id) for raw in raws)
+        return self._requests.send(acknowledging(self._dead, self._clock), entries)
 
     def _topic(self, subscription: str) -> str:
         if subscription not in self._topics:

@@ -15,9 +15,10 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
-from airflow_broadway.core.errors import BroadwayError, ProducerError
-from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests
+from airflow_broadway.core.custody.dead_letters import DeadLetter
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
+from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import batch_requests, call_of
 from airflow_broadway.producers.sqs.client import Queue, open_queue
@@ -37,7 +38,7 @@ _HIDDEN_SECONDS: Final = 300
 _WAIT_SECONDS = 1
 
 
-class SqsDeadLetters:
+class SqsDeadLetters(ReceivedLetters):
     """Those of one queue; a :class:`~airflow_broadway.core.custody.dead_letters.DeadLetters`.
 
     :param place: The queue to look into, by URL, ARN or name, instead of the producer's.
@@ -66,88 +67,31 @@ class SqsDeadLetters:
         names = ("", "NotVisible", "Delayed")
         return sum(int(attributes.get(f"ApproximateNumberOfMessages{name}", 0)) for name in names)
 
-    def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
-        looking = _Looking(self._dead)
-        try:
-            for batch in looking.batches():
-                for raw in batch:
-                    letter = self._letter(raw)
-                    if choice.takes(letter):
-                        yield letter
-        finally:
-            looking.show_again(self._requests)
-
-    def requeue(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=True)
-
-    def delete(self, choice: Choice = EVERY) -> Moved:
-        return self._moved(choice, send=False)
-
     def close(self) -> None:
         self._requests.close()
         self._queue.close()
 
     # -- moving --------------------------------------------------------------------------------
 
-    def _moved(self, choice: Choice, *, send: bool) -> Moved:
-        looking, moving = _Looking(self._dead), Moving(choice)
-        try:
-            for batch in looking.batches():
-                chosen = [
-                    (letter, raw)
-                    for letter, raw in ((self._letter(raw), raw) for raw in batch)
-                    if moving.takes(letter)
-                ]
-                if send:
-                    chosen = self._sent(chosen, moving)
-                self._deleted(chosen, looking, moving)
-        finally:
-            looking.show_again(self._requests)
-        return moving.result()
+    def _looking(self) -> _Looking:
+        return _Looking(self._dead, self._requests)
 
-    def _sent(
-        self, chosen: Sequence[tuple[DeadLetter, Any]], moving: Moving
-    ) -> list[tuple[DeadLetter, Any]]:
-        """Send them back, each where it came from; those that SQS has taken."""
-        by_origin: dict[str, dict[str, dict[str, Any]]] = {}
-        for letter, raw in chosen:
-            try:
-                target = self._origin(letter.origin)
-            except BroadwayError as error:
-                moving.refused[letter.message_id] = str(error)
-                continue
-            why = dead_letters.why_of(raw.get("MessageAttributes") or {})
-            by_origin.setdefault(letter.origin, {})[raw["MessageId"]] = dead_letters.sent_back(
-                raw, why, letter.message_id, fifo=target.url.endswith(".fifo")
-            )
-        refused: dict[str, str] = {}
-        for origin, entries in by_origin.items():
-            requests = dead_letters.requests(entries)
-            answers = self._requests.send_requests(call_of(self._origin(origin).send), requests)
-            refused |= {key: f"{each.code}: {each.text}" for key, each in answers.items()}
-        done = []
-        for letter, raw in chosen:
-            why_not = refused.get(raw["MessageId"])
-            if why_not is not None:
-                moving.refused[letter.message_id] = why_not
-            elif letter.message_id not in moving.refused:
-                done.append((letter, raw))
-        return done
+    def _key(self, raw: Mapping[str, Any]) -> str:
+        return str(raw["MessageId"])
 
-    def _deleted(
-        self, chosen: Sequence[tuple[DeadLetter, Any]], looking: _Looking, moving: Moving
-    ) -> None:
-        refused = self._requests.send(
-            call_of(self._dead.delete),
-            ((raw["MessageId"], {"ReceiptHandle": raw["ReceiptHandle"]}) for _, raw in chosen),
-        )
-        for letter, raw in chosen:
-            key = raw["MessageId"]
-            if key in refused:
-                moving.refused[letter.message_id] = f"{refused[key].code}: {refused[key].text}"
-            else:
-                looking.gone(key)
-                moving.count += 1
+    def _back(self, letter: DeadLetter, raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        fifo = self._origin(letter.origin).url.endswith(".fifo")
+        why = dead_letters.why_of(raw.get("MessageAttributes") or {})
+        return letter.origin, dead_letters.sent_back(raw, why, letter.message_id, fifo=fifo)
+
+    def _send(self, target: str, made: Mapping[str, dict[str, Any]]) -> Mapping[str, str]:
+        requests = dead_letters.requests(made)
+        refused = self._requests.send_requests(call_of(self._origin(target).send), requests)
+        return {key: f"{each.code}: {each.text}" for key, each in refused.items()}
+
+    def _delete(self, raws: Sequence[Mapping[str, Any]]) -> Mapping[str, Refusal]:
+        entries = ((self._key(raw), {"ReceiptHandle": raw["ReceiptHandle"]}) for raw in raws)
+        return self._requests.send(call_of(self._dead.delete), entries)
 
     def _origin(self, name: str) -> Queue:
         if name not in self._origins:
@@ -177,8 +121,9 @@ class SqsDeadLetters:
 class _Looking:
     """One walk through a queue of dead letters."""
 
-    def __init__(self, dead: Queue) -> None:
+    def __init__(self, dead: Queue, requests: BatchRequests) -> None:
         self._dead = dead
+        self._requests = requests
         #: Hidden from others: message id → receipt.
         self._hidden: dict[str, str] = {}
         self._known: set[str] = set()
@@ -204,14 +149,14 @@ class _Looking:
         """A letter lies there no more."""
         del self._hidden[key]
 
-    def show_again(self, requests: BatchRequests) -> None:
+    def show_again(self) -> None:
         """Show at once what was hidden; if that fails, SQS does so in a while."""
         entries = [
             (key, {"ReceiptHandle": receipt, "VisibilityTimeout": 0})
             for key, receipt in self._hidden.items()
         ]
         with suppress(ProducerError):
-            requests.send(call_of(self._dead.change), entries)
+            self._requests.send(call_of(self._dead.change), entries)
 
 
 def _instant(milliseconds: str | None) -> datetime | None:

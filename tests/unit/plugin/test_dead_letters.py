@@ -15,6 +15,7 @@ from airflow.models.log import Log
 from airflow.sdk import DAG
 from airflow.utils.session import create_session
 from sqlalchemy import delete, select
+from sqlalchemy.exc import OperationalError
 
 from airflow_broadway import Broadway
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -386,6 +387,24 @@ def test_who_did_what_stands_in_airflows_audit_log(user: Browser, command: Comma
         [entry] = session.scalars(select(Log).where(Log.dag_id == "letters_unit")).all()
         assert (entry.event, entry.owner) == ("broadway_dead_letters_requeue", "user")
         assert json.loads(entry.extra or "") == {"pipeline": "Orders", "ids": ["m-1"], "count": 1}
+
+
+def test_what_was_done_is_shown_though_the_audit_log_cannot_be_written(
+    user: Browser,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def locked() -> None:
+        raise OperationalError("insert", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(dead_letters, "create_session", locked)
+    command.answers["requeue"] = {"requeued": 1, "unknown": [], "refused": {}}
+
+    answer = send(user, "requeue", chosen="m-1", scope="marked", confirmed="yes")
+
+    assert answer.status_code == 200
+    assert "could not be written into Airflow's audit log" in caplog.text
 
 
 def test_where_brokers_are_not_asked_the_page_says_so(

@@ -22,8 +22,8 @@ from airflow_broadway.plugin.latest import LatestRun
 from airflow_broadway.plugin.pages import pipelines
 from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN
 from airflow_broadway.producers.sqlite import SqliteProducer
-from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.run_folder import StagedRun
+from tests.disk_calls import counted
 from tests.unit.plugin.dags import add_runs, stored_dags
 from tests.unit.plugin.site import Site
 
@@ -412,19 +412,6 @@ def test_two_hundred_dags_with_a_thousand_runs_each_cost_some_reads_each(
     assert wanted == [200 * LOOKED, PER_PAGE * SHOWN]
     assert len(reads) == 200 * LOOKED + PER_PAGE * (SHOWN - LOOKED)
     assert len(lists) == 200
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """The paths for which a disk's method is called from now on."""
-    calls: list[str] = []
-    method = getattr(Disk, name)
-
-    def call(disk: Disk, path: str) -> Any:
-        calls.append(path)
-        return method(disk, path)
-
-    monkeypatch.setattr(Disk, name, call)
-    return calls
 
 
 def test_pages_and_names_that_are_nowhere_are_pages(world: World) -> None:

@@ -26,10 +26,10 @@ from airflow_broadway.runs.view.history import (
     signs_of,
     waiting_signs,
 )
-from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.cli_runs import DAG_ID, Shop, make_shop
+from tests.disk_calls import counted
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NOTHING = Held(messages=0, receiving=0, late=(), run_ids=())
@@ -61,19 +61,6 @@ def keep(store: Store, run_id: str, **given: Any) -> RunKey:
         "report.json", json.dumps(report)
     )
     return RunKey("p", "d", run_id)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """The paths for which a disk's method is called from now on."""
-    calls: list[str] = []
-    method = getattr(Disk, name)
-
-    def call(disk: Disk, path: str) -> Any:
-        calls.append(path)
-        return method(disk, path)
-
-    monkeypatch.setattr(Disk, name, call)
-    return calls
 
 
 def past(**given: Any) -> PastRun:

@@ -1,0 +1,24 @@
+"""What a test asks of a disk, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from airflow_broadway.staging.disk import Disk
+
+__all__ = ["counted"]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """The paths for which a disk's method is called from now on."""
+    calls: list[str] = []
+    method = getattr(Disk, name)
+
+    def call(disk: Disk, path: str) -> Any:
+        calls.append(path)
+        return method(disk, path)
+
+    monkeypatch.setattr(Disk, name, call)
+    return calls
