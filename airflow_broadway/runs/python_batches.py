@@ -192,7 +192,7 @@ class PythonBatches:
         writer = f"{self._try_number}-{socket.gethostname()}-{os.getpid()}-{unique}"
         number = 0
         if self._name:
-            about = {"version": VERSION, "by": writer}
+            about = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
             about |= {"marked": self._step.marked, "only": self._step.run}
             text = json.dumps(about)
             number, _ = begin_try(files, self._name, lambda _: text, TRIES)

@@ -45,6 +45,7 @@ def settle(
     custodian: Callable[[], Custodian],
     *,
     void: bool = False,
+    over: bool = False,
     release_damaged: bool = False,
     batchers: Collection[str] | None = None,
     recorded: Recorded | None = None,
@@ -56,6 +57,8 @@ def settle(
     :param custodian: Opens the custodian; called once it is known what to settle.
     :param void: What is recorded counts no more: all is released but what callbacks settled at
         once.
+    :param over: Whether no process of the run is at work any more: then messages count a death
+        whose batch a process died of.
     :param release_damaged: Release everything if a file is not as it was written: nobody can say
         any more which messages failed.
     :param batchers: Those that may hold messages of it; all of the pipeline's unless given.
@@ -66,7 +69,9 @@ def settle(
     recorded = recorded or Recorded(run)
     names = pipeline.batchers if batchers is None else batchers
     try:
-        settlement, _, progress = _decide(record, pipeline, names, recorded, final=not void)
+        settlement, _, progress = _decide(
+            record, pipeline, names, recorded, final=not void, over=over
+        )
     except StagingDamaged as error:
         if not release_damaged:
             raise
@@ -74,7 +79,10 @@ def settle(
         settlement, progress = Settlement(rest=RELEASE), Progress()
     if void:
         settlement = Settlement(
-            rest=RELEASE, expected=settlement.expected, settled_now=settlement.settled_now
+            rest=RELEASE,
+            expected=settlement.expected,
+            settled_now=settlement.settled_now,
+            died=settlement.died,
         )
     return _carry_out(run, record, custodian, settlement, progress)
 
@@ -107,11 +115,18 @@ def _decide(
     recorded: Recorded,
     *,
     final: bool,
+    over: bool = False,
 ) -> tuple[Settlement, bool, Progress]:
     plans = recorded.deciding(batchers, record.generation)
     pipeline = pipeline_of(pipeline, record)
     return build_settlement(
-        recorded.run, record.generation, pipeline, plans, final=final, recorded=recorded
+        recorded.run,
+        record.generation,
+        pipeline,
+        plans,
+        final=final,
+        over=over,
+        recorded=recorded,
     )
 
 

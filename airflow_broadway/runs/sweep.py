@@ -102,7 +102,9 @@ def _settle(
     void: bool,
 ) -> None:
     try:
-        settled = settle(run, record, pipeline, lambda: custodian, void=void, release_damaged=True)
+        settled = settle(
+            run, record, pipeline, lambda: custodian, void=void, over=True, release_damaged=True
+        )
     except Exception as error:
         # Not in the way of this run: the lease lapses by itself.
         unexpected = None if isinstance(error, BroadwayError) else error

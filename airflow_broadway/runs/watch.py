@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -100,7 +101,7 @@ class RunWatcher:
         if waits and not last:
             self.renew()
             return None
-        self.settle(final=True)
+        self.settle(final=True, over=over)
         return self.report(failed_tasks=failed) if over else None
 
     def renew(self) -> None:
@@ -144,10 +145,11 @@ class RunWatcher:
         left = (held.deadline - self._clock.now()).total_seconds()
         self._metrics.gauge(Metric.LEASE_REMAINING, left)
 
-    def settle(self, *, final: bool) -> None:
+    def settle(self, *, final: bool, over: bool = False) -> None:
         """Settle each generation whose messages all have an outcome.
 
         :param final: Settle the others too: what has no outcome is released.
+        :param over: Whether no task is at work any more: see :func:`settle`.
         :raises BroadwayError: The first of those that kept a generation unsettled; the others are
             settled all the same.
         """
@@ -158,7 +160,7 @@ class RunWatcher:
             for record in records:
                 with log_ids(generation=record.generation):
                     try:
-                        self._settle(record, renewing, final=final)
+                        self._settle(record, renewing, final=final, over=over)
                     except BroadwayError as error:
                         log.error(
                             "Could not settle generation %s of %s: %s",
@@ -170,12 +172,14 @@ class RunWatcher:
         if first is not None:
             raise first
 
-    def _settle(self, record: GenerationRecord, renewing: _Renewing, *, final: bool) -> None:
+    def _settle(
+        self, record: GenerationRecord, renewing: _Renewing, *, final: bool, over: bool
+    ) -> None:
         def custodian() -> Custodian:
             renewing.leave(record.generation)
             return self._custodians.of(record)
 
-        door = settle if final else settle_if_complete
+        door = partial(settle, over=over) if final else settle_if_complete
         settled = door(self._run, record, self._pipeline, custodian, recorded=self._recorded)
         if settled is not None:
             log.info(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats.deaths import died_of
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -21,6 +23,8 @@ from airflow_broadway.staging.settlement_journal import Progress
 from airflow_broadway.staging.tables import ParquetFile, holds
 
 __all__ = ["HeldMessages"]
+
+log = logging.getLogger(__name__)
 
 
 class _Exceptions(NamedTuple):
@@ -38,8 +42,8 @@ class _Exceptions(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Decided:
-    """The batches of one plan that have an outcome and messages of the generation.
+class _Batches:
+    """Some batches of one plan that have messages of the generation.
 
     :param source: The index of the generation in the plan.
     :param ranges: The numbers of the batches, sorted, as inclusive ranges.
@@ -54,6 +58,15 @@ class _Decided:
     parts: list[PlannedBatch] = field(default_factory=list)
     files: set[int] = field(default_factory=set)
     count: int = 0
+
+    def add(self, planned: PlannedBatch) -> None:
+        """Take in another."""
+        self.count += planned.sources[self.plan.generations[self.source]]
+        if planned.part is None:
+            self.ranges.extend(planned.rows)
+        else:
+            self.parts.append(planned)
+        self.files.update(planned.files)
 
     def holds(self, row: Mapping[str, Any]) -> bool:
         """Whether a row of the generation is in one of them."""
@@ -91,7 +104,9 @@ class HeldMessages:
         #: Batches that hold messages of the generation; of these, those with an outcome.
         self._batches = self._recorded_batches = 0
         self._exceptions: list[_Exceptions] = []
-        self._decided: list[_Decided] = []
+        #: Those with an outcome; and for each plan the batches that have none.
+        self._decided: list[_Batches] = []
+        self._undecided: list[tuple[BatchPlan, list[PlannedBatch]]] = []
         by_batcher = {
             plan.batcher: plan for plan in plans if manifest.generation in plan.generations
         }
@@ -142,30 +157,28 @@ class HeldMessages:
         self._run.store.check_root(plan.root_id, plan.host)
         generation = self._manifest.generation
         source = plan.generations.index(generation)
-        decided = _Decided(plan, source)
+        decided = _Batches(plan, source)
+        undecided: list[PlannedBatch] = []
         for planned, outcome in self._recorded.outcomes(plan):
-            count = planned.sources.get(generation, 0)
-            if not count:
+            if outcome is None:
+                undecided.append(planned)
+            if not planned.sources.get(generation, 0):
                 continue
             self._batches += 1
             if outcome is None:
                 continue
             self._recorded_batches += 1
-            decided.count += count
-            if planned.part is None:
-                decided.ranges.extend(planned.rows)
-            else:
-                decided.parts.append(planned)
-            decided.files.update(planned.files)
+            decided.add(planned)
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
                 self._exceptions.append(
                     _Exceptions(outcome.exceptions, outcome.entries_sum, source, shared)
                 )
         self.decided += decided.count
-        if decided.ranges or decided.parts:
-            decided.ranges.sort()
+        if decided.count:
             self._decided.append(decided)
+        if undecided:
+            self._undecided.append((plan, undecided))
 
     # -- exceptions ----------------------------------------------------------------------------
 
@@ -204,6 +217,32 @@ class HeldMessages:
             if line.settled:
                 counts[CLASS_OF[line.entry.verdict.action]] += 1
         return SettleReport.from_json(dict(counts))
+
+    # -- deaths --------------------------------------------------------------------------------
+
+    def died(self) -> frozenset[str]:
+        """The ids of messages without an outcome, in batches that processes died of.
+
+        Asked once no process of the run is at work any more.
+        """
+        found: set[str] = set()
+        for plan, undecided in self._undecided:
+            try:
+                found.update(self._died_in(plan, undecided))
+            except StagingDamaged as error:  # a count alone is lost
+                log.warning("No deaths are counted of batches of %s: %s", plan.path, error)
+        return frozenset(found)
+
+    def _died_in(self, plan: BatchPlan, undecided: list[PlannedBatch]) -> Iterator[str]:
+        generation = self._manifest.generation
+        dead = died_of(self._run.files, plan.path, undecided)
+        batches = _Batches(plan, plan.generations.index(generation))
+        for planned in undecided:
+            if planned.batch_id in dead and generation in planned.sources:
+                batches.add(planned)
+        for row in self._rows_in(batches, ["message_id", "_acked"]):
+            if not row["_acked"]:
+                yield row["message_id"]
 
     # -- streams -------------------------------------------------------------------------------
 
@@ -269,10 +308,11 @@ class HeldMessages:
         except FileNotFoundError:
             raise StagingDamaged(f"{path} is not there") from None
 
-    def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[Entry]:
+    def _successes(self, decided: _Batches, exceptions: set[str]) -> Iterator[Entry]:
         """The messages of decided batches that have no entry, each with its own verdict."""
         producer = self._producer
-        for row in self._decided_rows(decided):
+        columns = ["message_id", "attempt", "redelivered", "_receipt", "_on_success", "_acked"]
+        for row in self._rows_in(decided, [*columns, *self._payload_columns()]):
             if row["_acked"] or row["message_id"] in exceptions:
                 continue
             facts = Facts(
@@ -284,29 +324,28 @@ class HeldMessages:
             )
             yield _entry(row, producer.judge(facts))
 
-    def _decided_rows(self, decided: _Decided) -> Iterator[dict[str, Any]]:
-        """The rows of the generation in decided batches.
+    def _rows_in(self, batches: _Batches, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows of the generation in batches.
 
         :raises StagingDamaged: At their end, if they are more or fewer than the plan says.
         """
-        plan, count = decided.plan, 0
-        wanted = sorted([*decided.ranges, *(r for part in decided.parts for r in part.rows)])
-        columns = ["message_id", "batch", "source", "position", "attempt", "redelivered"]
-        columns += ["_receipt", "_on_success", "_acked", *self._payload_columns()]
-        for index in sorted(decided.files):
+        plan, count = batches.plan, 0
+        batches.ranges.sort()
+        wanted = sorted([*batches.ranges, *(r for part in batches.parts for r in part.rows)])
+        columns = ["batch", "source", "position", *columns]
+        for index in sorted(batches.files):
             with self._open(f"{plan.path}/{plan.data[index]}") as file:
                 for group in range(file.groups):
                     if not holds(wanted, *file.bounds(group, "batch")):
                         continue
                     for row in file.read(group, columns).to_pylist():
-                        if row["source"] == decided.source and decided.holds(row):
+                        if row["source"] == batches.source and batches.holds(row):
                             count += 1
                             yield row
-        if count != decided.count:
+        if count != batches.count:
             raise StagingDamaged(
-                f"the batches of {plan.path} that have an outcome hold"
-                f" {many(decided.count, 'message')} of generation {self._manifest.generation}, and"
-                f" its files hold {count}"
+                f"batches of {plan.path} hold {many(batches.count, 'message')} of generation"
+                f" {self._manifest.generation}, and its files hold {count}"
             )
 
 

@@ -116,6 +116,8 @@ class Settlement:
     :param settled_now: What ``settle_now`` is known to have done under the lease.  What it did
         beyond that (its caller died before it could say so) a custodian that keeps count of it adds
         to its report; ``None``: the caller keeps no such account.
+    :param died: Ids of messages without an outcome, in batches that a process died of: a custodian
+        that tells what kills from its neighbours counts one death for each.
     """
 
     rest: Verdict
@@ -123,6 +125,7 @@ class Settlement:
     everything: Callable[[], Iterator[Entry]] | None = None
     expected: int | None = None
     settled_now: SettleReport | None = None
+    died: frozenset[str] = frozenset()
 
 
 class QueueDepth(NamedTuple):

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
 
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["TRIES", "WORK", "Deaths", "mark_begun", "say_ended", "say_started"]
+__all__ = ["TRIES", "WORK", "Deaths", "died_of", "mark_begun", "say_ended", "say_started"]
 
 #: Where the tries of a task have their files: Spark applications, and processes of a Python
 #: batcher.
@@ -43,17 +43,35 @@ def mark_begun(files: Files, name: str, number: int, folder: str, batch_id: str)
     files.create(f"{paths.begun(name, number, folder)}/{batch_id}", "{}")
 
 
+def died_of(files: Files, plan: str, undecided: Sequence[PlannedBatch]) -> set[str]:
+    """The ids of a plan's batches that processes may have died of; asked once none is at work.
+
+    :param undecided: Its batches without an outcome.
+    """
+    found: set[str] = set()
+    ids = {batch.batch_id for batch in undecided}
+    for folder in (WORK, TRIES) if ids else ():
+        tries = (re.fullmatch(r"(.+)-\d+\.json", file) for file in files.list(folder))
+        for name in sorted({match[1] for match in tries if match}):
+            deaths = Deaths(files, name, folder, inputs=paths.outcomes(plan))
+            deaths.look(ids, over=True)
+            found.update(batch.batch_id for batch in undecided if deaths.of(batch))
+    return found
+
+
 class Deaths:
     """The deaths of one task in one run.
 
     :param name: The task's name in the staging folder.
     :param folder: Where its tries have their files: ``work`` or ``tries``.
+    :param inputs: Of these alone that were at work on plans whose outcomes lie there.
     """
 
-    def __init__(self, files: Files, name: str, folder: str) -> None:
+    def __init__(self, files: Files, name: str, folder: str, *, inputs: str = "") -> None:
         self._files = files
         self._name = name
         self._folder = folder
+        self._inputs = inputs
         #: Tries so far.
         self.tries = 0
         self.count = 0
@@ -78,6 +96,8 @@ class Deaths:
         self.tries = max(found["json"], default=0)
         self._began = found["started" if self._folder == WORK else "json"]
         self._ended = found["ended"]
+        if self._inputs:
+            self._began = {each for each in self._began - self._ended if self._was_on_inputs(each)}
         if over:
             for number in sorted(self._began - self._ended):
                 self._note(number, undecided)
@@ -99,12 +119,19 @@ class Deaths:
         """Whether a try began to handle batches, as of the last look."""
         return number in self._began
 
+    def _was_on_inputs(self, number: int) -> bool:
+        plans = self._about(number).get("plans", ())  # an older release did not say
+        return any(paths.outcomes(plan) == self._inputs for plan in plans)
+
+    def _about(self, number: int) -> dict[str, Any]:
+        path = paths.of_try(self._name, number, self._folder)
+        return read_json(self._files.read(path), path)
+
     def _note(self, number: int, undecided: Iterable[str]) -> None:
         path = paths.death(self._name, number, self._folder)
         if self._files.exists(path):
             return
-        of_try = paths.of_try(self._name, number, self._folder)
-        about = read_json(self._files.read(of_try), of_try)
+        about = self._about(number)
         if "marked" not in about:  # of an older release, which did not say how it ended
             return
         batches: list[str] | None = None

@@ -10,7 +10,7 @@ message needs no such file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Generic, TypeVar
@@ -24,8 +24,8 @@ __all__ = [
     "FOLDER",
     "Deaths",
     "Division",
-    "died",
     "divide",
+    "dying",
     "is_suspect",
     "portion_limit",
     "why_crashed",
@@ -100,10 +100,17 @@ def why_crashed(crashes: int) -> str:
     return f"crashed: its process died {crashes} times, at last with nothing else to handle"
 
 
-def died(generation: str, settlement: Settlement) -> bool:
-    """Whether a generation is settled because its process died: nobody else leaves no manifest."""
-    unknown = settlement.expected is None and settlement.everything is None
-    return unknown and not is_open_here(generation)
+def dying(
+    generation: str, settlement: Settlement, held: Callable[[], Iterable[str]]
+) -> Collection[str]:
+    """Of what a generation holds, the messages that count a death when it is settled.
+
+    All, if the process died that received: nobody else leaves no manifest.  With a manifest, those
+    of batches that a process died of.
+    """
+    if settlement.expected is None and settlement.everything is None:
+        return [] if is_open_here(generation) else list(held())
+    return [each for each in held() if each in settlement.died] if settlement.died else []
 
 
 class Deaths:

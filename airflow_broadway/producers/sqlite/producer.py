@@ -31,7 +31,7 @@ from airflow_broadway.producers.kit.open_here import note_closed, note_open
 from airflow_broadway.producers.kit.polling_source import PollingSource
 from airflow_broadway.producers.kit.reports import about_set_aside
 from airflow_broadway.producers.kit.state_files import digest, state_files
-from airflow_broadway.producers.kit.suspects import Deaths, died, divide, is_suspect, why_crashed
+from airflow_broadway.producers.kit.suspects import Deaths, divide, dying, is_suspect, why_crashed
 from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
 from airflow_broadway.producers.sqlite.options import SqliteOptions, path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
@@ -230,8 +230,8 @@ class _Custodian:
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         generation = self._checked(lease)
-        if died(generation, settlement):
-            self._deaths.count(self._queue.held(generation), self._clock.now())
+        dead = dying(generation, settlement, lambda: self._queue.held(generation))
+        self._deaths.count(dead, self._clock.now())
         report = self._queue.settle(generation, settlement)
         return report + SettleReport(errors=about_set_aside(lease))
 

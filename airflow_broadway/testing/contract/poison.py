@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.testing.contract.base import ContractBase
-from airflow_broadway.testing.harness import Harness, bodies, settlement_of
+from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
 __all__ = ["Poison"]
 
@@ -40,6 +42,46 @@ class Poison(ContractBase):
         assert deaths == 4  # twice among the others, once among ten, once alone
         depth = harness.producer().depth(harness.env("the end"))
         assert depth is None or (depth.ready, depth.dead) == (0, 1)
+
+    def test_a_message_that_kills_in_a_batch_is_told_from_its_neighbours_over_runs(
+        self, harness: Harness
+    ) -> None:
+        """Each run publishes what it received, and the batch of five with the message dies."""
+        harness.max_crashes = 2
+        sent = bodies(25)
+        harness.send(sent)
+        handled: list[bytes] = []
+        died: list[int] = []
+        quiet = 0
+        for number in range(60):
+            lease, messages = self.hold(harness, f"g{number}")
+            quiet = 0 if messages else quiet + 1
+            if quiet == 2:  # it may have set something aside, and no more
+                break
+            places = [place for place, each in enumerate(messages) if each.data == sent[7]]
+            batch = [each for place in places for each in messages[place // 5 * 5 :][:5]]
+            others = [each for each in messages if each not in batch]
+            settlement = settlement_of(messages, dict.fromkeys(ids(others), ACK), rest=RELEASE)
+            settlement = replace(settlement, died=frozenset(ids(batch)))
+            report = self.settle(harness, lease, settlement)
+            assert (report.acked, report.released) == (len(others), len(batch))
+            handled += [each.data for each in others]
+            died += [len(batch)] if batch else []
+
+        assert sorted(handled) == [each for each in sent if each != sent[7]]
+        assert died == [5, 5, 5, 1]  # with its neighbours until a portion is of one
+        depth = harness.producer().depth(harness.env("the end"))
+        assert depth is None or (depth.ready, depth.dead) == (0, 1)
+
+    def test_a_batch_without_an_outcome_of_which_no_process_died_counts_no_death(
+        self, harness: Harness
+    ) -> None:
+        harness.max_crashes = 2
+        harness.send(bodies(25))
+        for number in range(4):
+            lease, messages = self.hold(harness, f"g{number}")
+            assert len(messages) == 25
+            self.settle(harness, lease, settlement_of(messages, rest=RELEASE))
 
     def test_a_run_that_was_given_up_in_order_counts_no_death(self, harness: Harness) -> None:
         """Three of them, and all is taken together all the same."""

@@ -202,7 +202,7 @@ class Run:
         watcher = self.watcher()
         try:
             watcher.heartbeat.beat()
-            watcher.settle(final=final)
+            watcher.settle(final=final, over=final)
             return watcher.report(failed_tasks=[])
         finally:
             watcher.close()

@@ -23,7 +23,7 @@ from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsF
 from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement, Work, work_of
 from airflow_broadway.producers.kit.reports import about_set_aside, beyond, report_of
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
-from airflow_broadway.producers.kit.suspects import died
+from airflow_broadway.producers.kit.suspects import dying
 
 __all__ = ["ReceiptCustodian"]
 
@@ -192,8 +192,9 @@ class ReceiptCustodian(ABC):
             return receipts.report
         if receipts.handles:
             receipts.begin()
-        if died(lease.generation, settlement) and not self._folder.is_open(lease.generation):
-            self._folder.deaths.count(receipts.held(), self._clock.now())
+        if not self._folder.is_open(lease.generation):
+            dead = dying(lease.generation, settlement, receipts.held)
+            self._folder.deaths.count(dead, self._clock.now())
         report, done = self._settle(lease, receipts, settlement)
         report += beyond(report_of(receipts.now.values()), settlement)
         whole = not report.lapsed and not report.failed

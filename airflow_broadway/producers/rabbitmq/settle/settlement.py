@@ -231,7 +231,7 @@ class LeaseSettlement:
                     continue
                 if verdict.action is not Action.RELEASE:
                     self._outbox.carry_out(message, verdict)
-                elif crashed:
+                elif crashed or message.message_id in settlement.died:
                     released.append(message._replace(crashes=message.crashes + 1))
                 else:
                     released.append(message)
