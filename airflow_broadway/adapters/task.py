@@ -53,7 +53,19 @@ def task_of(context: Context) -> Task:
         try_number=ti.try_number,
         # Airflow has it rise by the tries that a clear grants.
         cleared=getattr(ti, "max_tries", None) or 0,
+        forks=_is_supervised(),
     )
+
+
+def _is_supervised() -> bool:
+    """Whether Airflow is another process, which a fork of this one can ask as well.
+
+    In ``dag.test()`` it is threads of this process, and a fork has none of them.
+    """
+    from airflow.sdk.execution_time import task_runner
+    from airflow.sdk.execution_time.comms import CommsDecoder
+
+    return type(getattr(task_runner, "SUPERVISOR_COMMS", None)) is CommsDecoder
 
 
 def asked_of(context: Context, declared: str = "") -> Asked:

@@ -55,6 +55,7 @@ class Task:
     :param map_index: Which of a mapped task's instances it is, from 0; -1 if it is not mapped.
     :param try_number: From 1.
     :param cleared: Rises each time somebody clears it, and stays in retries.
+    :param forks: Whether a fork of its process can ask the host, too.
     """
 
     dag_id: str
@@ -63,6 +64,7 @@ class Task:
     map_index: int = -1
     try_number: int = 1
     cleared: int = 0
+    forks: bool = True
 
     def owner(self) -> dict[str, Any]:
         """Who holds a lease, for people and for sweeps."""

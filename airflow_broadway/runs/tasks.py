@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from airflow_broadway.core.custody.protocol import SUSPECTS
+from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import Step
 from airflow_broadway.core.formats.plan import BatchPlan
@@ -161,6 +163,8 @@ class BatchTask:
         self._ports = ports
         self._batcher = batcher
         self._batches: PythonBatches | None = None
+        self._apart: Apart | None = None
+        self._stopped = False
         #: The pipeline with the producer that delivered what is planned.
         self._served = pipeline
 
@@ -186,6 +190,7 @@ class BatchTask:
 
         :returns: Counts of batches, of messages by result, and of batches without an outcome: the
             run no longer holds their messages, or was stopped.
+        :raises BroadwayError: If a process of its own could not handle them, and did not die.
         """
         if self._pipeline.batchers[self._batcher].engine != "python":
             return None
@@ -200,24 +205,45 @@ class BatchTask:
             most=MOST_PROCESSES,
             cleared=self._task.cleared,
         )
-        while isolation.choose() and isolation.has_deaths:
-            self._handle_apart(plan, isolation)
+        suspects, apart = self._holds_suspects(plan), False
+        while not self._stopped and isolation.choose() and (isolation.has_deaths or suspects):
+            apart = True
+            raised = self._handle_apart(plan, isolation.step)
             if not isolation.goes_on():
+                if raised and not isolation.has_deaths:
+                    raise BroadwayError(raised)
                 break
         self._batches = self._python_batches(plan)
-        if isolation.has_deaths:
-            return self._batches.count()
         with self._stand_in(plan):
+            if apart or isolation.has_deaths:
+                return self._batches.count()
             return self._batches.run()
 
-    def _handle_apart(self, plan: BatchPlan, isolation: Isolation) -> None:
-        """Run batches in a process of its own: some process of this task has died of one."""
-        batches = self._python_batches(plan, isolation.step)
-        apart = Apart(batches.run)  # while no other thread of ours is at work
-        with self._stand_in(plan):
+    def _holds_suspects(self, plan: BatchPlan) -> bool:
+        """Whether processes died of its messages in earlier runs, and this one must not."""
+        leases = map(self._run.lease, plan.generations)
+        return self._task.forks and any(lease.state.get(SUSPECTS) for lease in leases)
+
+    def _handle_apart(self, plan: BatchPlan, step: Step) -> str:
+        """Run batches in a process of its own, which may die of one; what it raised."""
+        batches = self._python_batches(plan, step)
+
+        def work() -> None:
+            # There, and not here: two processes cannot talk to the host by one connection.
+            with self._stand_in(plan):
+                batches.run()
+
+        # While no other thread of ours is at work.
+        self._apart = apart = Apart(work, batches.stop)
+        if self._stopped:  # in between
+            apart.stop()
+        try:
             ending = apart.wait()
+        finally:
+            self._apart = None
         if ending:
             log.warning("The process that ran batches of %r: %s.", plan.batcher, ending)
+        return apart.raised
 
     def _python_batches(self, plan: BatchPlan, step: Step | None = None) -> PythonBatches:
         return PythonBatches(
@@ -253,5 +279,8 @@ class BatchTask:
 
     def stop(self) -> None:
         """Begin no further batch, and end soon.  Called from a signal handler."""
+        self._stopped = True
+        if self._apart is not None:
+            self._apart.stop()
         if self._batches is not None:
             self._batches.stop()

@@ -7,6 +7,7 @@ Two promises of object stores serve here: an upload appears whole, and a conditi
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
@@ -58,8 +59,18 @@ class Bucket:
     """An object store, through fsspec."""
 
     def __init__(self, fs: Any, uri: str) -> None:
-        self._fs = fs
+        self._opened = fs
+        self._pid = os.getpid()
         self._uri = uri
+
+    @property
+    def _fs(self) -> Any:
+        """The client; in a fork one of its own, for clients have threads and connections."""
+        if self._pid != os.getpid():
+            fs = self._opened
+            self._opened = type(fs)(*fs.storage_args, **fs.storage_options)
+            self._pid = os.getpid()
+        return self._opened
 
     def prepare(self) -> None:
         """Nothing: an object store has no folders."""

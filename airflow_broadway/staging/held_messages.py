@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
-from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.deaths import died_of
 from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
@@ -229,7 +229,7 @@ class HeldMessages:
         for plan, undecided in self._undecided:
             try:
                 found.update(self._died_in(plan, undecided))
-            except StagingDamaged as error:  # a count alone is lost
+            except StagingError as error:  # a count alone is lost
                 log.warning("No deaths are counted of batches of %s: %s", plan.path, error)
         return frozenset(found)
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Verdict
 from airflow_broadway.core.model.message import Message
 
 __all__ = [
+    "SUSPECTS",
     "Custodian",
     "Delivery",
     "Entry",
@@ -36,6 +37,9 @@ __all__ = [
     "Settlement",
     "Source",
 ]
+
+#: In a lease's state: whether the generation holds messages that processes died of, and no others.
+SUSPECTS: Final = "suspects"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
@@ -147,6 +147,7 @@ class KafkaSource:
                 "stopped": self._stopped,
                 **({"backfill": self._backfill} if self._backfill else {}),
                 **({"unread": True} if self._unread else {}),
+                **({SUSPECTS: True} if self._tried else {}),
                 **({"set_aside": dict(self._aside)} if self._aside else {}),
             },
         )

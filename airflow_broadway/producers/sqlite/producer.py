@@ -15,6 +15,7 @@ from typing import Final
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import (
+    SUSPECTS,
     Custodian,
     Entry,
     Lease,
@@ -157,6 +158,7 @@ class _Source(PollingSource):
             found = self._take_suspects()
             if found:
                 self._alone = True
+                self._lease = replace(self.lease, state={**self.lease.state, SUSPECTS: True})
                 return found
         return self._take(demand, position, without=self._suspects)
 

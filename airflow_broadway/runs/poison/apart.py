@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 _RAISED: Final = 1
 #: Seconds that a process gets to end when it is told to.
 _END_TIMEOUT: Final = 10.0
+#: Bytes of what a process says of an error: a pipe takes as many at once.
+_MOST_TOLD: Final = 4096
 
 
 class Apart:
@@ -28,14 +30,32 @@ class Apart:
     it while no other thread of this process is at work.
 
     :param work: What it does; what that returns is lost.
+    :param stop: What it does when it is told to stop; it is killed by that unless given.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(
+        self, work: Callable[[], object], stop: Callable[[], object] | None = None
+    ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        #: What its work raised, for people; known once it has ended.
+        self.raised = ""
+        self._told, tell = os.pipe()
+        # Whoever stops it before it can listen waits until it does.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self._pid = os.fork()
         if not self._pid:
-            _be(work)
+            # The host's own handler would take itself for that of another process, and do nothing.
+            signal.signal(signal.SIGTERM, (lambda *_: stop()) if stop else signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _be(work, tell)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(tell)
+
+    def stop(self) -> None:
+        """Tell it to stop.  Called from a signal handler."""
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM)
 
     def wait(self) -> str:
         """Wait until it ends; how it did, for people, empty if in order."""
@@ -45,6 +65,9 @@ class Apart:
             self._end()
             raise
         code = os.waitstatus_to_exitcode(status)
+        if code == _RAISED:
+            self.raised = os.read(self._told, _MOST_TOLD).decode(errors="replace")
+        os.close(self._told)
         if code < 0:
             with suppress(ValueError):
                 return f"killed by {signal.Signals(-code).name}"
@@ -53,6 +76,7 @@ class Apart:
     def _end(self) -> None:
         """Tell it to end, and kill it if it does not."""
         limit = time.monotonic() + _END_TIMEOUT
+        os.close(self._told)
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGTERM)
             while not os.waitpid(self._pid, os.WNOHANG)[0]:
@@ -63,12 +87,13 @@ class Apart:
                 time.sleep(0.05)
 
 
-def _be(work: Callable[[], object]) -> None:
+def _be(work: Callable[[], object], tell: int) -> None:
     code = 0
     try:
         work()
-    except BaseException:  # whatever it is: this process has nobody to raise it to
+    except BaseException as error:  # whatever it is: this process has nobody to raise it to
         code = _RAISED
+        os.write(tell, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MOST_TOLD])
         log.exception("What a process of its own was to do failed.")
     finally:
         with suppress(Exception):

@@ -61,6 +61,8 @@ class Isolation:
         self._most = most
         self._cleared = cleared
         self._before: int | None = None
+        #: Processes that had begun when the last step was chosen.
+        self._begun = 0
         self._deaths = Deaths(run.files, name, folder)
         #: What the next process handles.
         self.step = Step()
@@ -94,6 +96,7 @@ class Isolation:
             )
             if not step.split and not step.aside:
                 self._narrow(held)
+                self._begun = deaths.tries
                 return True
             heads = {batch.batch_id: head for head, batch in held}
             if not self._done(heads, step):
@@ -122,7 +125,7 @@ class Isolation:
         if not self._look(over=True):
             return False
         last = self._deaths.tries
-        if not self._deaths.began(last):
+        if last == self._begun or not self._deaths.began(last):
             return False  # it never came to a batch: no other would
         if not self._deaths.ended(last):
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,12 +14,16 @@ from typing import Any
 import pytest
 
 from airflow_broadway import BatchInfo
+from airflow_broadway.core.custody.protocol import SUSPECTS
 from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.deaths import TRIES, Deaths
+from airflow_broadway.core.formats.ownership import highest_try
 from airflow_broadway.core.formats.parts import part_id
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.runs import tasks
 from airflow_broadway.runs.poison.apart import Apart
+from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
@@ -34,6 +39,9 @@ class Deadly(Sums):
         handled = super().handle_batch(batcher, messages, batch_info, context)
         with open(context["sizes"], "a") as file:
             file.write(json.dumps([batch_info.batch_id, len(messages)]) + "\n")
+        if "at_batch" in context:
+            context["at_batch"]()
+            time.sleep(0.2)  # it is told to stop meanwhile
         if any(each.data in context["deadly"] for each in messages):
             os._exit(9)
         return handled
@@ -59,9 +67,15 @@ class World:
         )
         self.batches = len(Recorded(self.run.staged).batches(self.plan))
 
-    def task(self, try_number: int = 1, cleared: int = 0) -> BatchTask:
+    def suspect(self) -> None:
+        """Have the run hold what processes died of in earlier runs."""
+        staged = self.run.staged
+        lease = staged.lease(self.reference["generation"])
+        staged.put_lease(replace(lease, state={**lease.state, SUSPECTS: True}))
+
+    def task(self, try_number: int = 1, cleared: int = 0, forks: bool = True) -> BatchTask:
         task = replace(self.run.task(try_number=try_number), task_id="batch.default", map_index=-1)
-        task = replace(task, cleared=cleared)
+        task = replace(task, cleared=cleared, forks=forks)
         return BatchTask(
             self.run.staged, self.run.pipeline, task, self.run.ports, batcher="default"
         )
@@ -111,6 +125,97 @@ def test_a_poison_message_is_set_aside_and_its_neighbours_are_handled(tmp_path: 
     # And each success was recorded in one batch
     done = Counter(call.number for call in world.run.calls())
     assert set(done) == set(world.numbers)
+
+
+def test_a_task_outlives_what_processes_died_of_in_earlier_runs(tmp_path: Path) -> None:
+    # Given a message that kills its process, in a run that holds suspects
+    world = World(tmp_path, deadly=[11], count=16)
+    world.suspect()
+
+    # When the task is tried, once
+    counts = world.task().handle(world.plan)
+    report = world.run.ack()
+
+    # Then that one try has set the message aside, and handled each other once
+    assert counts is not None
+    assert (counts["failed"], counts["successful"], counts["without_outcome"]) == (1, 15, 0)
+    assert world.run.dead() == [11]
+    assert report["balanced"]
+    assert world.deaths() > 1
+    done = Counter(call.number for call in world.run.calls())
+    assert set(done) == set(world.numbers)
+
+
+def test_of_suspects_that_kill_no_more_one_process_handles_all(tmp_path: Path) -> None:
+    world = World(tmp_path / "suspect", deadly=[], count=16)
+    other = World(tmp_path / "other", deadly=[], count=16)
+    world.suspect()
+    assert world.task().handle(world.plan) == other.task().handle(other.plan)
+    assert world.deaths() == 0
+    assert highest_try(world.run.staged.files, "batch.default", TRIES) == 1
+    assert len(world.seen()) == world.batches
+
+
+def test_what_a_process_of_its_own_raises_is_raised_by_the_task(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    # Given batches that no process can begin
+    world = World(tmp_path, deadly=[], count=12)
+
+    def fails(self: Any) -> Any:
+        raise StagingError("the disk is gone")
+
+    monkeypatch.setattr(PythonBatches, "_begin", fails)
+
+    # When the task handles them, then it fails with that error, and nothing died
+    world.suspect()
+    with pytest.raises(BroadwayError, match="StagingError: the disk is gone"):
+        world.task().handle(world.plan)
+    assert world.deaths() == 0
+
+
+def test_after_a_death_a_process_that_never_begins_is_the_last(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    world = World(tmp_path, deadly=[1], count=12)
+    world.first_try()
+    begun = tmp_path / "begun"
+
+    def fails(self: Any) -> Any:
+        with begun.open("a") as file:
+            file.write("x")
+        raise StagingError("the disk is gone")
+
+    monkeypatch.setattr(PythonBatches, "_begin", fails)
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
+    assert counts["without_outcome"] == world.batches
+    assert begun.read_text() == "x"
+
+
+def test_a_stop_reaches_the_process_of_its_own_and_is_no_death(tmp_path: Path) -> None:
+    # Given a task that holds suspects, whose process is at a batch that stops the task
+    world = World(tmp_path, deadly=[], count=24)
+    world.suspect()
+    task = world.task()
+    world.run.pipeline.context["at_batch"] = lambda: os.kill(os.getppid(), signal.SIGUSR1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: task.stop())
+    try:
+        counts = task.handle(world.plan)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    # Then that batch is finished, no other is begun, and nobody died
+    assert counts is not None
+    assert 1 <= len(world.seen()) < world.batches
+    assert counts["without_outcome"] == world.batches - len(world.seen())
+    assert world.deaths() == 0
+    # And another try handles the rest
+    del world.run.pipeline.context["at_batch"]
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
+    assert counts["without_outcome"] == 0
+    assert world.deaths() == 0
 
 
 def test_a_batch_goes_alone_then_in_halves_whose_ids_are_its_own(tmp_path: Path) -> None:

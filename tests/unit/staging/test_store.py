@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.memory import MemoryFileSystem
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles
+from airflow_broadway.runs.poison.apart import Apart
 from airflow_broadway.staging.errors import cannot
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.settlement_journal import record_settled
@@ -361,3 +364,19 @@ def test_who_may_not_delete_settles_all_the_same(
     assert run.state(record.generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
     assert "is done with and stays on the list" in caplog.text
+
+
+def test_a_fork_has_a_client_of_its_own(tmp_path: Path) -> None:
+    # Given a bucket whose client may be used by the process alone that made it
+    fs = AsyncFileSystemWrapper(MemoryFileSystem(), asynchronous=False)
+    folder = Store(fs, f"/{tmp_path.name}", f"memory://{tmp_path.name}").folder("p/d/r")
+    folder.create("a.json", "text")
+    assert folder.list("") == ["a.json"]
+
+    # When a fork looks at it, then it sees the same
+    apart = Apart(lambda: (tmp_path / "seen").write_text(folder.read("a.json")))
+    assert (apart.wait(), apart.raised) == ("", "")
+    assert (tmp_path / "seen").read_text() == "text"
+    # And this process goes on with its own
+    assert folder.read("a.json") == "text"
+    MemoryFileSystem.store.clear()

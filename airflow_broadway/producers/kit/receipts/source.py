@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import ClassVar, Final
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
@@ -173,6 +173,7 @@ class ReceiptSource(ABC):
                 "queue": self._place,
                 "messages": self._secured,
                 "since": None if since is None else instant_of(since).isoformat(),
+                **({SUSPECTS: True} if self._isolation.alone else {}),
                 **({"set_aside": {"crashed": aside}} if aside else {}),
             },
         )

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.open_here import note_closed, note_open
@@ -105,6 +105,8 @@ class RabbitSource:
                 # Bundles that may be there beside those counted, and messages never handed out.
                 "extra": self._session.uncertain_bundles + buffer.under_way,
             }
+            if self._session.returned.alone:
+                state[SUSPECTS] = True
             if buffer.set_aside:
                 state["set_aside"] = dict(buffer.set_aside)
         return Lease(

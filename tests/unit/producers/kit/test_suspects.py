@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+import pytest
+
 from airflow_broadway.producers.kit.suspects import divide, portion_limit
 from airflow_broadway.producers.rabbitmq.bundle import Held
 
@@ -51,3 +53,27 @@ def test_only_who_crashed_alone_is_set_aside() -> None:
     assert [m.message_id for m in portion.crashed] == ["m1"]
     assert [m.message_id for m in portion.take] == ["m2"]
     assert [m.message_id for m in portion.later] == ["m3"]
+
+
+@pytest.mark.parametrize("poison", [0, 537, 999])
+def test_a_message_among_a_thousand_is_alone_after_34_runs_at_most(poison: int) -> None:
+    deaths = dict.fromkeys(range(1_000), 0)
+    runs = 0
+    while True:
+        runs += 1
+        suspects = sorted(deaths, key=lambda each: (-deaths[each], each))
+        portion = divide(
+            suspects, deaths.__getitem__, room=len(suspects), fresh=True, max_crashes=5
+        )
+        assert portion is not None
+        if portion.crashed:
+            break
+        if poison in portion.take:
+            for each in portion.take:
+                deaths[each] += 1
+        else:
+            for each in portion.take:
+                del deaths[each]
+    assert portion.crashed == [poison]
+    assert runs <= 35  # the one that sets it aside included
+    assert runs == 35 or poison != 999
