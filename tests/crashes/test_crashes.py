@@ -113,6 +113,12 @@ FOUND = {
         "batches",
         "one/process/1 basic.get broadway.lease.queue.… #1: timed out",
     ),
+    "who sleeps after a look at its right to a batch begins that one alone": (
+        "pubsub",
+        "batches",
+        "one/batch.default/1 list staging/Batches/crashes/one/<1> #4:"
+        " asleep after [next run, traffic]",
+    ),
 }
 
 

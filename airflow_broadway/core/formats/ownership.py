@@ -7,11 +7,12 @@ and again before its outcome is recorded: no higher try has its file there, nobo
 settle or release the batch's generations, and their leases have not lapsed.  It is rare that one of
 them fails, and a batch that is stopped here costs nothing: its messages come back.
 
-What was read serves for a second.  A Spark driver reads anew before it records, for its batches are
-large, and its JVM often outlives its task.  A Python batcher does not, for it may have a thousand
-batches of a few milliseconds; and whoever has read may sleep before it records in any case.  An
-outcome that comes too late does no harm: its generation was settled by what was there before, and
-its messages come again, marked.
+What was read serves for a second, from when the reading began: who falls asleep while it reads
+begins the batch that it looked for, and no further one.  A Spark driver reads anew before it
+records, for its batches are large, and its JVM often outlives its task.  A Python batcher does not,
+for it may have a thousand batches of a few milliseconds; and whoever has read may sleep before it
+records in any case.  An outcome that comes too late does no harm: its generation was settled by
+what was there before, and its messages come again, marked.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ class Ownership:
         """
         if not self._name or (not fresh and self._has_passed("try")):
             return
+        began = self._clock.monotonic()
         highest = highest_try(self._files, self._name, self._folder)
         if highest > self.try_number:
             raise OwnershipLost(
                 f"try {highest} of {self._name!r} has begun, so try {self.try_number}"
                 " stops here and records nothing more"
             )
-        self._set_passed("try")
+        self._set_passed("try", began)
 
     def check(self, generations: Iterable[str], *, fresh: bool = False) -> None:
         """Return if this try may handle, or record, a batch of these generations.
@@ -116,8 +118,9 @@ class Ownership:
         self.check_try(fresh=fresh)
         for generation in generations:
             if fresh or not self._has_passed(generation):
+                began = self._clock.monotonic()
                 self._check_journal(generation)
-                self._set_passed(generation)
+                self._set_passed(generation, began)
             self._check_lease(generation)
 
     def _check_journal(self, generation: str) -> None:
@@ -152,6 +155,6 @@ class Ownership:
         with self._lock:
             return self._clock.monotonic() - self._passed.get(what, float("-inf")) < self._fresh_for
 
-    def _set_passed(self, what: str) -> None:
+    def _set_passed(self, what: str, began: float) -> None:
         with self._lock:
-            self._passed[what] = self._clock.monotonic()
+            self._passed[what] = began

@@ -65,6 +65,31 @@ def test_what_was_read_serves_for_a_second_only(files: LocalFiles, clock: Manual
         given.check(["g"])
 
 
+@pytest.mark.parametrize("asleep_in", ["work", "g"])
+def test_what_was_read_before_a_sleep_serves_once(
+    files: LocalFiles, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, asleep_in: str
+) -> None:
+    # Given a process that is stopped right after it has read
+    lease(files, seconds=1000)
+    given = fence(files, clock)
+
+    def list_and_sleep(self: LocalFiles, folder: str) -> list[str]:
+        found = real(self, folder)
+        if folder == asleep_in:
+            monkeypatch.setattr(LocalFiles, "list", real)
+            clock.sleep(60)
+            files.create(paths.work("task", 2) if folder == "work" else paths.intent("g"), "{}")
+        return found
+
+    real = LocalFiles.list
+    monkeypatch.setattr(LocalFiles, "list", list_and_sleep)
+
+    # Then it begins the batch that it looked for, and no further one
+    given.check(["g"])
+    with pytest.raises(LeaseLapsed):
+        given.check(["g"])
+
+
 def test_tries_of_other_tasks_do_not_count(files: LocalFiles, clock: ManualClock) -> None:
     lease(files, seconds=10)
     given = fence(files, clock, name="a")
