@@ -23,8 +23,8 @@ from airflow_broadway.staging.archive.layout import (
     COLUMNS,
     Index,
     index_path,
-    mark_of,
     partition_of,
+    put_index,
 )
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.writer import by_hour
@@ -105,11 +105,9 @@ def import_file(
         raise RequestRefused(f"{path} has no rows: nothing was imported")
     if not archive.exists(BEGUN):
         archive.create(BEGUN, json.dumps({"version": 1, "since": now.isoformat()}))
-    for hour in sorted(hours):
-        archive.create(mark_of(hour, generation), "")
     name, at = f"import {path.name}", now.isoformat()
     index = Index(generation=generation, dag_id="", run_id=name, files=counts, at=at)
-    archive.create(index_path(generation), index.dumps())
+    put_index(archive, index, hours)
     return Imported(generation, count)
 
 

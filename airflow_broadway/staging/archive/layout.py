@@ -17,6 +17,7 @@ somebody has removed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -43,6 +44,7 @@ __all__ = [
     "index_path",
     "mark_of",
     "partition_of",
+    "put_index",
     "start_of",
 ]
 
@@ -136,6 +138,23 @@ def mark_of(hour: int, generation: str) -> str:
     """What says that a generation has a file in an hour."""
     date, _, within = partition_of(hour).partition("/hour=")
     return f"{HOURS}/{date}/{within}-{generation}"
+
+
+def put_index(archive: Folder, index: Index, hours: Collection[int]) -> bool:
+    """Have the files of an index count, which are all there; whether it was the first.
+
+    :param hours: Those that they lie in.
+    """
+    marks = [mark_of(hour, index.generation) for hour in sorted(hours)]
+    for mark in marks:
+        archive.create(mark, "")
+    first = archive.create(index_path(index.generation), index.dumps())
+    for mark in marks:
+        # Who removes an hour meanwhile, for it is old, finds no index yet, and removes the mark:
+        # without it nobody would ever find the index.
+        if not archive.exists(mark):
+            archive.create(mark, "")
+    return first
 
 
 def parsed(value: dict[str, Any], name: str) -> datetime:

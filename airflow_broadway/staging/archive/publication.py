@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Collection
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.formats.layout import VERSION
@@ -22,8 +23,8 @@ from airflow_broadway.staging.archive.layout import (
     Index,
     archive_folder,
     index_path,
-    mark_of,
     partition_of,
+    put_index,
 )
 from airflow_broadway.staging.archive.writer import Archived, id_column
 from airflow_broadway.staging.arrow_schema import compute as pc
@@ -68,10 +69,8 @@ def publish(
             files[placed[0]] = placed[1]
             hours.add(hour)
     if files:
-        for hour in sorted(hours):
-            archive.create(mark_of(hour, record.generation), "")
         _begin(archive, record)
-        _index(archive, run, record, files, archived)
+        _index(archive, run, record, files, hours, archived)
 
 
 def _place(
@@ -120,6 +119,7 @@ def _index(
     run: StagedRun,
     record: GenerationRecord,
     files: dict[str, int],
+    hours: Collection[int],
     archived: Archived,
 ) -> None:
     index = Index(
@@ -131,6 +131,6 @@ def _index(
         why=archived.why,
         at=run.clock.now().isoformat(),
     )
-    if archive.create(index_path(record.generation), index.dumps()):
+    if put_index(archive, index, hours):
         count = many(sum(files.values()), "message")
         log.info("Generation %s: %s archived.", record.generation, count)

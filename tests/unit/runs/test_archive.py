@@ -31,7 +31,11 @@ from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
 from airflow_broadway.staging.archive.reader import hours_of, look
 from airflow_broadway.staging.archive.removal import purge
+from airflow_broadway.staging.disk import Disk
+from airflow_broadway.staging.store import Folder
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
+
+NINE_TO_ELEVEN = Interval(NINE, NINE + timedelta(hours=2))
 
 
 @pytest.fixture
@@ -344,6 +348,60 @@ def test_what_somebody_removed_by_hand_is_a_gap_until_it_is_purged(
     assert "some of it was removed" in notes(world.backfill("purged"))
     assert "gone" not in notes(world.backfill("purged again"))
     assert hour_of(NINE) not in hours_of(world.archive)
+
+
+@pytest.mark.parametrize("gone", range(8))
+def test_who_dies_amid_a_removal_is_finished_by_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    # Given two executions, one of them with messages of two hours
+    world.minutes(3, 61)
+    world.run("live").all()
+    world.minutes(4)
+    world.run("more").all()
+    calls = iter(range(gone))
+
+    def removed(backend: Disk, path: str) -> None:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        Path(path).unlink()
+
+    def removed_in_order(backend: Disk, path: str) -> None:
+        for each in sorted(Path(path).glob("*.parquet")):
+            removed(backend, str(each))
+        shutil.rmtree(path)
+
+    # When their removal dies after so many files
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "remove", removed)
+        patched.setattr(Disk, "remove_tree", removed_in_order)
+        with pytest.raises(KeyboardInterrupt):
+            purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+
+    # Then the next one removes the rest
+    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
+
+
+def test_an_hour_that_is_removed_while_it_is_archived_leaves_nothing_for_good(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an hour that is removed right before the index of messages in it is there
+    def create(folder: Folder, path: str, text: str) -> bool:
+        if path.startswith("index/"):
+            purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+        return real(folder, path, text)
+
+    real = Folder.create
+    world.minutes(3, 61)
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "create", create)
+        world.run("live").all()
+    assert look(world.archive).messages == 0
+
+    # Then the next removal finds that index
+    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
 
 
 def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_path: Path) -> None:
