@@ -6,6 +6,7 @@ One call here is one request.  The client may be used from several threads.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from google.pubsub_v1 import PublisherClient, SubscriberClient
 
 __all__ = ["EMULATOR", "Client", "open_client", "open_metrics", "place_of"]
+
+log = logging.getLogger(__name__)
 
 #: The variable that Google's own libraries go by.
 EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
@@ -220,17 +223,26 @@ def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
 
 
 def open_metrics(producer: PubSubOptions, env: ProducerEnv) -> Any:
-    """A client of Cloud Monitoring; ``None`` at an emulator, or where it is not installed.
+    """A client of Cloud Monitoring; ``None``, and a line in the log, at an emulator, or where it is
+    not installed.
 
     :raises ConnectionMissing: If there are no credentials.
     """
+    unknown = "The depth of %r is not known: %s."
     if _emulator(producer) is not None:
+        log.info(unknown, producer.subscription, "an emulator has no Cloud Monitoring")
         return None
     try:
         from google.cloud.monitoring_v3 import MetricServiceClient
-    except ImportError:
+    except ImportError as error:
+        why = f"{error.name} is not installed: install airflow-broadway[pubsub]"
+        log.info(unknown, producer.subscription, why)
         return None
-    return MetricServiceClient(credentials=identity_of(producer, env).credentials)
+    identity = identity_of(producer, env)
+    return MetricServiceClient(
+        credentials=identity.credentials,
+        client_options={"quota_project_id": identity.quota_project},
+    )
 
 
 def _emulator(producer: PubSubOptions) -> str | None:

@@ -109,14 +109,17 @@ def translated(error: Exception, action: str, name: str, where: str) -> Exceptio
 
 
 def _of_denial(error: Any, action: str, name: str) -> Exception:
-    if error.reason == "SERVICE_DISABLED":
-        return Denied(
-            f"the Pub/Sub API is not enabled in the project of {name!r}: enable it"
-            " (gcloud services enable pubsub.googleapis.com), or check the project"
-        )
     permission = PERMISSIONS.get(action, action)
+    of_monitoring = permission.startswith("monitoring.")
+    if error.reason == "SERVICE_DISABLED":
+        api, service = ("Monitoring", "monitoring") if of_monitoring else ("Pub/Sub", "pubsub")
+        return Denied(
+            f"the {api} API is not enabled in the project of {name!r}: enable it"
+            f" (gcloud services enable {service}.googleapis.com), or check the project"
+        )
+    where = "project" if of_monitoring else _kind(name)
     return Denied(
-        f"Google denies {action} on {name!r}: allow {permission} on this {_kind(name)} for these"
+        f"Google denies {action} on {name!r}: allow {permission} on this {where} for these"
         " credentials (docs/pubsub.md has the least roles), and check that the project exists"
     )
 

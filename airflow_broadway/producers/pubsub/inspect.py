@@ -348,7 +348,12 @@ def _backlog(producer: PubSubOptions, env: ProducerEnv, client: Client) -> Backl
     if metrics is None:
         return None
     try:
-        return backlog_of(metrics, client.name, env.clock.now(), client.timeout)
+        found = backlog_of(metrics, client.name, env.clock.now(), client.timeout)
+        if found is None:
+            log.info(
+                "The depth of %r is not known: Cloud Monitoring has no new value.", client.name
+            )
+        return found
     except Exception as error:
         said = translated(error, "ListTimeSeries", client.name, "monitoring.googleapis.com")
         log.info("The depth of %r is not known: %s", client.name, said)

@@ -19,7 +19,7 @@ from airflow_broadway.testing import ManualClock
 from tests.pubsub_server import StubServer
 from tests.unit.producers.sqs.kit import settlement, take
 
-__all__ = ["Generation", "Place", "place", "settlement"]
+__all__ = ["Generation", "Place", "place", "service_account", "settlement"]
 
 
 class Generation:
@@ -124,3 +124,26 @@ def place(staging: object = None, **settings: Any) -> Iterator[Place]:
             yield made
         finally:
             made.close()
+
+
+def service_account(name: str = "a") -> dict[str, str]:
+    """A service account's key, made for this test.
+
+    :param name: Whose it is.
+    """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    made = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return {
+        "type": "service_account",
+        "project_id": "key-project",
+        "private_key_id": "1",
+        "private_key": made.decode(),
+        "client_email": f"{name}@key-project.iam.gserviceaccount.com",
+        "token_uri": "https://oauth2.googleapis.com/token",
+    }

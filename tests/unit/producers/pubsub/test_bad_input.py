@@ -24,7 +24,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.pubsub.errors import Denied, Expired, translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
-from tests.unit.producers.pubsub.kit import Place, place
+from tests.unit.producers.pubsub.kit import Place, place, service_account
 
 SECRET = "swordfish-4711"
 
@@ -256,10 +256,10 @@ def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path: Path) -
     from airflow_broadway.producers.pubsub.client import open_client
 
     file = tmp_path / "key.json"
-    file.write_text(json.dumps(key()))
+    file.write_text(json.dumps(service_account()))
     ways: list[dict[str, Any]] = [
-        {"keyfile_dict": key()},
-        {"keyfile_dict": json.dumps(key())},
+        {"keyfile_dict": service_account()},
+        {"keyfile_dict": json.dumps(service_account())},
         {"key_path": str(file)},
     ]
     for extra in ways:
@@ -268,7 +268,7 @@ def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path: Path) -
         client.close()
     over = open_client(
         PubSubProducer(subscription="orders", conn_id="gcp"),
-        env_of(keyfile_dict=key(), project="conn-project"),
+        env_of(keyfile_dict=service_account(), project="conn-project"),
     )
     assert over.name == "projects/conn-project/subscriptions/orders"
     over.close()
@@ -280,29 +280,11 @@ def test_a_chain_of_impersonation_ends_at_its_last() -> None:
 
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     chain = "a@p.iam.gserviceaccount.com, b@p.iam.gserviceaccount.com"
-    found = identity_of(producer, env_of(keyfile_dict=key(), impersonation_chain=chain)).credentials
+    found = identity_of(
+        producer, env_of(keyfile_dict=service_account(), impersonation_chain=chain)
+    ).credentials
     assert found.service_account_email == "b@p.iam.gserviceaccount.com"
     assert found._delegates == ["a@p.iam.gserviceaccount.com"]
-
-
-def key() -> dict[str, str]:
-    """A service account's key, made for this test."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
-
-    made = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    return {
-        "type": "service_account",
-        "project_id": "key-project",
-        "private_key_id": "1",
-        "private_key": made.decode(),
-        "client_email": "a@key-project.iam.gserviceaccount.com",
-        "token_uri": "https://oauth2.googleapis.com/token",
-    }
 
 
 def test_without_a_project_a_short_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,3 +411,16 @@ def test_actions_are_text_wherever_they_are_kept() -> None:
     given = ["ack", "noop", "nack", ("nack", 100), ["nack", 0], "nack(7)", "nack(0)"]
     made = [PubSubProducer(subscription="orders", on_failure=each).on_failure for each in given]
     assert made == ["ack", "noop", "nack", "nack(100)", "nack", "nack(7)", "nack"]
+
+
+@pytest.mark.parametrize(
+    ("action", "service"), [("Pull", "pubsub"), ("ListTimeSeries", "monitoring")]
+)
+def test_an_api_that_is_not_enabled_is_named(action: str, service: str) -> None:
+    from google.api_core.exceptions import PermissionDenied
+    from google.rpc.error_details_pb2 import ErrorInfo
+
+    info = ErrorInfo(reason="SERVICE_DISABLED")
+    error = PermissionDenied("no", error_info=info)  # type: ignore[no-untyped-call]
+    found = translated(error, action, "projects/p/subscriptions/s", "here")
+    assert f"gcloud services enable {service}.googleapis.com" in str(found)

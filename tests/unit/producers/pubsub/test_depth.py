@@ -3,79 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from airflow_broadway.producers.pubsub import inspect
 from airflow_broadway.testing import ManualClock
+from tests.pubsub_stub.monitoring import Monitoring
 from tests.unit.producers.pubsub.kit import place
-
-
-class Monitoring:
-    """Cloud Monitoring's servicer: the series of each metric, newest first."""
-
-    def __init__(self, clock: ManualClock) -> None:
-        self.clock = clock
-        self.values: dict[str, list[int]] = {}
-        self.refuses = False
-        self.asked: list[Any] = []
-        self._server = grpc.server(ThreadPoolExecutor(2))
-        self._server.add_generic_rpc_handlers((self._handler(),))
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-
-    def _handler(self) -> Any:
-        from google.cloud.monitoring_v3.types import ListTimeSeriesRequest, ListTimeSeriesResponse
-
-        return grpc.method_handlers_generic_handler(
-            "google.monitoring.v3.MetricService",
-            {
-                "ListTimeSeries": grpc.unary_unary_rpc_method_handler(
-                    self._list,
-                    request_deserializer=ListTimeSeriesRequest.deserialize,
-                    response_serializer=ListTimeSeriesResponse.serialize,
-                )
-            },
-        )
-
-    def _list(self, request: Any, context: grpc.ServicerContext) -> Any:
-        from google.cloud.monitoring_v3.types import ListTimeSeriesResponse
-
-        self.asked.append(request)
-        if self.refuses:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, "no")
-        metric = request.filter.split("subscription/")[1].split('"')[0]
-        now = int(self.clock.now().timestamp())
-        points = [
-            {"interval": {"end_time": {"seconds": now - 60 * n}}, "value": {"int64_value": value}}
-            for n, value in enumerate(self.values.get(metric, []))
-        ]
-        return ListTimeSeriesResponse(time_series=[{"points": points}] if points else [])
-
-    def client(self, *_: Any) -> Any:
-        from google.cloud.monitoring_v3 import MetricServiceClient
-        from google.cloud.monitoring_v3.services.metric_service.transports import (
-            MetricServiceGrpcTransport,
-        )
-
-        channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
-        return MetricServiceClient(transport=MetricServiceGrpcTransport(channel=channel))
-
-    def stop(self) -> None:
-        self._server.stop(None).wait()
 
 
 @pytest.fixture
 def monitoring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitoring]:
-    made = Monitoring(ManualClock())
-    # An emulator has no Cloud Monitoring beside it; this one has.
-    monkeypatch.setattr(inspect, "open_metrics", made.client)
-    yield made
-    made.stop()
+    with Monitoring(ManualClock()) as made:
+        # An emulator has no Cloud Monitoring beside it; this one has.
+        monkeypatch.setattr(inspect, "open_metrics", made.client)
+        yield made
 
 
 def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(
