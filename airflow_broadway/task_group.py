@@ -34,7 +34,6 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.sensors.ack import BroadwayAckSensor
-from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
@@ -328,6 +327,8 @@ def _backlog_asset(
 ) -> Asset:
     """The asset whose events start the Dag, and who watches the queue for it."""
     bounds: Backlog = given["schedule"]
+    from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
+
     trigger = BroadwayBacklogTrigger(
         pipeline,
         dag_id=dag_id,

@@ -13,13 +13,12 @@ from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import ports_of, task_of
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.alerts import Alerts
-from airflow_broadway.runs.alerts import Alert, Notify, RunAlerts
-from airflow_broadway.runs.backlog.queues import WatchedQueues
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_broadway.core.pipeline import Pipeline
+    from airflow_broadway.runs.alerts import Alert, Notify, RunAlerts
     from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["checked_alerts", "run_alerts"]
@@ -34,7 +33,11 @@ def checked_alerts(given: Alerts | None, ref: Mapping[str, Any]) -> Alerts:
     if not isinstance(alerts, Alerts):
         raise OptionsError("alerts", "Alerts(…)", alerts)
     pipeline = declared(ref) if alerts.backlog_age is not None else None
-    if pipeline is not None and not WatchedQueues.of(pipeline).tells_age:
+    if pipeline is None:
+        return alerts
+    from airflow_broadway.runs.backlog.queues import WatchedQueues
+
+    if not WatchedQueues.of(pipeline).tells_age:
         raise OptionsError(
             "Alerts.backlog_age",
             f"None for {pipeline.producer.kind or type(pipeline.producer).__name__}, whose broker"
@@ -46,6 +49,8 @@ def checked_alerts(given: Alerts | None, ref: Mapping[str, Any]) -> Alerts:
 
 def run_alerts(alerts: Alerts, context: Context, run: StagedRun, pipeline: Pipeline) -> RunAlerts:
     """What tells of a run's alerts, in the task of a context."""
+    from airflow_broadway.runs.alerts import RunAlerts
+
     notifiers = {
         f"{number}:{_name(each)}": _notify(each, context)
         for number, each in enumerate(alerts.notifiers)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import Asset
 
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.runs.outlets import Produced, produced
 
 if TYPE_CHECKING:
     from airflow.sdk import BaseOperator, Context
@@ -68,6 +67,8 @@ def tell_outlets(
     An outlet of batchers of which no message succeeded gets no event: it was not changed.  One that
     the task was given, and no batcher declares, is that of all its batches.
     """
+    from airflow_broadway.runs.outlets import Produced, produced
+
     heads = list(heads)
     declared: dict[str, set[str]] = {}  # outlet → which of the batchers here declare it
     for head in heads:

@@ -33,22 +33,19 @@ from airflow_broadway.adapters.task import (
 )
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.runs.poison.isolation import MOST_PROCESSES
-from airflow_broadway.runs.spark_batches import Ending, SparkBatches
-from airflow_broadway.spark.job import arguments_of
-from airflow_broadway.submit.environment import check_master
-from airflow_broadway.submit.hook import SubmitHook
-from airflow_broadway.submit.submission import Chosen, prepare
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_broadway.runs.plans import OpenPlans
+    from airflow_broadway.runs.spark_batches import Ending, SparkBatches
     from airflow_broadway.staging.run_folder import StagedRun
+    from airflow_broadway.submit.submission import Chosen
 
 __all__ = ["BroadwaySparkSubmitOperator"]
 
@@ -120,6 +117,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def execute(  # type: ignore[override] # the parent returns nothing
         self, context: Context
     ) -> dict[str, Any]:
+        from airflow_broadway.runs.spark_batches import Ending, SparkBatches
+
         pipeline = load_pipeline(self.pipeline, context)
         run = open_run(context, self.staging, pipeline.name)
         task = task_of(context)
@@ -218,6 +217,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     @contextmanager
     def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
         """Complete the arguments; while this lasts, the application can be started."""
+        from airflow_broadway.spark.job import arguments_of
+        from airflow_broadway.submit.hook import SubmitHook
+        from airflow_broadway.submit.submission import prepare
+
         own = self.application, self.py_files, self.conf
         with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
             made = prepare(
@@ -258,6 +261,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         :raises ConnectionMissing: If the connection is not defined: the provider would go on with
             yarn.
         """
+        from airflow_broadway.submit.environment import check_master
+        from airflow_broadway.submit.submission import Chosen
+
         try:
             AirflowConnections().get(self._conn_id)
         except ConnectionMissing:
@@ -299,6 +305,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def _check_complete(
         self, batches: SparkBatches, ending: Ending, error: Exception | None
     ) -> None:
+        from airflow_broadway.runs.spark_batches import Ending
+
         plans, void = batches.plans, batches.void
         if ending is Ending.DONE:
             if error is not None:
@@ -309,7 +317,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise AirflowFailException(f"{text}: {next(iter(void.values()))}") from error
         if void:
             text += f" ({len(void)} of them never will: {CURE})"
-        told = self._hook.ending if isinstance(self._hook, SubmitHook) else ""
+        told = getattr(self._hook, "ending", "")  # what our hook says, if one was made
         ended = f"  Spark ended with {told}." if told else ""
         cause = f".\n{error}" if error else ""
         raise AirflowException(

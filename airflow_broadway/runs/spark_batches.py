@@ -14,13 +14,14 @@ from enum import Enum
 from typing import Any
 
 from airflow_broadway.core.formats.deaths import WORK
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many, without_outcome
 from airflow_broadway.runs.outcomes import is_settled, log_settled
 from airflow_broadway.runs.plans import OpenPlans
-from airflow_broadway.runs.poison.isolation import MOST_PROCESSES, Isolation
+from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.sources.pipelines import source_of
 from airflow_broadway.staging.run_folder import StagedRun

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.custody.protocol import SUSPECTS
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.deaths import TRIES
-from airflow_broadway.core.formats.isolation import Step
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES, Step
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
@@ -26,7 +26,7 @@ from airflow_broadway.runs.alerts import note_swept
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.apart import Apart
-from airflow_broadway.runs.poison.isolation import MOST_PROCESSES, Isolation
+from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.ports import Ports, Task, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches

@@ -6,6 +6,7 @@ Which room may import which stands in ``pyproject.toml``; ``make lint`` holds it
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
 import subprocess
 import sys
@@ -35,6 +36,9 @@ BARRED = {
     "sensors": [*CLIENTS, "pyspark", "pyarrow"],
     "triggers": [*CLIENTS, "pyspark", "pyarrow"],
 }
+
+#: What tasks need when they work, and no Dag while it is parsed.
+AT_WORK = ["runs.account", "runs.backlog", "runs.plans", "runs.tasks", "spark", "staging", "submit"]
 
 #: Modules whose readers may execute what they read.
 EXECUTING = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
@@ -82,6 +86,24 @@ def test_what_each_process_of_airflow_loads_of_the_plugin_is_light() -> None:
     script = SCRIPT.format(modules=["airflow_broadway.plugin.broadway_plugin"], barred=barred)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_parsing_a_dag_loads_nothing_that_only_its_tasks_need() -> None:
+    # Airflow parses a Dag file again and again, and once more in each task's process.
+    dags = PACKAGE.parent / "dags"
+    script = SCRIPT.format(
+        modules=[path.stem for path in dags.glob("*.py")],
+        barred=[*CLIENTS, "pyspark", "pyarrow", *(f"airflow_broadway.{each}" for each in AT_WORK)],
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(dags)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -22,13 +22,16 @@ from typing import NamedTuple
 from airflow_broadway.core.formats.deaths import Deaths
 from airflow_broadway.core.formats.plan import PlannedBatch
 
-__all__ = ["CRASHED", "SUSPECT", "Step", "next_step"]
+__all__ = ["CRASHED", "MOST_PROCESSES", "SUSPECT", "Step", "next_step"]
 
 #: What the reason of a message begins with that is set aside since processes died of it.
 CRASHED = "crashed: "
 
 #: Deaths after which a batch has a process of its own.
 SUSPECT = 2
+
+#: Processes that one task may begin in one run, once one of them has died.
+MOST_PROCESSES = 40
 
 
 class Step(NamedTuple):

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Final
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.core.formats.deaths import Deaths, say_ended
-from airflow_broadway.core.formats.isolation import Step, next_step
+from airflow_broadway.core.formats.isolation import MOST_PROCESSES, Step, next_step
 from airflow_broadway.core.formats.layout import VERSION, paths, read_json
 from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
@@ -24,12 +23,9 @@ from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import host_name
 
-__all__ = ["MOST_PROCESSES", "Isolation"]
+__all__ = ["Isolation"]
 
 log = logging.getLogger(__name__)
-
-#: Processes that one task may begin in one run, once one of them has died.
-MOST_PROCESSES: Final = 40
 
 
 class Isolation:
