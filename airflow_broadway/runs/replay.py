@@ -184,18 +184,24 @@ def choose(
 
 
 def _replaced(run: StagedRun) -> set[str]:
-    """The generations before the last one that read a past interval, or a past run, whole."""
+    """The generations before the last one that began to read a past interval, or a past run."""
     records = run.generations()
-    # The first of its producers reads all of it.
+    # The first of its producers reads all of it, or prepares its sink.
     past = [
-        each.opened_at
+        each
         for each in records
         if each.map_index <= 0
         and each.state != OPENED
-        and not RunSource.from_json(each.source).asks_broker
+        and RunSource.from_json(each.source).is_whole
     ]
-    last = max(past, default="")
-    return {each.generation for each in records if each.opened_at < last}
+    if not past:
+        return set()
+    last = max(past, key=lambda each: each.opened_at)
+    begun = last.opened_at
+    if RunSource.from_json(last.source).goes_on:
+        same = [each.opened_at for each in records if each.source == last.source]
+        begun = min(same)
+    return {each.generation for each in records if each.opened_at < begun}
 
 
 def check_batchers(run: StagedRun, pipeline: Pipeline, chosen: Sequence[StagedBatch]) -> None:

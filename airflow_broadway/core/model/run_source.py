@@ -69,6 +69,11 @@ class RunSource:
         """Whether all of it is read, whatever the budgets say."""
         return self.kind in (ARCHIVE, LOG, RUN)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run that is cleared goes on with what is left; else it reads all anew."""
+        return self.kind not in (ARCHIVE, RUN)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON value that :meth:`from_json` reads back; empty for the live queue."""
         if self == RunSource():

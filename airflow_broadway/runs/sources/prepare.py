@@ -27,7 +27,8 @@ def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
     :raises PipelineError: If batches of the run were handled already, which it would undo.
     :raises Exception: Whatever the callback raises.
     """
-    interval = pipeline.run.source.interval
+    source = pipeline.run.source
+    interval = source.interval
     if interval is None or env.index or not pipeline.defines("prepare_backfill"):
         return
     if run.files.exists(paths.intent(env.generation)):
@@ -35,14 +36,21 @@ def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
             f"generation {env.generation} was given up before its sink was prepared: a newer"
             " execution of its task does it"
         )
-    for other in run.generations():
-        if other.generation == env.generation or other.map_index == env.owner.get("map_index"):
-            continue
-        manifest = run.manifest(other.generation)
-        if manifest is not None and manifest.received and run.files.list("outcomes"):
-            raise PipelineError(
-                "batches of other producers of this run were handled already, and"
-                " prepare_backfill would undo them: clear all process tasks of the run together"
-            )
+    # What an execution of another source did is part of what is prepared for.
+    before = [
+        (each.map_index == env.owner.get("map_index"), manifest)
+        for each in run.generations()
+        if each.generation != env.generation and each.source == source.to_json()
+        if (manifest := run.manifest(each.generation)) is not None
+    ]
+    if source.goes_on and any(own for own, _ in before):
+        log.info("The sink was prepared for the interval from %s; this run goes on.", interval)
+        return
+    handled = any(manifest.received for own, manifest in before if not own)
+    if handled and run.files.list("outcomes"):
+        raise PipelineError(
+            "batches of other producers of this run were handled already, and prepare_backfill"
+            " would undo them: clear all process tasks of the run together"
+        )
     log.info("Preparing the sink for the interval from %s.", interval)
     pipeline.prepare_backfill(interval, context_of(pipeline))

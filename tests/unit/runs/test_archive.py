@@ -22,6 +22,7 @@ from airflow_broadway.core.errors import (
     RequestRefused,
     StagingError,
 )
+from airflow_broadway.core.model.run_source import LOG
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.sources.archived import PastProducer
 from airflow_broadway.runs.sources.pipelines import with_source
@@ -661,6 +662,49 @@ def test_one_producer_cleared_alone_does_not_undo_the_batches_of_others(tmp_path
             with_source(run.pipeline, run.source),
             replace(ProducerEnv(), generation="0" * 32, owner={"map_index": 7}, store=world.store),
         )
+
+
+def test_the_batches_of_several_live_producers_are_prepared_for_as_well(tmp_path: Path) -> None:
+    # Given a scheduled run of two producers
+    world = World(tmp_path, Daily)
+    day = world.run("day")
+    for index, minutes in enumerate(((1, 2), (3, 4))):
+        world.minutes(*minutes)
+        day.process(index)
+    day.batch()
+    day.ack()
+
+    # When Airflow makes it the backfill of its day
+    again = world.run("day", of_minutes(0, 60))
+    again.process(0)
+    again.process(1)
+    again.batch()
+    again.ack()
+
+    assert prepared(world) == 1
+    assert written(world) == [1, 2, 3, 4]
+
+
+def test_a_run_that_goes_on_with_the_rest_of_a_log_keeps_what_it_wrote(tmp_path: Path) -> None:
+    # Given a live run, and a run of a log's interval that left something.  Here the queue stands
+    # for the log: whoever reads it again finds what is left.
+    world = World(tmp_path, Daily)
+    log = RunSource(kind=LOG, interval=of_minutes(0, 60).interval)
+    world.minutes(1, 2)
+    world.run("day").all()
+    world.minutes(1, 2, 3)
+    world.run("day", log).all()
+    assert written(world) == [1, 2, 3]
+
+    # When it is cleared
+    world.minutes(4)
+    world.run("day", log).all()
+
+    # Then it goes on, and the past run that it is has all of its batches, but for the live one's
+    assert prepared(world) == 1
+    assert written(world) == [1, 2, 3, 4]
+    report = world.run("again", of_run("day")).all()
+    assert report["totals"]["acked"] == 4
 
 
 # -- kills -----------------------------------------------------------------------------------------
