@@ -22,6 +22,8 @@ from scripts.airflow_env import ROOT, home_of
 from tests.crashes.subjects import SUBJECTS
 from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
+from tests.faults.past_runs import Past, run_past
+from tests.faults.requeues import Requeues, run_requeues
 from tests.faults.runs import Case, run_case
 from tests.living.cases import living_cases
 from tests.nothing_left import nothing_left_behind
@@ -34,8 +36,10 @@ KILLS = {"rabbitmq": 12, "kafka": 12}
 FEW_KILLS = 8
 #: Runs of each living case, where not given; a second each.
 LIVING_RUNS = 24
-#: Messages of the runs in which nobody is killed.
+#: Messages of the runs in which nobody is killed, and of those that are backfilled.
 NORMAL = 2_000
+#: Dead letters that are sent back while who does so is killed, and how often.
+LETTERS, LETTER_KILLS = 1_000, 5
 
 
 def main() -> int:
@@ -124,11 +128,34 @@ def _cases_of(
     yield normal.name, normal.messages, lambda: run_case(normal)
     if kills:
         yield case.name, case.messages, lambda: run_case(case)
+        yield from _of_the_past(case, folder)
     yield from living_cases(broker, folder, given.case, given.runs, given.seed)
     if broker == "rabbitmq":
         from tests.faults.rabbitmq_all import rabbitmq_cases
 
         yield from rabbitmq_cases(folder, given.case)
+
+
+def _of_the_past(case: Case, folder: Path) -> Iterator[tuple[str, int, Callable[[], Found]]]:
+    """What is killed while it sends dead letters back, keeps an archive, or runs it again."""
+    requeues = Requeues(
+        broker=case.broker,
+        letters=LETTERS,
+        kills=LETTER_KILLS,
+        seed=case.seed,
+        folder=folder / "requeue",
+        tell=case.tell,
+    )
+    yield requeues.name, requeues.letters, lambda: run_requeues(requeues)
+    if case.broker == "sqlite":
+        past = Past(
+            messages=NORMAL,
+            seed=case.seed,
+            folder=folder / "past",
+            home=case.home,
+            tell=case.tell,
+        )
+        yield past.name, past.messages, lambda: run_past(past)
 
 
 def _tried(name: str, messages: int, run: Callable[[], Found]) -> Found:

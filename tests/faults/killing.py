@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 
-from scripts.local_airflow import LocalAirflow
+from scripts.local_airflow import FINISHED, LocalAirflow
 
-__all__ = ["KINDS", "ORDER", "Kind", "Target", "victims"]
+__all__ = ["KINDS", "ORDER", "PATIENCE", "Killer", "Kind", "Target", "kill", "victims"]
+
+#: Seconds after which a run that does not end is an error.
+PATIENCE = 400.0
 
 
 class Kind(NamedTuple):
@@ -101,3 +105,78 @@ def kill(target: Target) -> None:
     for process in target.processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+class Killer:
+    """Kills tasks of runs of one DAG.
+
+    :param struck: Told of each that died: its kind, and what it was.
+    """
+
+    def __init__(
+        self,
+        airflow: LocalAirflow,
+        dag_id: str,
+        chance: random.Random,
+        struck: Callable[[str, str], None],
+    ) -> None:
+        self._airflow = airflow
+        self._dag_id = dag_id
+        self._chance = chance
+        self._struck = struck
+
+    def end_leftovers(self) -> None:
+        """End the runs of a case that was interrupted: the first run here would wait for them."""
+        for state in ("running", "queued"):
+            found = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
+            for run in found["dag_runs"]:
+                self._airflow.set_run_state(self._dag_id, run["dag_run_id"], "failed")
+
+    def kill_one(self, run_id: str, name: str) -> bool | None:
+        """Wait for a victim, let it work for a random while, kill it.
+
+        Returns whether one died; ``None`` if the run is over.
+        """
+        kind = KINDS[name]
+        part = self._chance.choice(kind.parts)
+        patience = waits(self._chance, kind.span)
+        # Half of the sensors die while they settle: that is, once all they watch has ended.
+        settling = name == "ack" and self._chance.random() < 0.5
+        limit = time.monotonic() + PATIENCE
+        while time.monotonic() < limit:
+            tasks = self._airflow.task_instances(self._dag_id, run_id)
+            if self._airflow.dag_run(self._dag_id, run_id)["state"] in FINISHED:
+                return None
+            if _finished(task for task in tasks if task["task_id"] in kind.tasks):
+                return False
+            watched = (task for task in tasks if task["task_id"] not in KINDS["ack"].tasks)
+            ready = not settling or _finished(watched)
+            if ready and victims(self._airflow, self._dag_id, run_id, kind, part):
+                time.sleep(patience)
+                found = victims(self._airflow, self._dag_id, run_id, kind, part)
+                if found:
+                    target = self._chance.choice(found)
+                    kill(target)
+                    self._struck(name, f"the {part} of {target.task}, {target.state}")
+                    return True
+                patience /= 2  # it was faster: be faster with the next
+            time.sleep(0.2)
+        return None
+
+    def end_of(self, run_id: str) -> tuple[str, list[str]]:
+        """Wait for the end of a run: its state, and what is wrong with that."""
+        state = self._airflow.wait_for_run(self._dag_id, run_id, timeout=PATIENCE)
+        if state == "success":
+            return state, []
+        failed = [
+            task["task_id"]
+            for task in self._airflow.task_instances(self._dag_id, run_id)
+            if task["state"] not in ("success", "skipped")
+        ]
+        return state, [f"run {run_id} ended as {state}: {failed}"]
+
+
+def _finished(tasks: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether tasks are through; those that were never made do not count."""
+    ended = ("success", "failed", "skipped", "upstream_failed")
+    return all(task["state"] in ended for task in tasks)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.airflow_env import ROOT, airflow_env
-from scripts.local_airflow import FINISHED, LocalAirflow, free_port
+from scripts.local_airflow import LocalAirflow, free_port
 from tests.faults.accounts import account
 from tests.faults.broker import Broker
 from tests.faults.brokers import BROKERS
 from tests.faults.found import Found
-from tests.faults.killing import KINDS, ORDER, Target, kill, victims, waits
+from tests.faults.killing import ORDER, Killer
 
 __all__ = ["SETTINGS", "Case", "airflow_for", "run_case"]
 
@@ -32,8 +32,6 @@ SETTINGS = {
 
 #: Kills beyond which each kind of task is killed twice in a run.
 _MANY = 30
-#: Seconds after which a run that does not end is an error.
-PATIENCE = 400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +100,6 @@ def _environment(case: Case, brokers: Iterable[Broker]) -> dict[str, str]:
     return env
 
 
-def _finished(tasks: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether tasks are through; those that were never made do not count."""
-    ended = ("success", "failed", "skipped", "upstream_failed")
-    return all(task["state"] in ended for task in tasks)
-
-
 class _Runs:
     """Runs of the DAG, one after another, until the queue is empty."""
 
@@ -120,13 +112,14 @@ class _Runs:
         self._dag_id = f"killed_{case.broker}"
         self._handled = str(case.folder / "handled.db")
         self._found = Found(case.name, case.messages)
+        self._killer = Killer(airflow, self._dag_id, self._chance, self._struck)
         self._runs: list[str] = []
         # Many kills take long: then two of each kind to a run.
         self._times = 2 if case.kills > _MANY else 1
 
     def execute(self) -> Found:
         self._airflow.wait_for_dag(self._dag_id, timeout=120)
-        self._end_leftovers()
+        self._killer.end_leftovers()
         plan = list(self._plan())
         while plan and self._broker.waiting():
             plan = self._run(plan)
@@ -146,13 +139,6 @@ class _Runs:
         if not self._case.kills and self._found.duplicates:
             self._found.mistakes.append("messages were handled twice although nobody was killed")
         return self._found
-
-    def _end_leftovers(self) -> None:
-        """End the runs of a case that was interrupted: the first run here would wait for them."""
-        for state in ("running", "queued"):
-            found = self._airflow.api("GET", f"/dags/{self._dag_id}/dagRuns", state=state)
-            for run in found["dag_runs"]:
-                self._airflow.set_run_state(self._dag_id, run["dag_run_id"], "failed")
 
     def _plan(self) -> Iterator[str]:
         """The kinds to kill, in turn, so that one run can see each of them die so often."""
@@ -179,7 +165,7 @@ class _Runs:
         left, missed = list(plan), []
         while left:
             name = left[0]
-            came = self._kill_one(run_id, name)
+            came = self._killer.kill_one(run_id, name)
             if came is None:
                 break
             left.pop(0)
@@ -187,50 +173,11 @@ class _Runs:
                 missed.append(name)
             if left and ORDER.index(left[0]) < ORDER.index(name):
                 break  # this run's turn is over
-        state = self._airflow.wait_for_run(self._dag_id, run_id, timeout=PATIENCE)
-        if state != "success":
-            failed = [
-                task["task_id"]
-                for task in self._airflow.task_instances(self._dag_id, run_id)
-                if task["state"] not in ("success", "skipped")
-            ]
-            self._found.mistakes.append(f"run {run_id} ended as {state}: {failed}")
+        state, trouble = self._killer.end_of(run_id)
+        self._found.mistakes += trouble
         self._case.tell(f"  run {len(self._runs)}: {state}, {self._broker.waiting()} messages left")
         return sorted(missed, key=ORDER.index) + left
 
-    def _kill_one(self, run_id: str, name: str) -> bool | None:
-        """Wait for a victim, let it work for a random while, kill it.
-
-        Returns whether one died; ``None`` if the run is over.
-        """
-        kind = KINDS[name]
-        part = self._chance.choice(kind.parts)
-        patience = waits(self._chance, kind.span)
-        # Half of the sensors die while they settle: that is, once all they watch has ended.
-        settling = name == "ack" and self._chance.random() < 0.5
-        limit = time.monotonic() + PATIENCE
-        while time.monotonic() < limit:
-            tasks = self._airflow.task_instances(self._dag_id, run_id)
-            if self._airflow.dag_run(self._dag_id, run_id)["state"] in FINISHED:
-                return None
-            if _finished(task for task in tasks if task["task_id"] in kind.tasks):
-                return False
-            watched = (task for task in tasks if task["task_id"] not in KINDS["ack"].tasks)
-            ready = not settling or _finished(watched)
-            if ready and victims(self._airflow, self._dag_id, run_id, kind, part):
-                time.sleep(patience)
-                found = victims(self._airflow, self._dag_id, run_id, kind, part)
-                if found:
-                    self._strike(name, part, self._chance.choice(found))
-                    return True
-                patience /= 2  # it was faster: be faster with the next
-            time.sleep(0.2)
-        return None
-
-    def _strike(self, name: str, part: str, target: Target) -> None:
-        kill(target)
+    def _struck(self, name: str, target: str) -> None:
         self._found.killed[name] += 1
-        self._case.tell(
-            f"  kill {self._found.killed.total()} of {self._case.kills}: the {part} of"
-            f" {target.task}, {target.state}"
-        )
+        self._case.tell(f"  kill {self._found.killed.total()} of {self._case.kills}: {target}")

@@ -1,0 +1,120 @@
+"""A process of its own for dead letters: one that makes or drains them, and one that is killed.
+
+``python -m tests.faults.letters_worker BROKER FOLDER refuse|handle`` takes all that waits, in one
+run after another: ``refuse`` makes dead letters of it, ``handle`` notes it in ``handled.db``.
+
+``python -m tests.faults.letters_worker BROKER FOLDER requeue`` is the command ``airflow-broadway
+dead-letters requeue --all``, which says first that it begins.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.local.run import LocalRun
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.sqs import letters as sqs_letters
+from tests.faults.dags import killed_pipeline
+
+__all__ = ["AT_WORK", "HANDLED", "PIPELINES"]
+
+AT_WORK = "at work"
+HANDLED = "handled.db"
+#: Whose dead letters they are.
+PIPELINES = {
+    "sqlite": killed_pipeline.Killed,
+    "rabbitmq": killed_pipeline.KilledRabbitMQ,
+    "sqs": killed_pipeline.KilledSqs,
+    "kafka": killed_pipeline.KilledKafka,
+    "pubsub": killed_pipeline.KilledPubSub,
+}
+#: Seconds for which SQS hides what was looked at by somebody who was killed; else it is minutes.
+_HIDDEN = 5
+
+
+class Letters(Broadway):
+    """Handles each message, or none."""
+
+    producer: Any = killed_pipeline.Killed.producer
+    processors = Processors(concurrency=1, max_demand=500)
+    batchers = {"default": Batcher(engine="python", batch_size=500, batch_timeout=None)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if context["refuse"]:
+            return message.configure_ack(on_failure="dead_letter").failed("not mended yet")
+        return message.put_data(int(message.data))
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        handled = (
+            killed_pipeline.Handled(
+                each.message_id,
+                each.data,
+                each.attempt,
+                each.redelivered,
+                batcher,
+                batch_info.batch_id,
+            )
+            for each in messages
+        )
+        killed_pipeline.note(context["handled"], handled)
+        return messages
+
+
+def take(broker: str, folder: Path, *, refuse: bool) -> None:
+    """Take all that waits, until two runs in a row find nothing."""
+    own = PIPELINES[broker]
+    context = {"refuse": refuse, "handled": str(folder / HANDLED)}
+    pipeline = Letters(context=context)
+    pipeline.producer = own.producer
+    quiet = 0
+    while quiet < 2:
+        report = LocalRun(pipeline, _env(broker, folder)).pull(
+            Budget(idle_seconds=1.0, wait_seconds=1.0)
+        )
+        quiet = 0 if report.received else quiet + 1
+
+
+def _env(broker: str, folder: Path) -> ProducerEnv:
+    from airflow_broadway.adapters.connections import AirflowConnections  # it loads Airflow
+
+    name = PIPELINES[broker].__name__
+    return ProducerEnv(
+        pipeline=name,
+        generation=uuid.uuid4().hex,
+        owner={"dag_id": "letters", "run_id": "letters"},
+        connections=AirflowConnections(),
+        staging=f"file://{folder / 'staging'}/{name}",
+    )
+
+
+def requeue(broker: str, folder: Path) -> int:
+    """Send all of them back; the command's own exit code."""
+    from airflow_broadway.cli.app import main as command  # it loads Airflow
+
+    sqs_letters._HIDDEN_SECONDS = _HIDDEN  # type: ignore[misc]
+    own = PIPELINES[broker]
+    producer: Any = own.producer
+    # What takes long and moves nothing comes first: nobody is to be killed at that.
+    producer.dead_letters(_env(broker, folder)).close()
+    print(AT_WORK, flush=True)
+    place = ["--pipeline", f"{own.__module__}:{own.__name__}"]
+    where = ["--staging", f"file://{folder / 'staging'}"]
+    return command(["dead-letters", "requeue", "--all", "--json", *place, *where])
+
+
+def main() -> int:
+    broker, place, what = sys.argv[1:]
+    folder = Path(place)
+    if what == "requeue":
+        return requeue(broker, folder)
+    take(broker, folder, refuse=what == "refuse")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""``make faults`` in small: killed backfills of a killed archive, and a requeue that is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.airflow_env import ROOT, home_of
+from tests.airflow_home import made_home
+from tests.faults.past_runs import Past, run_past
+from tests.faults.requeues import Requeues, run_requeues
+from tests.rabbitmq_fixtures import skip_without_own_server
+from tests.sqs_fixtures import wanted_sqs
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+
+
+@pytest.mark.airflow
+@pytest.mark.timeout(900)
+def test_an_archive_and_its_backfills_have_each_message_once_whoever_dies(tmp_path: Path) -> None:
+    home = made_home(home_of(ROOT, "airflow-test-faults-past"))
+
+    found = run_past(Past(messages=1_000, seed=20_130, folder=tmp_path, home=home))
+
+    assert (found.mistakes, found.lost, found.unmarked) == ([], [], 0)
+    assert set(found.killed) == {"process", "batch", "publication", "ack"}
+
+
+@pytest.mark.broker
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("broker", ["sqlite", "rabbitmq", "sqs"])
+def test_no_dead_letter_is_lost_by_a_command_that_dies_sending_it_back(
+    tmp_path: Path, broker: str
+) -> None:
+    if broker == "rabbitmq":
+        skip_without_own_server()
+    if broker == "sqs":
+        wanted_sqs()
+
+    found = run_requeues(Requeues(broker=broker, letters=600, kills=3, seed=7, folder=tmp_path))
+
+    assert (found.mistakes, found.lost, found.unmarked) == ([], [], 0)
+    assert found.killed.total() == 3
