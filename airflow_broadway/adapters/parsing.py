@@ -13,15 +13,19 @@ from airflow_broadway.core.reference import import_class, is_dag_file, make_ref
 __all__ = ["check_engine", "declared", "pipeline_ref"]
 
 
-def pipeline_ref(pipeline: object) -> dict[str, Any]:
+def pipeline_ref(pipeline: object, task: str = "") -> dict[str, Any]:
     """The reference that an operator stores, checked as far as parsing may, with what is known of
     the pipeline then: who only reads the Dag need not import its class.
 
     A class that was given as text is not imported, and nothing is known of it.
 
+    :param task: What the operator's task does, such as ``"process"``.  A stored Dag tells of an
+        operator its own class alone, which may be a subclass that nobody can import.
     :raises OptionsError: Naming the option and the rule.
     """
     ref = make_ref(pipeline)
+    if task:
+        ref["task"] = task
     known = declared(ref)
     if known is None:
         return ref

@@ -61,7 +61,7 @@ class BroadwayBatcherOperator(BaseOperator):
         kwargs.setdefault("trigger_rule", "all_done")
         kwargs.setdefault("doc_md", task_docs.BATCH)
         super().__init__(**kwargs)
-        self.pipeline = pipeline_ref(pipeline)
+        self.pipeline = pipeline_ref(pipeline, "batch")
         check_engine(self.pipeline)
         known = declared(self.pipeline)
         if known is not None and batcher not in known.batchers:

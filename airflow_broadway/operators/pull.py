@@ -127,8 +127,9 @@ class PullOperator(BaseOperator):
     ui_color = "#e8f0fe"
     operator_extra_links = AT_BROKER
 
-    #: What Airflow's UI shows about the task.
+    #: What Airflow's UI shows about the task, and what the plugin knows it by.
     _about = task_docs.PROCESS
+    _does = "process"
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class PullOperator(BaseOperator):
     ) -> None:
         kwargs.setdefault("doc_md", self._about)
         super().__init__(**kwargs)
-        self.pipeline = pipeline_ref(pipeline)
+        self.pipeline = pipeline_ref(pipeline, self._does)
         self._check_engine(self.pipeline)
         self.producer_index = producer_index
         self.max_messages = max_messages
@@ -168,7 +169,7 @@ class PullOperator(BaseOperator):
         its source into the serialized Dag.
         """
         if "pipeline" in kwargs:
-            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"])
+            kwargs["pipeline"] = pipeline_ref(kwargs["pipeline"], cls._does)
             cls._check_engine(kwargs["pipeline"])
         check_budgets(
             str(kwargs.get("task_id", cls.__name__)),

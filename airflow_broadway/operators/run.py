@@ -65,6 +65,7 @@ class BroadwayRunOperator(PullOperator):
     """
 
     _about = task_docs.RUN
+    _does = "run"
 
     _task: UnstagedTask | None = None
 

@@ -107,7 +107,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         kwargs.setdefault("name", "{{ dag.dag_id }}.{{ ti.task_id }}")
         kwargs.setdefault("doc_md", task_docs.SPARK)
         super().__init__(**kwargs)
-        self.pipeline = pipeline_ref(pipeline)
+        self.pipeline = pipeline_ref(pipeline, "spark")
         check_engine(self.pipeline)
         self.batches = batches
         self.staging = staging

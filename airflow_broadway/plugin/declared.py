@@ -19,12 +19,23 @@ from airflow.serialization.enums import Encoding
 from airflow.utils.session import create_session
 from sqlalchemy import func, select
 
-__all__ = ["Declared", "declared_in", "declared_pipeline", "declared_pipelines", "plain"]
+__all__ = [
+    "Declared",
+    "arguments_of",
+    "declared_in",
+    "declared_pipeline",
+    "declared_pipelines",
+    "kind_of",
+]
 
-#: The modules of tasks that receive a pipeline's messages, as they are in a stored Dag.
-_RECEIVING: Final = frozenset(
-    {"airflow_broadway.operators.process", "airflow_broadway.operators.run"}
-)
+#: The modules of our operators, and what their tasks do.
+_KINDS: Final = {
+    "airflow_broadway.operators.process": "process",
+    "airflow_broadway.operators.batch": "batch",
+    "airflow_broadway.operators.spark_submit": "spark",
+    "airflow_broadway.operators.run": "run",
+    "airflow_broadway.sensors.ack": "ack",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +69,43 @@ def declared_in(dag_id: str, dag: Mapping[str, Any]) -> list[Declared]:
     """
     found: dict[str, Declared] = {}
     for stored in dag["dag"].get("tasks", ()):
-        task = stored.get(Encoding.VAR, {})
-        if task.get("_task_module") in _RECEIVING:
+        task = arguments_of(stored)
+        if kind_of(task) in ("process", "run"):
             each = _declared(dag_id, task)
             if each is not None:
                 found.setdefault(each.name, each)
     return list(found.values())
 
 
-def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
-    # A mapped task has its arguments apart.
-    given = plain({**task, **(task.get("partial_kwargs") or {})})
+def arguments_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stored Dag says of a task: a mapped one has its arguments apart."""
+    task = stored.get(Encoding.VAR, stored)
+    apart = task.get("partial_kwargs") or {}
+    given = {**apart.get(Encoding.VAR, apart), **task}
+    return {**given, **{name: _plain(given.get(name)) for name in ("pipeline", "staging")}}
+
+
+def kind_of(task: Mapping[str, Any]) -> str | None:
+    """What a task does for a pipeline: ``"process"``, ``"batch"``, ``"spark"``, ``"ack"``, or
+    ``"run"``, all in one; ``None`` if it is none of ours.
+
+    Its operator's class does not tell: people have subclasses in modules of their own.  So each
+    operator of ours leaves a mark in its reference of the pipeline.
+
+    :param task: From :func:`arguments_of`.
+    """
+    reference = task.get("pipeline")
+    mark = reference.get("task") if isinstance(reference, Mapping) else None
+    if mark in _KINDS.values():
+        return str(mark)
+    # Airflow stores arguments that are too long as cut text, without the mark.
+    return _KINDS.get(str(task.get("_task_module")))
+
+
+def _declared(dag_id: str, given: Mapping[str, Any]) -> Declared | None:
     reference = given.get("pipeline")
     if not isinstance(reference, Mapping) or not isinstance(reference.get("class"), str):
-        return None  # Airflow stores arguments that are too long as cut text
+        return None
     options = reference.get("options") or {}
     about = reference.get("about") or {}
     named = options.get("name") or reference["class"].rpartition(":")[2].rpartition(".")[2]
@@ -80,7 +114,7 @@ def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     return Declared(
         dag_id=dag_id,
         name=str(about.get("name", named)),
-        task_id=str(task["task_id"]),
+        task_id=str(given["task_id"]),
         reference={"class": reference["class"], "options": options},
         broker=about.get("broker"),
         producers=producers if isinstance(producers, int) else None,
@@ -89,13 +123,13 @@ def _declared(dag_id: str, task: Mapping[str, Any]) -> Declared | None:
     )
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A stored value without the marks of Airflow's serialization."""
     if isinstance(value, Mapping):
         if Encoding.VAR in value and Encoding.TYPE in value:
-            return plain(value[Encoding.VAR])
-        return {str(key): plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list) else value
+            return _plain(value[Encoding.VAR])
+        return {str(key): _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 # -- Airflow's database ----------------------------------------------------------------------------

@@ -21,26 +21,10 @@ from airflow.utils.session import create_session
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from airflow_broadway.plugin.declared import plain
+from airflow_broadway.plugin.declared import arguments_of, kind_of
 
 __all__ = ["Instance", "Link", "PipelineTasks", "RunTasks", "StageTask", "tasks_of_run"]
 
-#: The modules of our operators, and what their tasks do.
-_KINDS: Final = {
-    "airflow_broadway.operators.process": "process",
-    "airflow_broadway.operators.batch": "batch",
-    "airflow_broadway.operators.spark_submit": "spark",
-    "airflow_broadway.operators.run": "run",
-    "airflow_broadway.sensors.ack": "ack",
-}
-#: Their classes, where a stored Dag does not name a module.
-_CLASSES: Final = {
-    "BroadwayProcessorOperator": "process",
-    "BroadwayBatcherOperator": "batch",
-    "BroadwaySparkSubmitOperator": "spark",
-    "BroadwayRunOperator": "run",
-    "BroadwayAckSensor": "ack",
-}
 #: What the states of a task's instances come to: the first of these that any of them has.
 _ORDER: Final = (
     *("failed", "upstream_failed", "running", "restarting", "deferred", "up_for_reschedule"),
@@ -184,9 +168,15 @@ def _pipelines(session: Session, dag_id: str, run_id: str) -> list[PipelineTasks
             instances=rows,
             links=_links(session, dag_id, run_id, about),
         )
-        key = json.dumps(about.get("pipeline"), sort_keys=True, default=str)
-        found.setdefault(key, []).append((about, task))
+        found.setdefault(_which(about["pipeline"]), []).append((about, task))
     return [_pipeline(session, dag_id, run_id, members) for members in found.values()]
+
+
+def _which(reference: Any) -> str:
+    """What the tasks of one pipeline have in common of their references."""
+    if isinstance(reference, Mapping):
+        reference = [reference.get("class"), reference.get("options") or {}]
+    return json.dumps(reference, sort_keys=True, default=str)
 
 
 def _instances(session: Session, dag_id: str, run_id: str) -> Sequence[TaskInstance]:
@@ -241,15 +231,10 @@ def _serialized(
 def _ours(data: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     """What a serialized Dag says of our tasks, those of mapped ones as of others."""
     for each in data["dag"]["tasks"]:
-        task: dict[str, Any] = each.get("__var", each)
-        given = task.get("partial_kwargs") or {}
-        about = {**given.get("__var", given), **task}
-        kind = _KINDS.get(str(about.get("_task_module"))) or _CLASSES.get(
-            str(about.get("task_type"))
-        )
+        about = arguments_of(each)
+        kind = kind_of(about)
         if kind is not None:
-            of_pipeline = {name: plain(about.get(name)) for name in ("pipeline", "staging")}
-            yield {**about, **of_pipeline, "kind": kind}
+            yield {**about, "kind": kind}
 
 
 def _pipeline(

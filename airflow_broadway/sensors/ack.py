@@ -100,7 +100,7 @@ class BroadwayAckSensor(BaseSensorOperator):
         deferrable: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        ref = pipeline_ref(pipeline)
+        ref = pipeline_ref(pipeline, "ack")
         known = declared(ref)
         interval = _interval(poke_interval, None if known is None else known.producer.lease)
         kwargs.setdefault("mode", "reschedule")

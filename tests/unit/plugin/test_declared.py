@@ -15,7 +15,9 @@ from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.plugin import declared as reading
 from airflow_broadway.plugin.declared import declared_in, declared_pipeline, declared_pipelines
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
 from tests.unit.plugin.dags import stored_dags
+from tests.unit.plugin.own_operators import Ack, AllInOne, Pull
 
 ME = f"{__name__}:Orders"
 
@@ -63,6 +65,27 @@ def test_each_pipeline_of_a_dag_is_one_and_a_task_without_a_group_too() -> None:
         "first": "file:///elsewhere",
         "second": None,
         "third": None,
+    }
+
+
+def test_operators_of_ones_own_are_known_too() -> None:
+    # Given subclasses of our operators in a module of somebody's, one of them mapped
+    with DAG("shop", schedule=None) as dag:
+        Pull(task_id="one", pipeline=Orders(name="first"), team="a")
+        Pull.partial(task_id="two", pipeline=Orders(name="second"), staging="file:///x").expand(
+            producer_index=[0, 1]
+        )
+        AllInOne(task_id="three", pipeline="no_such_shop.orders:Late")
+        # Whoever looks after the same pipelines receives nothing of them
+        Ack(task_id="ack", pipeline=Orders(name="third"), watch=["one"])
+        BroadwayBacklogSensor(task_id="look", pipeline=Orders(name="fourth"), min_messages=1)
+
+    found = declared_in("shop", stored(dag))
+
+    assert {(each.task_id, each.name, each.broker, each.staging) for each in found} == {
+        ("one", "first", "sqlite", None),
+        ("two", "second", "sqlite", "file:///x"),
+        ("three", "Late", None, None),
     }
 
 

@@ -23,6 +23,7 @@ from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.plugin.run_tasks import Link, tasks_of_run
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.unit.plugin.dags import stored_dags
+from tests.unit.plugin.own_operators import Ack, AllInOne, Batch, Pull, Submit
 
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -158,6 +159,33 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
         2.5,
     )
     assert list(alone.links) == [Link("The console", "https://console.test/q", -1)]
+
+
+def test_operators_of_ones_own_are_tasks_like_ours() -> None:
+    with DAG("own_operators", schedule=None) as dag:
+        pull = Pull.partial(task_id="pull", pipeline=Orders()).expand(producer_index=[0, 1])
+        big = Batch(task_id="batch.big", pipeline=Orders(), batcher="big", processed=pull.output)
+        # The same pipeline, by its name
+        submit = Submit(task_id="submit", pipeline=f"{__name__}:Orders", batches=[big.output])
+        Ack(task_id="ack", pipeline=Orders(), watch=["pull", "batch.big", "submit"])
+        AllInOne(task_id="alone", pipeline=Plain(name="Others"))
+        big >> submit
+    tasks = ("pull", "batch.big", "submit", "ack", "alone")
+
+    with known_run(dag, {each: [("success", 0, 1)] for each in tasks}) as run_id:
+        known = tasks_of_run("own_operators", run_id)
+
+    orders, others = sorted(known.pipelines, key=lambda each: -len(each.tasks))
+    assert {task.task_id: task.kind for task in orders.tasks} == {
+        "pull": "process",
+        "batch.big": "batch",
+        "submit": "spark",
+        "ack": "ack",
+    }
+    handling = orders.handling_task("big")
+    assert handling is not None
+    assert handling.task_id == "submit"
+    assert [(task.task_id, task.kind) for task in others.tasks] == [("alone", "run")]
 
 
 def test_a_run_that_airflow_does_not_know_has_none() -> None:
