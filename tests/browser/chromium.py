@@ -131,13 +131,14 @@ class Chromium:
 
     def button(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
         """Wait for a button that says ``text`` and nothing else, and return the last such."""
-        return self._saying(f"{within} button, {within} [role=menuitem]", text, timeout)
+        return self.saying(f"{within} button, {within} [role=menuitem]", text, timeout)
 
     def link(self, text: str, *, within: str = "body", timeout: float = 30.0) -> WebElement:
         """Wait for a link that says ``text`` and nothing else, and return the last such."""
-        return self._saying(f"{within} a[href]", text, timeout)
+        return self.saying(f"{within} a[href]", text, timeout)
 
-    def _saying(self, css: str, text: str, timeout: float) -> WebElement:
+    def saying(self, css: str, text: str, timeout: float = 30.0) -> WebElement:
+        """Wait for an element that says ``text`` and nothing else, and return the last such."""
         found: list[WebElement] = []
 
         def there(driver: Any) -> bool:

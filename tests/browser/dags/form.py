@@ -1,0 +1,15 @@
+"""A Dag for the form of "Trigger": runs by hand and runs by schedule have a queue each."""
+
+from __future__ import annotations
+
+from airflow.sdk import timezone
+from form_pipeline import Orders  # type: ignore[import-not-found]
+
+# It is paused until somebody triggers it: then its one scheduled run begins, too.
+Orders(producer={"queue": "{{ run_id.partition('__')[0] }}"}).dag(
+    "form",
+    schedule="@once",
+    start_date=timezone.datetime(2026, 1, 1),
+    is_paused_upon_creation=True,
+    default_args={"retries": 0},
+)
