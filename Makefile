@@ -31,7 +31,7 @@ test-all: ## All tests, the slow ones too, but for those in a browser
 	@$(PYTEST) -m "not browser" $(ARGS)
 
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
-	@$(RUN) --browser --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
+	@$(RUN) --browser --rabbitmq --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
 
 lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
 	@$(RUN) ruff check .

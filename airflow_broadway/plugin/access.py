@@ -133,6 +133,18 @@ def remember_browser(request: Request, response: Response) -> None:
     )
 
 
+async def _check_text(request: Request) -> None:
+    """Refuse an address with a character of the number 0: databases fail at it.
+
+    :raises HTTPException: 422.
+    """
+    asked = (*request.path_params.values(), *request.query_params.values())
+    if any("\0" in str(each) for each in asked):
+        raise HTTPException(
+            status.HTTP_422_UNPROCESSABLE_CONTENT, "No text holds a character of the number 0."
+        )
+
+
 async def _remember_user(request: Request, user: GetUserDep) -> None:
     """Let the page that is made know for whom."""
     request.state.broadway_user = user
@@ -174,4 +186,4 @@ def _is_token(given: str, user: BaseUser, browser: str) -> bool:
 
 
 #: The dependencies of every route.
-GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_csrf)]
+GUARDS: Final[list[Any]] = [Depends(_remember_user), Depends(_check_text), Depends(_check_csrf)]

@@ -32,7 +32,13 @@ _HEADERS: Final = {
 def create_app() -> FastAPI:
     """The pages; static files are for everyone, all else for who is logged in."""
     app = FastAPI(
-        title="Broadway", dependencies=GUARDS, docs_url=None, redoc_url=None, openapi_url=None
+        title="Broadway",
+        dependencies=GUARDS,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        # No address sends a browser elsewhere.
+        redirect_slashes=False,
     )
     for each in _PAGES:
         app.include_router(each.router)

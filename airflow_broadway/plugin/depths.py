@@ -12,6 +12,7 @@ from typing import Final
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.plugin.children import CHILDREN, ChildError, Children
 from airflow_broadway.plugin.declared import Declared
+from airflow_broadway.plugin.rendered import UNFILLED, has_template
 
 __all__ = ["DEPTHS", "Depth", "Depths"]
 
@@ -60,6 +61,9 @@ class Depths:
         """Ask for these, those of one staging root in one process: to start one costs seconds."""
         by_root: dict[str, list[Declared]] = {}
         for each in declared:
+            if has_template(each.reference):
+                self._known |= self._unknown([_key_of(each)], UNFILLED)
+                continue
             by_root.setdefault(each.staging or "", []).append(each)
         for answers in await asyncio.gather(
             *(self._ask(root, asked) for root, asked in by_root.items())

@@ -55,12 +55,12 @@ _QUEUES: Final = {
     "rabbitmq": "RabbitMQ queue",
     "sqs": "SQS queue",
     "kafka": "Kafka topic",
-    "pubsub": "Pub/Sub subscription",
+    "pubsub": "subscription",
 }
 
 #: Columns: where each begins, and how wide it is.
-_QUEUE, _PROCESS, _BATCH, _HANDLE, _END = (0, 170), (280, 150), (540, 170), (820, 150), (1080, 160)
-_WIDTH: Final = 1240
+_QUEUE, _PROCESS, _BATCH, _HANDLE, _END = (0, 150), (236, 140), (462, 160), (712, 176), (988, 142)
+_WIDTH: Final = 1130
 _HIGH: Final = 58
 _GAP: Final = 20
 _TOP: Final = 6
@@ -206,7 +206,7 @@ def picture_of(overview: Overview | None, tasks: PipelineTasks | None) -> Pictur
     several = len(ends) > 1
     settled = _box((_END[0] - _BRACE * several, 0), height, 0, 1, title="")
     for box, done, rate, live in handled:
-        sheet.join(box, settled, done, rate, live=live)
+        sheet.join(box, settled, done, rate, live=live, parting=len(handled) == 1)
     if not handled:
         sheet.join(process, settled, None, live=False)
     sheet.boxes += ends

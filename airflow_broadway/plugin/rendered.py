@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from airflow.models.renderedtifields import RenderedTaskInstanceFields
 from airflow.models.taskinstance import TaskInstance
@@ -13,7 +13,12 @@ from sqlalchemy import select
 
 from airflow_broadway.plugin.declared import Declared
 
-__all__ = ["reference_of"]
+__all__ = ["UNFILLED", "has_template", "reference_of"]
+
+#: Why a broker cannot be asked where a template is left.
+UNFILLED: Final = (
+    "an option of its producer is a template that no run has filled in yet, or that Airflow masks"
+)
 
 
 def reference_of(pipeline: Declared) -> Mapping[str, Any]:
@@ -23,7 +28,7 @@ def reference_of(pipeline: Declared) -> Mapping[str, Any]:
     declared where no task has run yet, or Airflow masked it.
     """
     declared = pipeline.reference
-    if not _has_template(declared):
+    if not has_template(declared):
         return declared
     last = (
         select(RenderedTaskInstanceFields.rendered_fields)
@@ -44,7 +49,8 @@ def reference_of(pipeline: Declared) -> Mapping[str, Any]:
     return declared if masked else {"class": rendered["class"], "options": rendered["options"]}
 
 
-def _has_template(reference: Mapping[str, Any]) -> bool:
+def has_template(reference: Mapping[str, Any]) -> bool:
+    """Whether a reference does not say yet which queue it is."""
     return "{{" in json.dumps(_producer(reference), default=str)
 
 

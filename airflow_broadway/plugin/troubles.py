@@ -30,7 +30,7 @@ _TITLES: Final = {
     409: "This cannot be done",
     422: "The address is not understood",
     500: "Something is broken here",
-    503: "The runs cannot be read",
+    503: "This cannot be done now",
 }
 
 

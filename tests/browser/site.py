@@ -30,10 +30,12 @@ class Site:
     """An Airflow with users, and the queues that its DAGs drain.
 
     :param folder: Where everything of it lies.
+    :param spark_history: The port at which it expects Spark's history server.
     """
 
-    def __init__(self, folder: Path, airflow: LocalAirflow) -> None:
+    def __init__(self, folder: Path, airflow: LocalAirflow, spark_history: int) -> None:
         self.folder = folder
+        self.spark_history = spark_history
         self.airflow = airflow
         self.url = airflow.url
         self._tokens: dict[str, str] = {}
@@ -58,6 +60,12 @@ class Site:
         self.airflow.wait_for_dag(dag_id)
         found = self.airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
         return [Run(self, dag_id, run["dag_run_id"]) for run in found["dag_runs"]]
+
+    def conf(self, run: Run) -> dict[str, Any]:
+        """What a run was started with."""
+        run_id = urllib.parse.quote(run.run_id, safe="")
+        found = self.airflow.api("GET", f"/dags/{run.dag_id}/dagRuns/{run_id}")
+        return found["conf"] or {}
 
     def request(
         self, method: str, path: str, *, user: str | None = None, **options: Any
@@ -114,6 +122,7 @@ def site_in(folder: Path) -> Iterator[Site]:
         shutil.copy2(ROOT / "dags" / name, dags)
     passwords = folder / "passwords.json"
     passwords.write_text(json.dumps({user: user * 2 for user in USERS}))
+    spark_history = free_port()
     env = airflow_env(
         home=made_home(folder / "home"),
         dags=dags,
@@ -124,6 +133,7 @@ def site_in(folder: Path) -> Iterator[Site]:
             "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
             "core.simple_auth_manager_passwords_file": str(passwords),
             "broadway.staging": f"file://{folder / 'staging'}",
+            "broadway.spark_history": f"http://127.0.0.1:{spark_history}",
         },
     )
     env |= _connections(folder)
@@ -135,7 +145,7 @@ def site_in(folder: Path) -> Iterator[Site]:
         login=("admin", "adminadmin"),
     )
     with airflow:
-        yield Site(folder, airflow)
+        yield Site(folder, airflow, spark_history)
 
 
 def _connections(folder: Path) -> Mapping[str, str]:

@@ -14,10 +14,14 @@ pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 LETTERS = "/broadway/dags/letters/pipelines/Letters/dead-letters"
 
+#: What a run's page is asked to show of its batches.
+FILTERS = ("batcher", "state", "sort")
+
 #: Each page, below the run's own or as it is.
 PAGES = (
     "{run}",
     "{run}?sort=key&desc=1",
+    "{run}?pipeline=Letters&" + urllib.parse.urlencode(dict.fromkeys(FILTERS, HOSTILE[1])),
     "{run}/message?q=" + urllib.parse.quote(f"{ID}-2"),
     "{run}/message?q=" + urllib.parse.quote(HOSTILE[0]),
     LETTERS,

@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats import layout, live
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
-from airflow_broadway.plugin import children, depths, standings
+from airflow_broadway.plugin import children, depths, reading, standings
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
@@ -46,6 +46,8 @@ MIB = 1024 * 1024
         ("ui.md", "their data and keys: {} of them", story.MOST_HITS),
         ("ui.md", "within {:g} s", story.MOST_SECONDS),
         ("ui.md", "the {} latest of the pipeline", story.MOST_RUNS),
+        ("ui.md", "a page waits {:g} s at the most", reading.SECONDS),
+        ("ui.md", "{} pages read at once", {8: "eight"}[reading.MOST]),
         ("ui.md", "at most {} at once", children.MOST),
         ("ui.md", "never ran too, {} on a page", standings.PER_PAGE),
         ("ui.md", "**its last {} runs**", standings.SHOWN),

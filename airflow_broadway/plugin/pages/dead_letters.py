@@ -27,7 +27,7 @@ from airflow_broadway.plugin.access import EDITS_RUNS, READS_RUNS, GetUserDep, M
 from airflow_broadway.plugin.children import CHILDREN, ChildError
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.render import page
-from airflow_broadway.plugin.rendered import reference_of
+from airflow_broadway.plugin.rendered import UNFILLED, has_template, reference_of
 from airflow_broadway.runs.view.payload import FORMS, payload_of
 
 __all__ = ["router"]
@@ -197,14 +197,20 @@ async def _command(dag_id: str, pipeline: str, action: str) -> list[str]:
 
 
 def _place(dag_id: str, name: str) -> list[str]:
-    """The arguments that say where a pipeline's dead letters are."""
+    """The arguments that say where a pipeline's dead letters are.
+
+    :raises ChildError: If nobody knows that yet.
+    """
     declared = declared_pipelines({dag_id})
     found = [each for each in declared if each.name == name]
     # Of a class that a Dag names as text, the name is known to the class alone.
     nameless = [] if found else [each for each in declared if each.broker is None]
     if not found and not nameless:
         raise HTTPException(404, f"The Dag {dag_id} has no pipeline {name}.")
-    arguments = [f"--pipeline={json.dumps(reference_of(each))}" for each in found or nameless]
+    references = [reference_of(each) for each in found or nameless]
+    if any(map(has_template, references)):
+        raise ChildError(UNFILLED)
+    arguments = [f"--pipeline={json.dumps(each)}" for each in references]
     if nameless:
         arguments.append(f"--named={_clean(name)}")
     staging = (found or nameless)[0].staging

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
+from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
@@ -20,7 +22,7 @@ router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RU
 
 
 @router.get("/message")
-def find(
+async def find(
     request: Request,
     dag_id: str,
     run_id: str,
@@ -30,24 +32,32 @@ def find(
 ) -> HTMLResponse:
     """The whole story of a message; payloads are for those who may edit the Dag's runs."""
     asked = q.strip()
-    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
-    looked = [*runs, *_others(runs)] if everywhere and asked else runs
-    stories: Sequence[Story] = stories_of(looked, asked, with_payload=may_edit) if asked else ()
-    hits: list[TextHits] = []
-    if asked and not stories and may_edit:
-        hits = [ids_with_text(run, asked) for run in runs]
+    found = await READING(
+        _found, dag_id, run_id, asked, everywhere=everywhere, with_payload=may_edit
+    )
     return page(
         request,
         "message.html",
         dag_id=dag_id,
         run_id=run_id,
         asked=asked,
-        stories=stories,
-        hits=hits,
         everywhere=everywhere,
-        runs=len(looked),
         may_edit=may_edit,
+        **found,
     )
+
+
+def _found(
+    dag_id: str, run_id: str, asked: str, *, everywhere: bool, with_payload: bool
+) -> dict[str, Any]:
+    """The message's stories, or else those that have the text; and in how many runs was looked."""
+    runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
+    looked = [*runs, *_others(runs)] if everywhere and asked else runs
+    stories: Sequence[Story] = stories_of(looked, asked, with_payload=with_payload) if asked else ()
+    hits: list[TextHits] = []
+    if asked and not stories and with_payload:
+        hits = [ids_with_text(run, asked, share=1 / len(runs)) for run in runs]
+    return {"stories": stories, "hits": hits, "runs": len(looked)}
 
 
 def _others(runs: Sequence[StagedRun]) -> list[StagedRun]:

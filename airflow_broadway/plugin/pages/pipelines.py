@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
@@ -17,6 +16,7 @@ from airflow_broadway.plugin.charts import bars
 from airflow_broadway.plugin.children import OFF, asks_brokers
 from airflow_broadway.plugin.declared import declared_pipelines
 from airflow_broadway.plugin.depths import DEPTHS
+from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import count, page, seconds
 from airflow_broadway.plugin.rendered import reference_of
 from airflow_broadway.plugin.staged import seen_root
@@ -48,7 +48,7 @@ async def show(
 
     :param q: Only pipelines and Dags whose names contain it.
     """
-    found = await run_in_threadpool(_found, user, number, q)
+    found = await READING(_found, user, number, q)
     if ask:
         found = await _asked(found)
     return page(request, "pipelines.html", **_facts(found, q, asked=ask))
@@ -59,7 +59,7 @@ async def listed(
     request: Request, user: GetUserDep, number: Number = 1, q: Text = ""
 ) -> HTMLResponse:
     """The list of the page, with what its brokers say now."""
-    found = await _asked(await run_in_threadpool(_found, user, number, q))
+    found = await _asked(await READING(_found, user, number, q))
     return page(request, "_pipelines.html", **_facts(found, q, asked=True))
 
 

@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse
 
 from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.plugin.access import READS_RUNS
+from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.run_tasks import tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
 from airflow_broadway.runs.account import kept_report
@@ -17,9 +18,13 @@ router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RU
 
 
 @router.get("/report")
-def show(dag_id: str, run_id: str) -> PlainTextResponse:
+async def show(dag_id: str, run_id: str) -> PlainTextResponse:
     """The reports of a run."""
+    text = await READING(_text, dag_id, run_id)
+    return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
+
+
+def _text(dag_id: str, run_id: str) -> str:
     runs = staged_runs(dag_id, run_id, tasks_of_run(dag_id, run_id))
     found = [report for report in map(kept_report, runs) if report is not None]
-    text = "\n".join(map(markdown_of, found))
-    return PlainTextResponse(text or "This run has no report yet: its task ack writes it.\n")
+    return "\n".join(map(markdown_of, found))

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from http import HTTPStatus
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
 from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
 from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
+from airflow_broadway.plugin.reading import READING
 from airflow_broadway.plugin.render import page
 from airflow_broadway.plugin.run_tasks import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.plugin.staged import staged_runs
-from airflow_broadway.runs.view.batches import SORTS, BatchPage, page_of_batches
+from airflow_broadway.runs.view.batches import BatchPage, page_of_batches
 from airflow_broadway.runs.view.overview import Overview, Receipt, overview_of
 from airflow_broadway.runs.view.replays import ReplayFacts, replays_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["router"]
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/dags/{dag_id}/runs/{run_id}", dependencies=[READS_RUNS])
 
@@ -57,43 +64,51 @@ class Section:
 
 
 @router.get("")
-def show(
+async def show(
     request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
 ) -> HTMLResponse:
     """All pipelines of a run, one section each."""
-    return _page(request, "run.html", dag_id, run_id, asked, edits=edits)
+    facts = await _facts(request, dag_id, run_id, asked, edits=edits)
+    status = HTTPStatus.SERVICE_UNAVAILABLE if facts["unread"] else HTTPStatus.OK
+    return await run_in_threadpool(page, request, "run.html", status=status, **facts)
 
 
 @router.get("/live")
-def show_live(
+async def show_live(
     request: Request, dag_id: str, run_id: str, asked: Annotated[Asked, Depends()], edits: MayEdit
 ) -> HTMLResponse:
     """The same as a part of a page, which takes the place of what it showed before."""
-    return _page(request, "_run.html", dag_id, run_id, asked, edits=edits)
+    facts = await _facts(request, dag_id, run_id, asked, edits=edits)
+    return await run_in_threadpool(page, request, "_run.html", **facts)
 
 
-def _page(
-    request: Request, name: str, dag_id: str, run_id: str, asked: Asked, *, edits: bool
-) -> HTMLResponse:
-    known = tasks_of_run(dag_id, run_id)
-    sections = _sections(dag_id, run_id, known, asked)
-    return page(
-        request,
-        name,
-        dag_id=dag_id,
-        run_id=run_id,
-        state=known.state,
-        going_on=known.going_on or any(_is_replaying(each) for each in sections),
-        sections=sections,
-        asked=asked,
-        query=request.url.query,
-        classes=CLASSES,
-        tones=TONES,
-        sorts=SORTS,
-        word_for=word_for,
-        receipt_word=receipt_word,
-        may_edit=edits,
-    )
+async def _facts(
+    request: Request, dag_id: str, run_id: str, asked: Asked, *, edits: bool
+) -> dict[str, Any]:
+    """What is shown of a run."""
+    known = await run_in_threadpool(tasks_of_run, dag_id, run_id)
+    unread = ""
+    try:
+        sections = await READING(_sections, dag_id, run_id, known, asked)
+    except StagingError as error:
+        if known.state is None:
+            raise
+        # What Airflow knows is shown all the same; and staging may be there, or answer, soon.
+        log.warning("%s: %s", request.url.path, error)
+        sections, unread = [_unread_section(each) for each in known.pipelines], str(error)
+    return {
+        "unread": unread,
+        "dag_id": dag_id,
+        "run_id": run_id,
+        "going_on": known.going_on or any(_is_replaying(each) for each in sections),
+        "sections": sections,
+        "query": request.url.query,
+        "classes": CLASSES,
+        "tones": TONES,
+        "word_for": word_for,
+        "receipt_word": receipt_word,
+        "may_edit": edits,
+    }
 
 
 # -- what is shown ---------------------------------------------------------------------------------
@@ -148,6 +163,19 @@ def _section(
         standing=standing_of(overview, known),
         batches=batches,
         replays=() if run is None else replays_of(run),
+    )
+
+
+def _unread_section(tasks: PipelineTasks) -> Section:
+    """What Airflow alone knows of a pipeline."""
+    return Section(
+        name=tasks.name,
+        overview=None,
+        tasks=tasks,
+        picture=picture_of(None, tasks),
+        standing=("cannot be read", "warn"),
+        batches=None,
+        replays=(),
     )
 
 

@@ -211,13 +211,16 @@ def _carried(row: dict[str, Any]) -> tuple[Any, bool]:
 # -- by a text -------------------------------------------------------------------------------------
 
 
-def ids_with_text(run: StagedRun, text: str, *, clock: Clock | None = None) -> TextHits:
+def ids_with_text(
+    run: StagedRun, text: str, *, share: float = 1.0, clock: Clock | None = None
+) -> TextHits:
     """The messages of a run in which a text is, whatever its case; so many at most.
 
+    :param share: The part of the time that there is for this run.
     :raises StagingError: If files cannot be read.
     """
     clock = clock or SystemClock()
-    ends = clock.monotonic() + MOST_SECONDS
+    ends = clock.monotonic() + MOST_SECONDS * share
     ids: dict[str, None] = {}
     looked_at = 0
     for message_ids, found in _searched(run, text):

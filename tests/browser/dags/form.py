@@ -1,15 +1,16 @@
-"""A Dag for the form of "Trigger": runs by hand and runs by schedule have a queue each."""
+"""A Dag for Airflow's form of "Trigger": runs by hand and runs by schedule have a queue each."""
 
 from __future__ import annotations
 
-from airflow.sdk import timezone
+from datetime import UTC, datetime
+
 from form_pipeline import Orders  # type: ignore[import-not-found]
 
 # It is paused until somebody triggers it: then its one scheduled run begins, too.
 Orders(producer={"queue": "{{ run_id.partition('__')[0] }}"}).dag(
     "form",
     schedule="@once",
-    start_date=timezone.datetime(2026, 1, 1),
+    start_date=datetime(2026, 1, 1, tzinfo=UTC),
     is_paused_upon_creation=True,
     default_args={"retries": 0},
 )

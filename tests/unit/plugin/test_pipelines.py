@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from airflow_broadway.plugin.pages import pipelines
 from airflow_broadway.plugin.standings import LOOKED, PER_PAGE, SHOWN
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.testing.clock import ManualClock
 from tests.disk_calls import counted
 from tests.unit.plugin.dags import add_runs, stored_dags
 from tests.unit.plugin.site import Site
@@ -194,7 +196,9 @@ def test_the_brokers_are_asked_in_one_child_once_the_page_is_shown(
 ) -> None:
     world.dag("shop_a")
     world.dag("shop_b", options={"context": {"to": "b"}})
-    assert world.page().count("unknown: the broker was not asked yet") == 2
+    first = world.page()
+    assert first.count("unknown: the broker was not asked yet") == 2
+    assert 'data-pause="30000" data-now' in first
 
     text = world.page("/broadway/pipelines?page=1&q=")
 
@@ -283,6 +287,21 @@ def test_a_template_is_asked_for_as_the_last_run_had_it(
 
     assert "1\N{NARROW NO-BREAK SPACE}234" in world.page("/broadway/pipelines")
     assert [json.loads(each[-1]) for each in children.asked] == [rendered]
+
+
+def test_a_template_that_no_run_has_filled_in_is_said_and_nobody_is_asked(
+    world: World, children: FakeChildren
+) -> None:
+    world.dag("templated", options={"producer": {"queue": "{{ var.value.queue }}"}})
+    said = "an option of its producer is a template that no run has filled in yet"
+
+    assert f"unknown: {said}" in world.page("/broadway/pipelines")
+    letters = world.site.browser("VIEWER").get(
+        "/broadway/dags/templated/pipelines/Orders/dead-letters"
+    )
+    assert letters.status_code == 503
+    assert said.removeprefix("an") in letters.text
+    assert children.asked == []
 
 
 # -- the order -------------------------------------------------------------------------------------
@@ -412,6 +431,39 @@ def test_two_hundred_dags_with_a_thousand_runs_each_cost_some_reads_each(
     assert wanted == [200 * LOOKED, PER_PAGE * SHOWN]
     assert len(reads) == 200 * LOOKED + PER_PAGE * (SHOWN - LOOKED)
     assert len(lists) == 200
+
+
+def test_only_the_brokers_of_the_pipelines_shown_are_asked(
+    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = [
+        Declared(dag_id=f"dag_{n:03}", name="Orders", task_id="t", reference={"class": f"a:B{n}"})
+        for n in range(2 * PER_PAGE + 5)
+    ]
+    monkeypatch.setattr(pipelines, "declared_pipelines", lambda: declared)
+    monkeypatch.setattr(pipelines, "readable_dags", lambda _, dag_ids: set(dag_ids))
+
+    world.page("/broadway/pipelines?page=2")
+    world.page("/broadway/?ask=true&q=dag_003")
+
+    asked = [
+        {json.loads(each)["class"] for each in arguments[arguments.index("--") + 1 :]}
+        for arguments in children.asked
+    ]
+    assert asked == [{f"a:B{n}" for n in range(PER_PAGE, 2 * PER_PAGE)}, {"a:B3"}]
+
+
+def test_what_a_broker_said_counts_for_ten_minutes(children: FakeChildren) -> None:
+    clock = ManualClock(datetime.now(UTC))
+    made = depths.Depths(children, clock)  # type: ignore[arg-type]
+    declared = Declared(dag_id="d", name="Orders", task_id="t", reference={"class": "a:B"})
+
+    asyncio.run(made.ask([declared]))
+
+    clock.advance(590.0)
+    assert made.recall(declared) is not None
+    clock.advance(20.0)
+    assert made.recall(declared) is None
 
 
 def test_pages_and_names_that_are_nowhere_are_pages(world: World) -> None:

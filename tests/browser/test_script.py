@@ -1,0 +1,89 @@
+"""What the pages' one script adds, and that they do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.chromium import Chromium
+from tests.browser.messages import ID
+from tests.browser.site import Run
+
+pytestmark = [pytest.mark.browser, pytest.mark.airflow]
+
+LETTERS = "/broadway/dags/letters/pipelines/Letters/dead-letters"
+BACKGROUND = "return getComputedStyle(document.documentElement).backgroundColor"
+
+
+def brightness(browser: Chromium) -> int:
+    """How bright the page is, from 0."""
+    colour = browser.run(BACKGROUND)
+    return sum(int(each) for each in colour.partition("(")[2].rstrip(")").split(",")[:3])
+
+
+def test_an_instant_is_in_utc_and_tells_the_local_time(as_admin: Chromium, letters: Run) -> None:
+    # Given somebody in Kathmandu, which is 5 hours and 45 minutes ahead
+    as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="Asia/Kathmandu")
+    try:
+        as_admin.open(letters.page)
+        time = as_admin.find("time[title]")
+
+        assert time.text == (time.get_attribute("datetime") or "")[:19].replace("T", " ")
+        assert (time.get_attribute("datetime") or "").endswith("+00:00")
+        said, title = time.text, time.get_attribute("title") or ""
+        hour, minute = (int(each) for each in said[11:16].split(":"))
+        ahead = (hour * 60 + minute + 345) % 1440
+        assert f"{(ahead // 60 - 1) % 12 + 1}:{ahead % 60:02}:" in title, (said, title)
+    finally:
+        as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="")
+
+
+@pytest.mark.parametrize(("airflows", "systems"), [("dark", "light"), ("light", "dark")])
+def test_light_or_dark_is_as_airflow_has_it(
+    as_admin: Chromium, letters: Run, airflows: str, systems: str
+) -> None:
+    # Given a system that prefers the one, and an Airflow in which the other was chosen
+    as_admin.colours(systems)
+    as_admin.open(letters.page)
+    try:
+        assert (brightness(as_admin) > 380) == (systems == "light")
+        as_admin.run("localStorage.setItem('theme', arguments[0])", airflows)
+
+        as_admin.open(letters.page)
+
+        assert (brightness(as_admin) > 380) == (airflows == "light")
+    finally:
+        as_admin.run("localStorage.removeItem('theme')")
+
+
+@pytest.fixture
+def without_script(as_admin: Chromium) -> Iterator[Chromium]:
+    """A browser that runs no script."""
+    as_admin.cdp("Emulation.setScriptExecutionDisabled", value=True)
+    yield as_admin
+    as_admin.cdp("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_pages_do_without_their_script(without_script: Chromium, letters: Run) -> None:
+    browser = without_script
+
+    # Batches are sorted
+    browser.open(letters.page)
+    browser.link("Messages", within=".batches thead").click()
+    browser.find(".batches th[aria-sort=ascending]")
+    # A message is found
+    browser.find("input[name=q]").send_keys(f"{ID}-3")
+    browser.button("Find").click()
+    browser.find(".story")
+    # Pipelines are found, and their brokers asked
+    browser.open("/broadway/")
+    browser.link("ask them now").click()
+    browser.wait_text("letters", "#pipelines", timeout=60)
+    assert "was not asked yet" not in browser.text("#pipelines")
+    # And dead letters are marked, up to the question whether that is meant
+    browser.open(f"{LETTERS}?reason=etc/passwd")
+    box = browser.find("main input[name=chosen]", timeout=60)
+    box.click()
+    browser.button("Send marked back …").click()
+    browser.wait_text("1 dead letter back?", "h1", timeout=60)
