@@ -6,9 +6,9 @@ threads, ``pubsub.run`` both together; ``pubsub.made_up`` is the process stage o
 makes the same messages up: what of ``pubsub.process`` is not Pub/Sub's.  All at Google's emulator,
 which gives a hundred messages a pull where Pub/Sub gives up to a thousand; ``pubsub.requests``
 counts them as the client sent them.  ``.cpu`` is the client's processor time for a message, with
-all of its threads.  Messages have 200 bytes; callbacks are trivial.  Tries are interleaved, so that
-what else the machine does falls on all of them; figures are medians, and so are the ratios, each to
-the ceiling of the same try.
+all of its threads, and the ratio how much of it the bare client takes.  Messages have 200 bytes;
+callbacks are trivial.  Tries are interleaved, so that what else the machine does falls on all of
+them; figures are medians, and so are the ratios, each to the ceiling of the same try.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import repeat
 
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own
 from tests.benchmarks.made_up import BODY
-from tests.benchmarks.receipt_stages import apart, of_each_try, requests_of
+from tests.benchmarks.receipt_stages import apart, processor, rates, requests_of, with_run
 from tests.benchmarks.stages import run_stage
 from tests.pubsub_server import Emulator, PubSubServer
 
@@ -43,7 +43,11 @@ def bench_pubsub(messages: int = MESSAGES, tries: int = 5) -> Figures:
         for _ in range(tries):
             for name, took in one_try(server, messages).items():
                 taken.setdefault(name, []).append(took)
-    return [*rates(taken), *processor(taken), requests_of("pubsub.requests", taken["run"])]
+    return [
+        *rates("pubsub", taken, OF),
+        *processor("pubsub", taken, OF),
+        requests_of("pubsub.requests", taken["run"]),
+    ]
 
 
 def one_try(server: PubSubServer, count: int) -> dict[str, Took]:
@@ -57,9 +61,7 @@ def one_try(server: PubSubServer, count: int) -> dict[str, Took]:
         took |= apart(WORKER, "ours", subscriptions=subscriptions[2:], folder=str(folder), **given)
     for each in subscriptions:
         server.subscriber.delete_subscription(subscription=each)
-    one, two = took["process"], took["settle"]
-    used = one.cpu + two.cpu, one.requests + two.requests
-    return {**took, "run": Took(count, one.seconds + two.seconds, *used), "made_up": made_up(count)}
+    return {**with_run(took), "made_up": made_up(count)}
 
 
 def made_up(count: int) -> Took:
@@ -69,28 +71,3 @@ def made_up(count: int) -> Took:
         given = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
         stage = run_stage("process", max_messages=count, **given)
     return Took(count, stage.seconds, stage.cpu)
-
-
-def rates(taken: dict[str, list[Took]]) -> Figures:
-    """Messages a second."""
-    return of_each_try(
-        taken,
-        OF,
-        lambda each: each.rate,
-        lambda one, bare: one.rate / bare.rate,
-        lambda name: f"pubsub.{name}",
-        "msg/s",
-    )
-
-
-def processor(taken: dict[str, list[Took]]) -> Figures:
-    """The client's processor time for a message, beside that of the bare client."""
-    return of_each_try(
-        taken,
-        OF,
-        lambda each: each.cpu_of_each,
-        lambda one, bare: one.cpu / bare.cpu,
-        lambda name: f"pubsub.{name}.cpu",
-        "us/msg",
-        digits=1,
-    )

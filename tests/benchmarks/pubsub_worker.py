@@ -6,8 +6,6 @@ the settlement of all that it received.
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from itertools import chain, count
 from typing import Any
 
 from tests.benchmarks.figures import Took
-from tests.benchmarks.receipt_stages import stages, timed
+from tests.benchmarks.receipt_stages import serve, stages, timed
 
 PIPELINE = "tests.benchmarks.pipelines:OnPubSub"
 #: Ids in one request, at most: what this package sends.
@@ -141,11 +139,9 @@ def ours(
 
 def main() -> None:
     """Do what the command line names."""
-    given = json.loads(sys.argv[2])
     requests = Requests()
     requests.install()
-    work: Callable[..., dict[str, Took]] = bare if sys.argv[1] == "bare" else ours
-    print(json.dumps(work(requests, **given)))
+    serve(requests, bare, ours)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,22 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from tests.benchmarks.figures import Figures, Took, median
 
-__all__ = ["Counted", "apart", "of_each_try", "requests_of", "stages", "timed"]
+__all__ = [
+    "Counted",
+    "apart",
+    "processor",
+    "rates",
+    "requests_of",
+    "serve",
+    "stages",
+    "timed",
+    "with_run",
+]
 
 
 class Counted(Protocol):
@@ -103,26 +113,59 @@ def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
     return {key: Took(*value) for key, value in told.items()}
 
 
-def of_each_try(
-    taken: Mapping[str, list[Took]],
-    of: Mapping[str, str],
-    value: Callable[[Took], float],
-    ratio: Callable[[Took, Took], float],
-    named: Callable[[str], str],
-    unit: str,
-    digits: int | None = None,
-) -> Figures:
-    """A figure of each thing, and its ratio to what it is compared with in the same try.
+def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
+    """What both stages took together, beside what each took."""
+    one, two = took["process"], took["settle"]
+    seconds, cpu = one.seconds + two.seconds, one.cpu + two.cpu
+    return {**took, "run": Took(one.messages, seconds, cpu, one.requests + two.requests)}
+
+
+def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
+    """Messages a second, and how much of the bare client's that is, in the same try.
 
     :param of: What is compared with what.
     """
     made: Figures = []
-    for name, tries in taken.items():
-        other = of.get(name, "")
-        ratios = [ratio(a, b) for a, b in zip(tries, taken[other], strict=True)] if other else []
-        found = [value(each) for each in tries]
-        made.append(median(named(name), found, unit, digits=digits, of=named(other), ratios=ratios))
+    for name, tries, bare in _compared(taken, of):
+        ratios = [one.rate / other.rate for one, other in zip(tries, bare, strict=False)]
+        found = [each.rate for each in tries]
+        other = f"{part}.{of.get(name, '')}"
+        made.append(median(f"{part}.{name}", found, "msg/s", of=other, ratios=ratios))
     return made
+
+
+def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
+    """The client's processor time for a message, and how much of it the bare client takes too.
+
+    :param of: What is compared with what.
+    """
+    made: Figures = []
+    for name, tries, bare in _compared(taken, of):
+        ratios = [other.cpu / one.cpu for one, other in zip(tries, bare, strict=False)]
+        found = [each.cpu_of_each for each in tries]
+        other = f"{part}.{of.get(name, '')}.cpu"
+        made.append(
+            median(f"{part}.{name}.cpu", found, "us/msg", digits=1, of=other, ratios=ratios)
+        )
+    return made
+
+
+def _compared(
+    taken: Mapping[str, list[Took]], of: Mapping[str, str]
+) -> Iterator[tuple[str, list[Took], list[Took]]]:
+    """Each thing with its tries, and those of what it is compared with."""
+    for name, tries in taken.items():
+        yield name, tries, taken[of[name]] if name in of else []
+
+
+def serve(
+    requests: Counted,
+    bare: Callable[..., dict[str, Took]],
+    ours: Callable[..., dict[str, Took]],
+) -> None:
+    """Do what the command line of a worker names, and print what it took."""
+    work = {"bare": bare, "ours": ours}[sys.argv[1]]
+    print(json.dumps(work(requests, **json.loads(sys.argv[2]))))
 
 
 def requests_of(name: str, tries: list[Took]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own
-from tests.benchmarks.receipt_stages import apart, of_each_try, requests_of
+from tests.benchmarks.receipt_stages import apart, processor, rates, requests_of, with_run
 from tests.benchmarks.sqs_worker import BODY, NOWHERE
 from tests.sqs_server import SqsServer
 
@@ -40,7 +40,11 @@ def bench_sqs(messages: int = MESSAGES, stubbed: int = STUBBED, tries: int = 5) 
                 served.setdefault(name, []).append(took)
             for name, took in one_try(NOWHERE, stubbed, None).items():
                 alone.setdefault(name, []).append(took)
-    return [*rates(served), *processor(alone), requests_of("sqs.requests", alone["run"])]
+    return [
+        *rates("sqs", served, OF),
+        *processor("sqs.client", alone, OF),
+        requests_of("sqs.requests", alone["run"]),
+    ]
 
 
 def one_try(endpoint: str, count: int, server: SqsServer | None) -> dict[str, Took]:
@@ -50,9 +54,7 @@ def one_try(endpoint: str, count: int, server: SqsServer | None) -> dict[str, To
     took = apart(WORKER, "bare", queues=queues[:2], **given)
     with folder_of_its_own() as folder:
         took |= apart(WORKER, "ours", queues=queues[2:], folder=str(folder), **given)
-    one, two = took["process"], took["settle"]
-    used = one.cpu + two.cpu, one.requests + two.requests
-    return {**took, "run": Took(count, one.seconds + two.seconds, *used)}
+    return with_run(took)
 
 
 def fill(server: SqsServer, count: int) -> str:
@@ -67,28 +69,3 @@ def fill(server: SqsServer, count: int) -> str:
             if answer.get("Failed"):
                 raise RuntimeError(f"not sent: {answer['Failed']}")
     return url
-
-
-def rates(taken: dict[str, list[Took]]) -> Figures:
-    """Messages a second, at moto's server."""
-    return of_each_try(
-        taken,
-        OF,
-        lambda each: each.rate,
-        lambda one, bare: one.rate / bare.rate,
-        lambda name: f"sqs.{name}",
-        "msg/s",
-    )
-
-
-def processor(taken: dict[str, list[Took]]) -> Figures:
-    """The client's processor time for a message, and bare boto3's part of it."""
-    return of_each_try(
-        taken,
-        OF,
-        lambda each: each.cpu_of_each,
-        lambda one, bare: bare.cpu / one.cpu,
-        lambda name: f"sqs.client.{name}.cpu",
-        "us/msg",
-        digits=1,
-    )

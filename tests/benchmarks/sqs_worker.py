@@ -18,7 +18,7 @@ from io import BytesIO
 from typing import Any
 
 from tests.benchmarks.figures import Took
-from tests.benchmarks.receipt_stages import stages, timed
+from tests.benchmarks.receipt_stages import serve, stages, timed
 from tests.sqs_server import KEY, REGION, Connections
 
 PIPELINE = "tests.benchmarks.pipelines:OnSqs"
@@ -184,8 +184,7 @@ def main() -> None:
     total = given["count"] * (2 if sys.argv[1] == "bare" else 1)
     requests = Requests(total if stub else None)
     requests.install()
-    work: Callable[..., dict[str, Took]] = bare if sys.argv[1] == "bare" else ours
-    print(json.dumps(work(requests, **given)))
+    serve(requests, bare, ours)
 
 
 if __name__ == "__main__":
