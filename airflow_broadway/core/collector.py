@@ -3,6 +3,10 @@
 Messages are freed by their reference counts, yet the collector walks over them: after each 700 new
 objects over those, and again and again over everything that the process has loaded, Airflow
 included.  That took a third of a process stage's time.
+
+A message is half a dozen objects, and a receive brings thousands, which all go again.  So it
+looks after more than those; and after so many bytes of messages, too (:func:`look_after`), for what
+callbacks leave behind in rings may hold them.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["rare_collections"]
+__all__ = ["look_after", "rare_collections"]
 
-#: New objects after which the young ones are looked at: what callbacks leave behind in rings waits
-#: for so many.
-_THRESHOLD: Final = 5_000
+#: New objects after which the young ones are looked at.
+_THRESHOLD: Final = 50_000
+#: Bytes of messages after which they are.
+_BYTES: Final = 64 * 1024 * 1024
 
 
 @contextmanager
@@ -35,3 +40,18 @@ def rare_collections() -> Iterator[None]:
         if not frozen:
             gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def look_after(handled: int, looked: int) -> int:
+    """Have it look at the young objects, if much was handled since it last did.
+
+    A process that set up by itself how often it looks keeps that.
+
+    :param handled: Bytes of the messages that were handled so far.
+    :param looked: What this returned the last time; 0 at first.
+    """
+    if handled - looked < _BYTES:
+        return looked
+    if gc.isenabled() and gc.get_threshold()[0] == _THRESHOLD:
+        gc.collect(1)
+    return handled

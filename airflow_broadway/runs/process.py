@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
-from airflow_broadway.core.collector import rare_collections
+from airflow_broadway.core.collector import look_after, rare_collections
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import settle_at_once
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -188,12 +188,14 @@ class Process:
         receiving = self._receiving = self._open_receiving(source, acknowledger)
         sign = LiveSign(self._run.files, self._env.generation, self._clock)
         self._stop.bound(self._budget.max_seconds)
+        looked = 0
         try:
             for chunk, result in self._results(pool, receiving):
                 if chunk:
                     stager.stage(chunk, result)
                 elif self._stop.over():
                     break
+                looked = look_after(receiving.received_bytes, looked)
                 sign.leave(lambda: self._live_counts(source, receiving, stager))
         finally:
             done, rest = pool.left()

@@ -32,6 +32,9 @@ __all__ = ["ProcessWriter"]
 #: A row group holds at most so many messages, and about so many bytes.
 GROUP_ROWS = 16_384
 GROUP_BYTES = 8 * 1024 * 1024
+#: Messages that become columns at a time: objects that live for long cost the garbage collector,
+#: and the processor's caches, as much as all that is done with them here.
+_AT_A_TIME = 1_000
 
 _PLAIN = Delivery()
 
@@ -132,7 +135,7 @@ class ProcessWriter:
 
 
 class _MessageFiles:
-    """The message files of one batcher; memory holds the next row group."""
+    """The message files of one batcher; memory holds the next row group, as columns."""
 
     def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
         options, producer = pipeline.batchers[batcher], pipeline.producer
@@ -147,32 +150,40 @@ class _MessageFiles:
         self._plain_kept: bool = producer.may_publish(_PLAIN)
         # A callback of a later task may still configure how such a message is settled.
         self._all_kept = options.engine == "python" or pipeline.defines("handle_failed")
+        #: Given and not in the columns yet.
+        self._messages: list[Message] = []
+        self._chunks: list[int] = []
         self._clear()
 
     def _clear(self) -> None:
-        self._messages: list[Message] = []
-        self._chunks: list[int] = []
+        self._values: dict[str, list[Any]] = {}
+        #: Messages of the next row group, and their bytes.
+        self.held = 0
         self._bytes = 0
 
     def add(self, message: Message, chunk: int) -> None:
         """Take a message whose data is a :class:`StagedRow`."""
         self._messages.append(message)
         self._chunks.append(chunk)
+        self.held += 1
         data = message.data.data
         size = 0 if data is None or type(data) is tuple else len(data)
         self._bytes += max(size, message.size)
-        if self._bytes >= GROUP_BYTES or len(self._messages) >= GROUP_ROWS:
+        if self._bytes >= GROUP_BYTES or self.held >= GROUP_ROWS:
             self._write()
+        elif len(self._messages) >= _AT_A_TIME:
+            self._take()
 
     def _write(self) -> None:
         """Write what is held as one row group."""
+        self._take()
         table = self._table()
         self._clear()
         self._files.write([table])
         self.rows += table.num_rows
 
     def close(self) -> None:
-        if self._messages:
+        if self.held:
             self._write()
         self._files.close()
 
@@ -180,34 +191,42 @@ class _MessageFiles:
         self._files.abort()
 
     @property
-    def held(self) -> int:
-        """Messages that are not written yet."""
-        return len(self._messages)
-
-    @property
     def paths(self) -> list[str]:
         return self._files.paths
 
-    def _table(self) -> pa.Table:
-        messages = self._messages
+    def _take(self) -> None:
+        """Bring what was given into the columns."""
+        messages, chunks = self._messages, self._chunks
+        self._messages, self._chunks = [], []
         rows: list[StagedRow] = [message.data for message in messages]
         for row in rows:
             if row.dropped is not None:
                 self.dropped.update(row.dropped)
-        columns: dict[str, Any] = {
+        columns: dict[str, list[Any]] = {
             "message_id": [message.message_id for message in messages],
-            **self._data([row.data for row in rows]),
+            "data": [row.data for row in rows],
             "batch_key": [row.key for row in rows],
             "flush": [message.batch_mode is BatchMode.FLUSH for message in messages],
             "partition": [row.partition for row in rows],
-            "metadata": maps([row.metadata for row in rows]),
+            "metadata": [row.metadata for row in rows],
             "attempt": [message.attempt for message in messages],
             "redelivered": [message.redelivered for message in messages],
-            "received_at": instants([message.received_at for message in messages]),
+            "received_at": [message.received_at for message in messages],
             "position": [message.position for message in messages],
-            "chunk": self._chunks,
+            "chunk": chunks,
             "size": [message.size for message in messages],
             **self._custody(messages),
+        }
+        for name, values in columns.items():
+            self._values.setdefault(name, []).extend(values)
+
+    def _table(self) -> pa.Table:
+        values = self._values
+        columns: dict[str, Any] = {
+            **values,
+            **self._data(values["data"]),
+            "metadata": maps(values["metadata"]),
+            "received_at": instants(values["received_at"]),
         }
         arrays = [
             array_of(column, field.type) if type(column) is list else column

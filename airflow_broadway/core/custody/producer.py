@@ -200,10 +200,13 @@ class Producer(Options):
 
     def _resolve(self) -> None:
         for name in ("on_success", "on_failure"):
-            self.check_action(name, getattr(self, name), f"{type(self).__name__}.{name}")
+            value = getattr(self, name)
+            checked = self.check_action(name, value, f"{type(self).__name__}.{name}")
+            if checked != value:
+                object.__setattr__(self, name, checked)
 
     def check_action(self, name: str, value: object, path: str) -> str:
-        """Return ``value`` if it is one of this producer's actions.
+        """Return ``value``, as this producer calls the action, if it is one of its actions.
 
         :raises OptionsError: Naming the valid ones.
         """

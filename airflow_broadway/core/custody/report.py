@@ -63,10 +63,10 @@ class ComingAgain(NamedTuple):
 
         :param whole: Whether these are all that the lease had; if not, the others come again.
         """
-        final = frozenset(key for key, action in done.items() if action not in COMES_AGAIN)
-        if not whole or 2 * len(final) < len(done):
-            return cls(final, all_but=True)
-        return cls(frozenset(done.keys() - final))
+        again = frozenset([key for key, action in done.items() if action in COMES_AGAIN])
+        if whole and 2 * len(again) <= len(done):
+            return cls(again)
+        return cls(frozenset(done.keys() - again), all_but=True)
 
     def has(self, message_id: str) -> bool:
         """Whether a message comes again."""

@@ -1,4 +1,6 @@
-"""What all brokers check: whose a lease is, and whether a server is spoken to in the clear."""
+"""What brokers check: whose a lease is, what a connection is of, whether a server is spoken to in
+the clear.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ import ipaddress
 import logging
 from urllib.parse import urlsplit
 
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
-from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.masking import redacted
 
-__all__ = ["check_lease", "is_loopback", "warn_of_plain_http"]
+__all__ = ["check_lease", "connection_of", "is_loopback", "warn_of_plain_http"]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,34 @@ def check_lease(lease: Lease, kind: str, queue: str) -> Lease:
             " both halves of the run the same options"
         )
     return lease
+
+
+def connection_of(
+    env: ProducerEnv, conn_id: str | None, *, default: str, types: tuple[str, ...], service: str
+) -> Connection | None:
+    """The connection of a broker whose client can look for credentials by itself; then ``None``.
+
+    :param conn_id: As the producer has it; ``None``: it looks by itself.
+    :param default: The id whose connection may be missing.
+    :param types: What such a connection is of; the first is the one to name.
+    :param service: The broker's name, for people.
+    :raises ConnectionMissing: If another one is missing, or it is of another type.
+    """
+    if conn_id is None:
+        return None
+    try:
+        found = env.connections.get(conn_id)
+    except ConnectionMissing:
+        if conn_id != default:
+            raise
+        log.info("There is no connection %r: the client looks for credentials itself.", conn_id)
+        return None
+    if found.conn_type not in (*types, "generic", ""):
+        raise ConnectionMissing(
+            f"the connection {conn_id!r} is of type {found.conn_type!r}; {service} needs one of"
+            f" type {types[0]!r}"
+        )
+    return found
 
 
 def is_loopback(host: str) -> bool:

@@ -153,7 +153,7 @@ class GenerationLog:
 
     def _append(self, kind: str, actions: Mapping[str, Action]) -> None:
         if actions:
-            self.append(kind, {key: action.value for key, action in actions.items()})
+            self.append(kind, dict(actions))  # an action is its text
 
     def _actions(self, kind: str, names: Iterable[str] | None) -> dict[str, Action]:
         listed = self.names() if names is None else names

@@ -7,7 +7,9 @@ own clock.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from airflow_broadway.core.errors import ProducerUnavailable
@@ -34,12 +36,9 @@ __all__ = [
     "tried_again",
 ]
 
-#: Bytes that a request has beside its ids: the subscription's name, and two lengths.
-_BESIDE: Final = 1024
-#: What stands for a deadline among those that are acknowledged.
-_ACKED: Final = -1
-#: Bytes that an id takes beside itself, at most.
-_EACH: Final = 4
+#: Bytes of ids in a request: it has the subscription's name and two lengths beside them, and four
+#: bytes with each, at most.
+_MOST_BYTES: Final = MAX_REQUEST - 1024 - 4 * MAX_IDS
 #: Seconds before a request is sent again that Pub/Sub did not answer; doubled for each more.
 _AGAIN_INTERVAL, _LONGEST_INTERVAL = 0.1, 5.0
 
@@ -61,23 +60,29 @@ def batch_requests(concurrency: int, clock: Clock) -> BatchRequests:
 
 def portions(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
     """Entries in requests: of one deadline each, at most 2,500 ids and 512 KiB."""
-    open_ones: dict[int, tuple[list[Keyed], list[int]]] = {}
+    asked: dict[int, list[Keyed]] = {}
+    acked: list[Keyed] = []
     for keyed in entries:
-        entry: str | Held = keyed[1]
-        ack_id, seconds = (entry, _ACKED) if isinstance(entry, str) else entry
-        size = (len(ack_id) if ack_id.isascii() else len(ack_id.encode())) + _EACH
-        found = open_ones.get(seconds)
-        request, room = found or ([], [MAX_REQUEST - _BESIDE])
-        if request and (len(request) == MAX_IDS or size > room[0]):
-            yield request
-            found, request, room = None, [], [MAX_REQUEST - _BESIDE]
-        if found is None:
-            open_ones[seconds] = request, room
-        request.append(keyed)
-        room[0] -= size
-    for request, _ in open_ones.values():
-        if request:
-            yield request
+        if isinstance(keyed[1], str):
+            acked.append(keyed)
+        else:
+            asked.setdefault(keyed[1].seconds, []).append(keyed)
+    yield from _cut(acked, [ack_id for _, ack_id in acked])
+    for together in asked.values():
+        yield from _cut(together, [held.ack_id for _, held in together])
+
+
+def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
+    """The entries of one kind in requests that are as large as may be."""
+    # Of each entry, the bytes of all before it: so no entry is looked at by itself.
+    before = [0, *accumulate(map(len, map(str.encode, ids)))]
+    start = 0
+    while start < len(entries):
+        most = min(start + MAX_IDS, len(entries))
+        end = bisect_right(before, before[start] + _MOST_BYTES, start, most + 1) - 1
+        end = max(end, start + 1)
+        yield entries[start:end]
+        start = end
 
 
 def acknowledging(client: Client, clock: Clock) -> Call:

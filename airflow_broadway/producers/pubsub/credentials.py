@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.producers.kit.checks import connection_of
 from airflow_broadway.producers.pubsub.options import DEFAULT_CONNECTION
 
 if TYPE_CHECKING:
@@ -149,21 +150,13 @@ def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any,
 
 
 def _connection(producer: PubSubOptions, env: ProducerEnv) -> Connection | None:
-    conn_id = producer.conn_id
-    if conn_id is None:
-        return None
-    try:
-        found = env.connections.get(conn_id)
-    except ConnectionMissing:
-        if conn_id != DEFAULT_CONNECTION:
-            raise
-        return None
-    if found.conn_type not in ("google_cloud_platform", "gcpubsub", "generic", ""):
-        raise ConnectionMissing(
-            f"the connection {conn_id!r} is of type {found.conn_type!r}; Pub/Sub needs one of type"
-            " 'google_cloud_platform'"
-        )
-    return found
+    return connection_of(
+        env,
+        producer.conn_id,
+        default=DEFAULT_CONNECTION,
+        types=("google_cloud_platform", "gcpubsub"),
+        service="Pub/Sub",
+    )
 
 
 def _fields(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,11 +201,7 @@ class PubSubOptions(Producer):
     )
 
     def _resolve(self) -> None:
-        for name in ("on_success", "on_failure"):
-            value = getattr(self, name)
-            checked = self.check_action(name, value, f"PubSubProducer.{name}")
-            if checked != value:
-                object.__setattr__(self, name, checked)
+        super()._resolve()
         self._default("lease", float(LONGEST_DEADLINE))
         wait = self.receive_timeout
         if (

@@ -42,8 +42,10 @@ class SubscriptionSettlement(ReceiptSettlement):
     def carry_out(self, work: Work, *, note: bool) -> dict[str, Action]:
         done = super().carry_out(work, note=note)
         # Nothing else tells whoever receives these that they were handed out before.
-        sure = done.keys() - self._taken_as_done
-        self._note_again({key: each for key, each in work.verdicts.items() if key not in sure})
+        doubtful = self._taken_as_done
+        self._note_again(
+            {key: each for key, each in work.verdicts.items() if key not in done or key in doubtful}
+        )
         return done
 
     def _note(self, action: Action, verdicts: Mapping[str, Verdict]) -> None:

@@ -6,7 +6,6 @@ be used from several threads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.producer import Connection, ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
-from airflow_broadway.producers.kit.checks import warn_of_plain_http
+from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
 from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
 from airflow_broadway.producers.sqs.errors import translated
@@ -33,8 +32,6 @@ __all__ = [
     "open_queue",
     "receipts_folder",
 ]
-
-log = logging.getLogger(__name__)
 
 #: Days for which SQS keeps a message at most.
 _KEPT_DAYS: Final = 14
@@ -182,7 +179,9 @@ def open_queue(producer: SqsOptions, env: ProducerEnv) -> Queue:
 
 def boto_client(producer: SqsOptions, env: ProducerEnv) -> SQSClient:
     """A client of boto3 with a pool for all of the producer's threads."""
-    connection = _connection(producer, env)
+    connection = connection_of(
+        env, producer.conn_id, default=DEFAULT_CONNECTION, types=("aws",), service="SQS"
+    )
     extra: Mapping[str, Any] = connection.extra if connection is not None else {}
     service = (extra.get("service_config") or {}).get("sqs") or {}
     region = (
@@ -241,26 +240,6 @@ def _client(
         config=config,
     )
     return client
-
-
-def _connection(producer: SqsOptions, env: ProducerEnv) -> Connection | None:
-    conn_id = producer.conn_id
-    if conn_id is None:
-        return None
-    try:
-        found = env.connections.get(conn_id)
-    except ConnectionMissing:
-        if conn_id != DEFAULT_CONNECTION:
-            raise
-        # As the Amazon provider does it.
-        log.info("There is no connection %r: boto3 looks for credentials itself.", conn_id)
-        return None
-    if found.conn_type not in ("aws", "generic", ""):
-        raise ConnectionMissing(
-            f"the connection {conn_id!r} is of type {found.conn_type!r}; SQS needs one of type"
-            " 'aws'"
-        )
-    return found
 
 
 def _plain_session(connection: Connection | None, extra: Mapping[str, Any]) -> Any:

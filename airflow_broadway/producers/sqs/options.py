@@ -211,11 +211,7 @@ class SqsOptions(Producer):
     )
 
     def _resolve(self) -> None:
-        for name in ("on_success", "on_failure"):
-            value = getattr(self, name)
-            checked = self.check_action(name, value, f"SqsProducer.{name}")
-            if checked != value:
-                object.__setattr__(self, name, checked)
+        super()._resolve()
         self._check_queue()
         self._default("lease", self.visibility_timeout or 900.0)
         if not _is_open(self):

@@ -58,6 +58,8 @@ class Isolation:
         :param fresh: Whether it holds nothing yet.
         """
         found = self._divided(keys, fresh=fresh, now=now)
+        if found.take is keys and not self._waiting:  # as nearly always
+            return Sorted(keys, [])
         wanted, crashed = set(found.take), set(found.crashed)
         take: list[str] = []
         later: list[str] = []
@@ -76,7 +78,7 @@ class Isolation:
     def _divided(self, keys: Sequence[str], *, fresh: bool, now: datetime) -> Sorted:
         most = self._producer.max_crashes
         deaths = self._folder.deaths.of(keys, now)
-        suspects = [key for key in keys if is_suspect(deaths.get(key, 0), most)]
+        suspects = [key for key, count in deaths.items() if is_suspect(count, most)]
         if not suspects:
             return Sorted(keys)
         suspects.sort(key=deaths.__getitem__, reverse=True)

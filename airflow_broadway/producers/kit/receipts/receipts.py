@@ -10,6 +10,7 @@ staging folder::
         renewed.json                  so many portions are held until then
         lost-*.json                   receipts that the broker refused, by id
         plan.json                     which messages settling gives back
+        again-*.json                  from when on what callbacks gave back may come, by id
 
 Losing these files loses no message: all come back when their time is over.  Without a staging
 folder the receipts are in this process's memory alone.
@@ -27,7 +28,7 @@ from itertools import chain
 from typing import Any, Final
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
-from airflow_broadway.core.custody.verdicts import Action
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.generation_log import GenerationLog, forget_ended
@@ -74,6 +75,8 @@ class Receipts:
         self._refused: set[tuple[str, str]] = set()
         #: Groups of which something comes again → from when on it may.
         self.blocked: dict[str, float] = {}
+        #: Of these, messages that callbacks gave back → from when on each may come.
+        self.again: dict[str, float] = {}
         #: Whether settling is noted to have begun; and whether it was before this settlement.
         self.begun = self.resumed = False
         #: What was asked of the broker first whose answer never came.
@@ -176,10 +179,20 @@ class Receipts:
     # -- settling ------------------------------------------------------------------------------
 
     def note_now(self, actions: Mapping[str, Action]) -> None:
-        """Note what callbacks settled at once."""
+        """Note what callbacks settled at once, and before that how long it holds others back."""
         with self._lock:
             self.now.update(actions)
+        again = {key: self.again[key] for key in actions if key in self.again}
+        if again:
+            self._log.append("again", again)
         self._log.note_now(actions)
+
+    def settled_now(self, now: float) -> dict[str, Verdict]:
+        """What callbacks settled at once, with what is left of the delays."""
+        return {
+            key: Verdict(action, max(0.0, self.again.get(key, now) - now))
+            for key, action in self.now.items()
+        }
 
     def begin(self) -> None:
         """Note that settling begins, and read what was written until then.
@@ -263,6 +276,8 @@ class Receipts:
                 self._read_portion(name, renewed)
             elif name.startswith("lost-"):
                 self._refused.update(self._log.read(name).items())
+            elif name.startswith("again-"):
+                self.again.update(self._log.read(name))
 
     def refresh(self) -> None:
         """Learn until when others have renewed it since."""

@@ -198,20 +198,22 @@ class ReceiptSettlement(ABC):
         :raises ProducerUnavailable: If the broker cannot be reached: calling again goes on.
         """
         receipts, self._entries = self._receipts, work.entries
-        done = self.done
         verdicts = self._held_back(work.verdicts, all_of_it=note)
         if note:
             self._as_planned(verdicts)
+        in_waves = note and len(verdicts) > self._wave
+        for key in receipts.done.keys() & verdicts.keys():  # by a settlement that was killed
+            self.done[key] = receipts.done[key]
+            del verdicts[key]
         keys = list(verdicts)
         for start in range(0, len(keys), self._wave):
             if note and start and receipts.ended():
                 break  # another has settled it meanwhile: what it reports stands
             wave = keys[start : start + self._wave]
-            done.update({key: receipts.done[key] for key in wave if key in receipts.done})
-            fresh = self._carry_out({key: verdicts[key] for key in wave if key not in done})
-            if note and len(keys) > self._wave:
+            fresh = self._carry_out({key: verdicts[key] for key in wave})
+            if in_waves:
                 receipts.note_done(fresh)
-        return done
+        return self.done
 
     def _as_planned(self, verdicts: dict[str, Verdict]) -> None:
         """Give back what a settlement that was killed gave back, or was about to.
@@ -226,20 +228,22 @@ class ReceiptSettlement(ABC):
                 if each.action not in COMES_AGAIN and stands.has(key):
                     verdicts[key] = RELEASE
 
-    def _carry_out(self, verdicts: Mapping[str, Verdict]) -> dict[str, Action]:
+    def _carry_out(self, verdicts: dict[str, Verdict]) -> dict[str, Action]:
         """Do a wave: send letters, then remove, in order, then give back; returns what was done."""
         fresh: dict[str, Action] = {}
-        letters = _of(verdicts, Action.DEAD_LETTER)
-        unsent = self._asked(letters, self._send_letters)
-        self._count_refused(unsent, letters, fresh)
-        removed = {
-            key: each
-            for key, each in verdicts.items()
-            if each.action in REMOVES and key not in unsent
-        }
+        by_action = _by_action(verdicts)
+        removed, letters = by_action[Action.ACK], by_action[Action.DEAD_LETTER]
+        if letters:
+            unsent = self._asked(letters, self._send_letters)
+            self._count_refused(unsent, letters, fresh)
+            removed = {
+                key: each
+                for key, each in verdicts.items()
+                if each.action in REMOVES and key not in unsent
+            }
         steps: list[tuple[dict[str, Verdict], _Ask]] = [
             (removed, self._remove),
-            *((_of(verdicts, each), partial(self._give_back, each)) for each in _GIVES_BACK),
+            *((by_action[each], partial(self._give_back, each)) for each in _GIVES_BACK),
         ]
         for some, ask in steps:
             refused = self._asked(some, ask)
@@ -272,12 +276,13 @@ class ReceiptSettlement(ABC):
         return {} if action is Action.LEAVE else self._hide(verdicts)
 
     def _remove(self, keys: Iterable[str]) -> dict[str, Refusal]:
+        handles, removed = self._receipts.handles, self._removed
         return self._requests.send(
-            self._while_held(self._remove_call()),
-            ((key, self._removed(self._receipt(key))) for key in keys),
+            self._while_held(self._remove_call()), [(key, removed(handles[key])) for key in keys]
         )
 
     def _hide(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
+        handles = self._receipts.handles
         longest, cut = self._longest_delay(), 0
 
         def entries() -> Iterator[Keyed]:
@@ -286,7 +291,7 @@ class ReceiptSettlement(ABC):
                 delay = math.ceil(verdict.delay)
                 if delay > longest:
                     delay, cut = longest, cut + 1
-                yield key, self._hidden(self._receipt(key), delay)
+                yield key, self._hidden(handles[key], delay)
 
         refused = self._requests.send(self._while_held(self._hide_call()), entries())
         if cut:
@@ -333,9 +338,6 @@ class ReceiptSettlement(ABC):
             refused[key] = Refusal(code, refusal.text)
         # Where an original cannot be removed its dead letter stands, and it comes again, marked.
         return refused
-
-    def _receipt(self, key: str) -> str:
-        return self._receipts.handles.get(key) or self._entries[key].receipt
 
     # -- refusals ------------------------------------------------------------------------------
 
@@ -401,7 +403,8 @@ class ReceiptSettlement(ABC):
         held = 0
         walked = verdicts
         if all_of_it:
-            at_once = {key: Verdict(action) for key, action in receipts.now.items()}
+            receipts.blocked.clear()  # what is before such a message in its group is not behind it
+            at_once = receipts.settled_now(now)
             walked = {
                 key: each
                 for key in receipts.handles
@@ -423,6 +426,8 @@ class ReceiptSettlement(ABC):
             elif verdict.action in COMES_AGAIN:
                 left = verdict.action is Action.LEAVE
                 until = self._held_until() if left else now + verdict.delay
+                if not all_of_it:
+                    receipts.again[key] = until
                 receipts.blocked[group] = max(until, receipts.blocked.get(group, 0.0))
         if held:
             log.info(
@@ -433,5 +438,13 @@ class ReceiptSettlement(ABC):
         return made
 
 
-def _of(verdicts: Mapping[str, Verdict], action: Action) -> dict[str, Verdict]:
-    return {key: each for key, each in verdicts.items() if each.action is action}
+def _by_action(verdicts: dict[str, Verdict]) -> dict[Action, dict[str, Verdict]]:
+    """The verdicts of each action, in their order."""
+    found: dict[Action, dict[str, Verdict]] = {action: {} for action in Action}
+    each_one = [*verdicts.values()]
+    if each_one and each_one.count(each_one[0]) == len(each_one):  # most often all have succeeded
+        found[each_one[0].action] = verdicts
+        return found
+    for key, each in verdicts.items():
+        found[each.action][key] = each
+    return found

@@ -20,7 +20,9 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
+from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.pubsub.client import open_client
 from airflow_broadway.producers.pubsub.errors import Denied, Expired, translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
@@ -62,6 +64,23 @@ def test_a_subscription_that_is_not_there_is_named_in_full(name: str) -> None:
         full = name if "/" in name else f"projects/{PROJECT}/subscriptions/{name}"
         with pytest.raises(ProducerError, match=f"there is no subscription '{full}'"):
             at.begin(subscription=name, project_id=PROJECT)
+
+
+def test_a_subscription_that_is_deleted_while_a_run_is_at_work_ends_it_with_one_sentence(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        found = run.take()
+        at.server.subscriber.delete_subscription(subscription=at.name)
+        at.clock.advance(10.0)  # it was found empty
+        with pytest.raises(ProducerError, match=f"there is no subscription '{at.name}'") as caught:
+            run.source.receive(10, timeout=5.0)
+        assert "\n" not in str(caught.value)
+        report = run.settle(found)
+        assert report.failed == 1
+        assert f"there is no subscription '{at.name}'" in report.errors[0]
 
 
 def test_a_deleted_topic_is_warned_of_and_what_is_left_is_drained(
@@ -193,6 +212,35 @@ def test_what_google_says_while_pulling_is_one_sentence(
         with pytest.raises(expected, match=words) as caught:
             run.source.receive(10, timeout=120.0)
         assert "\n" not in str(caught.value)
+
+
+def test_who_may_not_look_at_the_subscription_needs_the_option_for_dead_letters(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        denied = Refused("PERMISSION_DENIED", "User not authorized to perform this action.")
+        at.broker.answer = lambda asked, _: denied if asked == "GetSubscription" else None
+        run = at.begin(on_failure="dead_letter")
+        verdict = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+        report = run.settle(run.take(), {"a": verdict})
+        assert report == SettleReport(failed=1, errors=report.errors)
+        assert "pubsub.subscriptions.get" in report.errors[0]
+        assert at.left() == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "warned"),
+    [("http://pubsub.internal:8085", True), ("http://127.0.0.1:8085", False)],
+)
+def test_an_endpoint_that_is_not_encrypted_is_told(
+    endpoint: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks.warn_of_plain_http.cache_clear()
+    producer = PubSubProducer(subscription="orders", project_id=PROJECT, endpoint=endpoint)
+    for _ in range(2):
+        open_client(producer, ProducerEnv()).close()
+    assert sum("go unencrypted to" in each for each in caplog.messages) == warned
 
 
 # ---------------------------------------------------------------------------------- credentials

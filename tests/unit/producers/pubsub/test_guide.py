@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.producers.kit.receipts.custodian import RENEW_AT
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.pubsub.errors import PERMISSIONS
+from airflow_broadway.producers.pubsub.limits import KEPT_DAYS
 from tests.unit.producers.pubsub.kit import place
 
 GUIDE = (Path(__file__).parents[4] / "docs" / "pubsub.md").read_text("utf-8")
@@ -71,3 +73,5 @@ def test_the_guides_numbers_are_the_codes() -> None:
     assert producer.receive_concurrency == 4
     assert f"| `receive_timeout` | for ever | {wait:g} s" in GUIDE
     assert f"**The lease** is {producer.lease:g} s" in GUIDE
+    assert f"when {RENEW_AT:.0%} of it is left".replace("%", " %") in GUIDE
+    assert f"kept for {KEPT_DAYS}\ndays" in GUIDE

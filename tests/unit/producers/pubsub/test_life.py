@@ -1,6 +1,8 @@
 """Receiving, holding and settling at Pub/Sub, on a clock that is moved by hand."""
 
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, 
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.generation_log import GenerationLog
+from airflow_broadway.producers.pubsub.inspect import seek
 from tests.pubsub_stub.errors import Refused
 from tests.unit.producers.pubsub.kit import place, settlement
 
@@ -56,6 +59,27 @@ def test_a_subscription_whose_own_deadline_is_the_lease_costs_no_request_to_hold
         assert at.broker.requests["ModifyAckDeadline"] == 0
         at.clock.advance(599.0)
         assert at.waiting() == []
+
+
+def test_a_deadline_that_is_lowered_while_a_run_is_at_work_costs_a_delivery_and_no_message(
+    tmp_path: Path,
+) -> None:
+    """It is read when a run begins: the guide says to lower it between runs only."""
+    with place(tmp_path, ack_deadline_seconds=600) as at:
+        run = at.begin()
+        at.broker.subscriptions[at.name].settings.ack_deadline_seconds = 10
+        at.put("a")
+        found = run.take()
+
+        at.clock.advance(11.0)
+
+        assert at.left() == 1
+        next_run = at.begin()
+        again = next_run.take()
+        assert redelivery(again) == {"a": (1, False)}
+        assert run.settle(found).failed == 0
+        assert next_run.settle(again) == SettleReport(acked=1)
+        assert at.left() == 0
 
 
 def test_a_lease_is_renewed_in_bulk_from_another_process(tmp_path: Path) -> None:
@@ -329,6 +353,40 @@ def test_a_retry_comes_again_after_its_delay(tmp_path: Path) -> None:
             assert at.waiting() == found
 
 
+def test_a_retry_that_is_settled_at_once_keeps_its_delay(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        a, b = run.take()
+        now = run.custodian.settle_now(run.source.lease, [entry_of(a, later(60.0))])
+        assert now == SettleReport(requeued=1)
+        run.source.stop()
+        run.source.close()
+        given = replace(settlement([b]), settled_now=now)
+        assert run.other().settle(run.source.lease, given) == SettleReport(acked=1)
+        at.clock.advance(59.0)
+        assert at.waiting() == []
+        at.clock.advance(1.0)
+        assert at.waiting() == ["a"]
+
+
+def test_dead_letters_go_to_the_topic_of_the_policy_where_the_producer_names_none(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        dead = at.server.topic()
+        grave = at.server.subscription(dead)
+        policy = {"dead_letter_topic": dead, "max_delivery_attempts": 10}
+        name = at.server.subscription(at.topic, dead_letter_policy=policy)
+        at.put("a")
+        run = at.begin(subscription=name, on_failure="dead_letter")
+        found = run.take()
+        verdict = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+        assert run.settle(found, {"a": verdict}) == SettleReport(dead_lettered=1)
+        [letter] = at.server.drain(grave)
+        assert (letter.data, letter.attributes["broadway_reason"]) == (b"a", "bad")
+
+
 def test_a_delay_that_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
     with place(tmp_path) as at:
         at.put("a")
@@ -402,6 +460,33 @@ def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
         run.source.receive(3, timeout=0)  # never secured
         run.source.stop()
         assert sorted(at.waiting()) == list("abcdef")[:6]
+
+
+def test_without_its_files_a_run_settles_nothing_and_all_of_it_comes_again(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        run.source.stop()
+        run.source.close()
+        shutil.rmtree(tmp_path / "pubsub")
+        assert run.settle(found, by=run.other()).lapsed == 2
+        assert at.left() == 2
+        at.clock.advance(600.0)
+        assert sorted(at.waiting()) == ["a", "b"]
+
+
+def test_what_a_seek_delivers_again_begins_with_the_failures_on_record(tmp_path: Path) -> None:
+    with place(tmp_path, retain_acked_messages=True) as at:
+        before = at.clock.now()
+        at.put("a")
+        first = at.begin()
+        first.settle(first.take(), {"a": RETRY})
+        second = at.begin()
+        second.settle(second.take())
+        assert at.left() == 0
+        seek(second.producer, second.env, time=before)
+        assert redelivery(at.begin().take()) == {"a": (2, True)}
 
 
 # ---------------------------------------------------------------------------------- exactly once

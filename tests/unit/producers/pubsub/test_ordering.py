@@ -47,14 +47,20 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_key(
         assert at.waiting() == ["a2", "a3"]
 
 
-def test_what_was_given_back_at_once_holds_back_the_later_ones_too(tmp_path: Path) -> None:
-    """Whoever settles the rest is another process than the one in which it failed."""
+@pytest.mark.parametrize("delay", [0.0, 300.0])
+def test_what_was_given_back_at_once_holds_back_the_later_ones_too(
+    delay: float, tmp_path: Path
+) -> None:
+    """Whoever settles the rest is another process than the one in which it failed; the later ones
+    wait for as long as that one.
+    """
     with place(tmp_path, enable_message_ordering=True) as at:
         put(at)
         run = at.begin(message_ordering=True)
         found = run.take()
         [a2] = [each for each in found if each.data == b"a2"]
-        now = run.custodian.settle_now(run.source.lease, [entry_of(a2, RETRY)])
+        verdict = RETRY._replace(delay=delay)
+        now = run.custodian.settle_now(run.source.lease, [entry_of(a2, verdict)])
         run.source.stop()
         run.source.close()
         given = settlement([each for each in found if each is not a2])
@@ -63,6 +69,10 @@ def test_what_was_given_back_at_once_holds_back_the_later_ones_too(tmp_path: Pat
         report = other.settle(run.source.lease, replace(given, settled_now=now))
 
         assert (report.acked, report.released, report.requeued) == (4, 1, 0)
+        if delay:
+            at.clock.advance(delay - 1.0)
+            assert at.waiting() == []
+            at.clock.advance(1.0)
         assert at.waiting() == ["a2", "a3"]
         other.close()
 
