@@ -43,7 +43,9 @@ def links(run: Run, task_id: str) -> dict[str, str]:
     """The links of a task, by Airflow's API, which its UI asks."""
     run_id = urllib.parse.quote(run.run_id, safe="")
     path = f"/dags/{run.dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/links"
-    found = run.site.airflow.api("GET", path)["extra_links"]
+    # A process task is mapped, whatever the number of its producers.
+    index = {"map_index": 0} if task_id == "broadway.process" else {}
+    found = run.site.airflow.api("GET", path, **index)["extra_links"]
     return {name: url for name, url in found.items() if url}
 
 
@@ -79,12 +81,9 @@ def test_each_link_of_each_task_leads_to_the_right_page(
     found = {task_id: links(run, task_id) for task_id in TASKS}
     assert {task_id: set(given) for task_id, given in found.items()} == TASKS
     run_id = urllib.parse.quote(run.run_id, safe="")
-    as_admin.open(f"/dags/links/runs/{run_id}/tasks/broadway.ack")
+    as_admin.open(f"/dags/links/runs/{run_id}/tasks/broadway.ack/details")
     for name, url in found["broadway.ack"].items():
-        shown = {each.get_attribute("href") for each in as_admin.all("a") if each.text == name}
-        as_admin.link(name)
-        shown |= {each.get_attribute("href") for each in as_admin.all("a") if each.text == name}
-        assert url in shown, name
+        assert as_admin.link(name).get_attribute("href") == url
 
     # And each leads where it says
     for given in found.values():
@@ -96,8 +95,7 @@ def test_each_link_of_each_task_leads_to_the_right_page(
             200,
             "text/plain; charset=utf-8",
         )
-        assert run.run_id in report.text
-        assert "received" in report.text
+        assert report.text.startswith("# Linked\n")
     with history_server(
         site.folder / "events", site.spark_history, site.folder / "logs" / "history.log"
     ):

@@ -160,6 +160,7 @@ def test_a_dry_run_looks_and_takes_nothing_and_the_next_run_knows_nothing_of_it(
     }
     assert (ran.totals, ran.report["look"]["messages"]) == ({}, 15)
     assert ran.report["look"]["bounds"]["max_messages"] == 4
+    assert ran.xcom("ack")["received"] == 0
     assert Puppets.calls == []
     assert world.depth == (15, 0, 0, 0)
     # And a run that nobody filled a form in for works as ever

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
@@ -51,7 +52,7 @@ async def show(
     found = await READING(_found, user, number, q)
     if ask:
         found = await _asked(found)
-    return page(request, "pipelines.html", **_facts(found, q, asked=ask))
+    return await run_in_threadpool(page, request, "pipelines.html", **_facts(found, q, asked=ask))
 
 
 @router.get("/pipelines")
@@ -60,7 +61,7 @@ async def listed(
 ) -> HTMLResponse:
     """The list of the page, with what its brokers say now."""
     found = await _asked(await READING(_found, user, number, q))
-    return page(request, "_pipelines.html", **_facts(found, q, asked=True))
+    return await run_in_threadpool(page, request, "_pipelines.html", **_facts(found, q, asked=True))
 
 
 def _found(user: Any, number: int, q: str) -> Page:
