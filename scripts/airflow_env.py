@@ -10,6 +10,8 @@ variables win over it.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import secrets
@@ -95,6 +97,8 @@ def airflow_variables(
         "api.base_url": f"http://127.0.0.1:{port}",
         "api.secret_key": secret,
         "api_auth.jwt_secret": secret,
+        # Else the components of a new home each make one, and one cannot read another's triggers.
+        "core.fernet_key": _fernet_key(secret),
         **(settings or {}),
     }
     variables = {
@@ -162,6 +166,11 @@ def _shared_secret(home: Path) -> str:
             pass
         aside.unlink()
     return path.read_text()
+
+
+def _fernet_key(secret: str) -> str:
+    """Return the key to what Airflow keeps encrypted in its database."""
+    return base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()).decode()
 
 
 def main() -> None:
