@@ -24,7 +24,9 @@ from airflow_broadway.core.text import many, without_outcome
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.runs.tasks import BatchTask
+    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwayBatcherOperator"]
 
@@ -102,6 +104,7 @@ class BroadwayBatcherOperator(BaseOperator):
         )
         counts = task.handle(plan)
         if counts is None:
+            self._tell_nothing(context, run, pipeline)
             return reference
         if counts["without_outcome"]:
             raise AirflowException(
@@ -111,6 +114,16 @@ class BroadwayBatcherOperator(BaseOperator):
             )
         tell_outlets(self, context, run, pipeline, [plan])
         return {**reference, "outcomes": counts}
+
+    def _tell_nothing(self, context: Context, run: StagedRun, pipeline: Pipeline) -> None:
+        """Spark handles the batches: this task has changed no asset."""
+        if self.outlets:
+            self.log.warning(
+                "Spark handles the batches of %r: this task's outlets have no event.  Give them to"
+                " the task that does: spark={'outlets': […]}, or the batcher's own outlets.",
+                self.batcher,
+            )
+        tell_outlets(self, context, run, pipeline, [])
 
     def on_kill(self) -> None:
         if self._task is not None:

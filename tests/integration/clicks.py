@@ -140,6 +140,15 @@ class Clicks:
 
     # -- evidence ------------------------------------------------------------------------------
 
+    def asset_events(self) -> list[dict[str, Any]]:
+        """What the run's tasks have told of their outlets, the latest first."""
+        found = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
+        return [
+            {"name": each["name"], **each["extra"]}
+            for each in found["asset_events"]
+            if (each["source_dag_id"], each["source_run_id"]) == (self.dag_id, self.run_id)
+        ]
+
     @property
     def calls(self) -> list[dict[str, Any]]:
         """The calls of ``handle_batch``."""
@@ -256,6 +265,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     clicks.airflow.set_state(clicks.dag_id, clicks.run_id, SPARK, "failed")
     eventually(lambda: not clicks.drivers(), timeout=150)
     clicks.held()
+    assert clicks.asset_events() == []
 
     # When the task is cleared before anything is settled
     clicks.take_down("wait")
@@ -265,6 +275,17 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     assert clicks.end() == "success"
     assert clicks.firsts() == [0, 10, 10]
     assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
+    # and the batcher's outlet has an event of both
+    [told] = clicks.asset_events()
+    assert told == {
+        "name": "clicked-table",
+        "pipeline": clicks.report()["pipeline"],
+        "batches": 2,
+        "successful": 20,
+        "failed": 0,
+        "batch_ids": [call["batch_id"] for call in clicks.calls[:2]],
+        "batch_ids_left_out": 0,
+    }
 
     # When it is cleared again, after settlement
     clicks.clear(SPARK)
@@ -272,6 +293,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     # Then no code of the user's runs, and the log says how it was settled and how to run it again
     assert clicks.end() == "success"
     assert len(clicks.calls) == 3
+    assert clicks.asset_events() == [told, told]
     log = clicks.log(SPARK, 3)
     assert f"airflow-broadway replay --dag-id {clicks.dag_id} --run-id {clicks.run_id}" in log
     assert "acked 20" in log

@@ -1,12 +1,20 @@
-"""From the event of a backlog to the acked message, in a real scheduler with a triggerer."""
+"""From the event of a backlog to the acked message, in a real scheduler with triggerers."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from airflow_broadway.producers.sqlite import SqliteQueue
@@ -15,7 +23,7 @@ from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.airflow, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PIPELINE = """\
 from airflow_broadway import Batcher, Broadway, backlog
@@ -23,7 +31,7 @@ from airflow_broadway.producers import SqliteProducer
 
 
 class Sums(Broadway):
-    producer = SqliteProducer(queue="sums", conn_id="sums_queue", lease=60.0)
+    producer = SqliteProducer(queue="sums", conn_id="the_queue", lease=60.0)
     batchers = {"default": Batcher(engine="python", outlets=["sums-table"])}
 
     def handle_message(self, processor, message, context):
@@ -33,14 +41,66 @@ class Sums(Broadway):
         return messages
 """
 
+#: A producer of somebody's own: each look leaves a line with its process, and one at three messages
+#: takes as long as a test wants.
+WATCHED_PRODUCER = """\
+import os
+import threading
+import time
+from pathlib import Path
+
+from airflow_broadway.core.model.options import options
+from airflow_broadway.producers import SqliteProducer
+
+SIGNS = Path(os.environ["SIGNS"])
+
+
+@options
+class WatchedProducer(SqliteProducer):
+    def depth(self, env):
+        found = SqliteProducer.depth(self, env)
+        if threading.current_thread().name == "broadway-backlog":
+            with (SIGNS / "looks").open("a") as file:
+                file.write(f"{os.getpid()}\\n")
+            if found.ready >= 3 and (SIGNS / "hold").exists():
+                (SIGNS / "hold").rename(SIGNS / "held")
+                while (SIGNS / "held").exists():
+                    time.sleep(0.05)
+        return found
+"""
+
+WATCHED = """\
+import time
+from pathlib import Path
+
+from airflow_broadway import Batcher, Broadway
+from watched_producer import SIGNS, WatchedProducer
+
+
+class Watched(Broadway):
+    producer = WatchedProducer(queue="watched", conn_id="the_queue", lease=60.0)
+    batchers = {"default": Batcher(engine="python")}
+
+    def handle_message(self, processor, message, context):
+        return message
+
+    def handle_batch(self, batcher, messages, batch_info, context):
+        while (SIGNS / "busy").exists():
+            (SIGNS / "at work").touch()
+            time.sleep(0.1)
+        return messages
+"""
+
 DAGS = """\
 from airflow.sdk import DAG, Asset, task
 
 from airflow_broadway import backlog
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
 from sums_pipeline import Sums
+from watched_pipeline import Watched
 
 Sums.dag("sums", schedule=backlog(min_messages=3, poke_interval=1.0))
+Watched.dag("watched", schedule=backlog(min_messages=3, poke_interval=1.0))
 
 with DAG("waits", schedule=None):
     BroadwayBacklogSensor(
@@ -48,46 +108,77 @@ with DAG("waits", schedule=None):
     )
 """
 
+#: Seconds without a heartbeat after which a triggerer is taken for dead.
+DEAD_AFTER = 8
+
 
 @pytest.fixture(scope="module")
-def queue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SqliteQueue]:
-    with SqliteQueue(tmp_path_factory.mktemp("queue") / "queue.db", "sums") as queue:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("events")
+    for name in ("dags", "installed", "signs"):
+        (made / name).mkdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def queue(folder: Path) -> Iterator[SqliteQueue]:
+    with SqliteQueue(folder / "queue.db", "sums") as queue:
         yield queue
 
 
 @pytest.fixture(scope="module")
-def airflow(tmp_path_factory: pytest.TempPathFactory, queue: SqliteQueue) -> Iterator[LocalAirflow]:
-    folder = tmp_path_factory.mktemp("events")
-    (folder / "dags").mkdir()
+def airflow(folder: Path, queue: SqliteQueue) -> Iterator[LocalAirflow]:
     (folder / "dags" / "sums_pipeline.py").write_text(PIPELINE)
+    (folder / "dags" / "watched_pipeline.py").write_text(WATCHED)
     (folder / "dags" / "events.py").write_text(DAGS)
-    env = airflow_env(home=made_home(folder / "home"), dags=folder / "dags", port=free_port())
-    env["AIRFLOW_CONN_SUMS_QUEUE"] = json.dumps(
-        {"conn_type": "broadway_sqlite", "host": str(queue.path)}
+    (folder / "installed" / "watched_producer.py").write_text(WATCHED_PRODUCER)
+    env = airflow_env(
+        home=made_home(folder / "home"),
+        dags=folder / "dags",
+        port=free_port(),
+        settings={
+            "triggerer.job_heartbeat_sec": "1",
+            "triggerer.triggerer_health_check_threshold": str(DEAD_AFTER),
+        },
     )
+    connection = {"conn_type": "broadway_sqlite", "host": str(queue.path)}
+    env["AIRFLOW_CONN_THE_QUEUE"] = json.dumps(connection)
+    env["SIGNS"] = str(folder / "signs")
     # What lies beside the Dag files is not on the path of Airflow's processes, as in production.
-    env["PYTHONPATH"] = env["PYTHONPATH"].split(":")[0]
+    env["PYTHONPATH"] = f"{env['PYTHONPATH'].split(':')[0]}:{folder / 'installed'}"
     with LocalAirflow(env, folder / "logs") as airflow:
         airflow.wait_for_dag("sums")
         yield airflow
 
 
-def runs(airflow: LocalAirflow) -> list[dict[str, Any]]:
-    found: dict[str, Any] = airflow.api("GET", "/dags/sums/dagRuns", order_by="run_after")
+def runs(airflow: LocalAirflow, dag_id: str = "sums") -> list[dict[str, Any]]:
+    found: dict[str, Any] = airflow.api("GET", f"/dags/{dag_id}/dagRuns", order_by="run_after")
     return list(found["dag_runs"])
 
 
 def events(airflow: LocalAirflow, asset: str) -> list[dict[str, Any]]:
-    found: dict[str, Any] = airflow.api("GET", "/assets/events", limit=100)
+    found: dict[str, Any] = airflow.api("GET", "/assets/events", limit=100, order_by="timestamp")
     return [each for each in found["asset_events"] if each["name"] == asset]
 
 
-def finished(airflow: LocalAirflow, number: int) -> dict[str, Any]:
+def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[str, Any]:
     """The ``number``-th run of the Dag, once it has ended."""
-    eventually(lambda: len(runs(airflow)) >= number, timeout=120.0)
-    run = runs(airflow)[number - 1]
-    assert airflow.wait_for_run("sums", run["dag_run_id"]) == "success"
+    eventually(lambda: len(runs(airflow, dag_id)) >= number, timeout=120.0)
+    run = runs(airflow, dag_id)[number - 1]
+    assert airflow.wait_for_run(dag_id, run["dag_run_id"]) == "success"
     return run
+
+
+def process_state(airflow: LocalAirflow, run: dict[str, Any]) -> str:
+    """What has become of a run's process task."""
+    tasks = airflow.task_instances(run["dag_id"], run["dag_run_id"])
+    [state] = [each["state"] for each in tasks if each["task_id"] == "broadway.process"]
+    return str(state)
+
+
+def log_of(airflow: LocalAirflow, run: dict[str, Any]) -> str:
+    folder = airflow.home / "logs" / f"dag_id={run['dag_id']}" / f"run_id={run['dag_run_id']}"
+    return "".join(path.read_text() for path in folder.rglob("*.log"))
 
 
 def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(
@@ -120,12 +211,8 @@ def test_events_start_runs_that_ack_and_nothing_is_lost_or_done_twice(
     # Then its run ends at once, takes nothing, and says why
     second = finished(airflow, 2)
     assert queue.depth().ready == 1
-    states = {
-        each["task_id"]: each["state"]
-        for each in airflow.task_instances("sums", second["dag_run_id"])
-    }
-    assert states["broadway.process"] == "skipped"
-    assert f"The run {run['dag_run_id']} began at" in log_of(airflow, second["dag_run_id"])
+    assert process_state(airflow, second) == "skipped"
+    assert f"The run {run['dag_run_id']} began at" in log_of(airflow, second)
 
     # When more come while the Dag is paused, and for longer than its watcher lives then
     airflow.pause("sums")
@@ -152,6 +239,211 @@ def test_a_deferred_sensor_waits_in_the_triggerer(
     assert queue.depth().ready == 2
 
 
-def log_of(airflow: LocalAirflow, run_id: str) -> str:
-    folder = next((airflow.home / "logs" / "dag_id=sums").glob(f"run_id={run_id}"))
-    return "".join(path.read_text() for path in folder.rglob("*.log"))
+# -- what is looked at, and who looks --------------------------------------------------------------
+
+
+class World:
+    """The Dag ``watched``: its queue, its runs and events, who looks at its queue."""
+
+    def __init__(self, airflow: LocalAirflow, folder: Path, queue: SqliteQueue) -> None:
+        self.airflow = airflow
+        self.signs = folder / "signs"
+        self.database = folder / "home" / "airflow.db"
+        self.queue = queue
+        # What earlier tests left
+        self._runs, self._events = len(self.runs), len(self.events)
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        return runs(self.airflow, "watched")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return events(self.airflow, "watched.Watched.backlog")
+
+    @property
+    def new(self) -> tuple[int, int]:
+        """How many runs and events there are since the test began."""
+        return len(self.runs) - self._runs, len(self.events) - self._events
+
+    def send(self, number: int) -> None:
+        self.queue.send(str(n).encode() for n in range(number))
+
+    def told(self, number: int, *, timeout: float = 120.0) -> dict[str, Any]:
+        """The payload of the ``number``-th event of the test, once it is there."""
+        eventually(lambda: self.new[1] >= number, timeout=timeout)
+        payload: dict[str, Any] = self.events[self._events + number - 1]["extra"]["payload"]
+        return payload
+
+    def finished(self, number: int) -> dict[str, Any]:
+        """The ``number``-th run of the test, once it has ended."""
+        return finished(self.airflow, self._runs + number, "watched")
+
+    def looks(self) -> list[int]:
+        """The processes that have looked, one for each look."""
+        path = self.signs / "looks"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def look_again(self, number: int) -> None:
+        """Wait for so many whole looks."""
+        enough = len(self.looks()) + number + 1
+        eventually(lambda: len(self.looks()) >= enough, timeout=120.0)
+
+    @property
+    def triggerer(self) -> psutil.Process:
+        """The one whose trigger has looked last."""
+        found = psutil.Process(self.looks()[-1]).parent()
+        assert found is not None
+        return found
+
+    @contextmanager
+    def hangs(self, process: psutil.Process, *, whole: bool = False) -> Iterator[None]:
+        """It does nothing for a while, and holds no lock.
+
+        :param whole: Nor do its children.
+        """
+        every = [process, *(process.children(recursive=True) if whole else ())]
+        while not self._stopped(every):
+            continue
+        try:
+            yield
+        finally:
+            for each in every:
+                each.resume()
+
+    def _stopped(self, every: Sequence[psutil.Process]) -> bool:
+        for each in every:
+            each.suspend()
+        for database in (self.database, self.queue.path):
+            with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as opened:
+                try:
+                    opened.execute("BEGIN EXCLUSIVE")
+                except sqlite3.OperationalError:
+                    for each in every:
+                        each.resume()
+                    return False
+        return True
+
+    def component(self, name: str) -> psutil.Process:
+        return psutil.Process(self.airflow.processes[name].pid)
+
+
+@pytest.fixture
+def world(airflow: LocalAirflow, folder: Path) -> Iterator[World]:
+    airflow.wait_for_dag("watched")
+    with SqliteQueue(folder / "queue.db", "watched") as queue:
+        yield World(airflow, folder, queue)
+
+
+@pytest.fixture
+def second_triggerer(airflow: LocalAirflow, folder: Path) -> Iterator[None]:
+    """Another one, on the same database."""
+    with (folder / "logs" / "second.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "airflow", "triggerer", "--skip-serve-logs"],
+            env=airflow.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60.0)
+
+
+def test_at_its_cap_a_dag_gets_no_event_and_what_came_meanwhile_the_next_run(world: World) -> None:
+    # Given a run that is at work, and the only one that the Dag may have
+    (world.signs / "busy").touch()
+    world.send(3)
+    world.told(1)
+    eventually((world.signs / "at work").exists, timeout=120.0)
+
+    # When as much comes again
+    world.send(3)
+
+    # Then nothing is told while that goes on
+    world.look_again(4)
+    assert world.new == (1, 1)
+
+    # And once it has ended the next run takes it
+    (world.signs / "busy").unlink()
+    world.finished(1)
+    world.finished(2)
+    assert [world.told(number)["told"] for number in (1, 2)] == [1, 1]
+    assert world.new == (2, 2)
+    assert world.queue.depth()[:4] == (0, 0, 0, 0)
+
+
+def test_what_airflow_drops_while_a_dag_is_paused_is_told_again(world: World) -> None:
+    # Given a Dag that was paused a moment ago: its trigger is still there
+    with world.hangs(world.component("dag-processor")):
+        world.airflow.pause("watched")
+
+        # When a backlog is told
+        world.send(3)
+        first = world.told(1)
+
+        # Then no run follows, not even when the Dag goes on
+        world.look_again(2)
+        world.airflow.pause("watched", False)
+        world.look_again(2)
+        assert world.new == (0, 1)
+
+        # And it is told again
+        again = world.told(2)
+    assert (again["crossing"], again["told"]) == (first["crossing"], 2)
+    world.finished(1)
+    assert world.queue.depth()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("second_triggerer")
+def test_two_triggerers_tell_one_crossing_and_one_run_takes_it(world: World) -> None:
+    # Given a scheduler that is slow, and a crossing that was told
+    with ExitStack() as hung:
+        with world.hangs(world.component("scheduler")):
+            world.send(3)
+            world.told(1)
+            one = world.triggerer
+
+            # When its triggerer hangs, and the other takes over
+            hung.enter_context(world.hangs(one, whole=True))
+            world.told(2)
+            other = world.triggerer
+            assert other != one
+            assert world.new == (0, 2)
+
+        # Then one run serves both events
+        world.finished(1)
+        assert world.queue.depth()[:4] == (0, 0, 0, 0)
+    # also when both are there again
+    world.look_again(3)
+    assert world.new == (1, 2)
+
+    # Given a crossing that was told, and another triggerer whose look is slow
+    with ExitStack() as hung:
+        with world.hangs(world.component("scheduler")):
+            world.send(3)
+            world.told(3)
+            hung.enter_context(world.hangs(world.triggerer, whole=True))
+            (world.signs / "hold").touch()
+            eventually((world.signs / "held").exists, timeout=120.0)
+
+        # When that comes back after a run has taken all
+        first = world.finished(2)
+        assert world.queue.depth()[:4] == (0, 0, 0, 0)
+        world.send(1)
+        (world.signs / "held").unlink()
+
+        # Then the run of its event ends at once, takes nothing, and says why
+        second = world.finished(3)
+    assert process_state(world.airflow, first) == "success"
+    assert process_state(world.airflow, second) == "skipped"
+    assert f"3 messages (min_messages=3).  The run {first['dag_run_id']} began at" in log_of(
+        world.airflow, second
+    )
+    assert world.queue.depth()[:4] == (1, 0, 0, 0)
+    world.look_again(3)
+    assert world.new == (3, 4)

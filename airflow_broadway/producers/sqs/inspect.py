@@ -143,7 +143,8 @@ def depth(producer: SqsOptions, env: ProducerEnv) -> QueueDepth | None:
     try:
         try:
             attributes = queue.attributes("All")
-        except Denied:
+        except Denied as error:
+            log.info("The depth of %r is not known: %s", queue.name, error)
             return None
         try:
             letters = dead_letter_queue(producer, queue).attributes("All")

@@ -16,18 +16,23 @@ from airflow.models.trigger import Trigger
 from airflow.providers.common.compat.sdk import AirflowSkipException
 from airflow.sdk import DAG, Asset
 from airflow.sdk.exceptions import TaskDeferred
+from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
 from airflow.serialization.encoders import encode_trigger
 from airflow.triggers.base import BaseEventTrigger
 
 from airflow_broadway import Batcher, Broadway, Message, backlog
 from airflow_broadway.adapters import backlog as adapter
+from airflow_broadway.adapters.outlets import tell_outlets
+from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.protocol import QueueDepth
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.crossings import Runs
+from airflow_broadway.runs.outlets import Produced
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
 from airflow_broadway.triggers.backlog import (
     BroadwayBacklogReachedTrigger,
@@ -50,10 +55,20 @@ class Batched(Orders):
     }
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message.put_batcher("kept")
+        return message.put_batcher("thrown" if message.data == b"old" else "kept")
 
     def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
         return [m.failed("no") if m.data == b"bad" else m for m in messages]
+
+
+class OnSpark(Orders):
+    batchers = {"default": Batcher(schema="n long", batch_timeout=None)}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_data({"n": 1})
+
+    def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+        raise AssertionError("Spark's")
 
 
 class Sharded(Broadway):
@@ -96,6 +111,10 @@ def test_the_trigger_looks_takes_nothing_and_tells(
     [told] = asyncio.run(told_by(again(trigger), 1))
 
     assert (told["pipeline"], told["ready"]) == ("Orders", 3)
+    assert set(told) == {
+        *("pipeline", "reason", "at", "crossing", "told"),
+        *("ready", "delayed", "leased", "dead", "oldest_age"),
+    }
     assert queue.depth()[:4] == (3, 0, 0, 0)
 
 
@@ -121,24 +140,28 @@ def test_what_is_stored_of_a_trigger_has_no_credentials_and_is_the_same_each_tim
     assert str(tmp_path) not in json.dumps(stored)
 
 
+@pytest.mark.parametrize("kind", ["event", "sensor"])
 def test_a_connection_that_is_missing_ends_no_trigger(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("AIRFLOW_CONN_ORDERS_QUEUE", raising=False)
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
-        if len(waits) == 3:
+        if seconds == 8.0:
             raise asyncio.CancelledError
 
     monkeypatch.setattr("airflow_broadway.triggers.backlog.asyncio.sleep", sleep)
-    trigger = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3, poke_interval=1.0)
+    bounds: dict[str, Any] = {"min_messages": 3, "poke_interval": 1.0}
+    trigger: Any = BroadwayBacklogTrigger(Orders, dag_id="orders", **bounds)
+    if kind == "sensor":
+        trigger = BroadwayBacklogReachedTrigger(queues=trigger.queues, **bounds)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(told_by(trigger, 1))
 
-    assert waits == [2.0, 4.0, 8.0]
+    assert waits[-3:] == [2.0, 4.0, 8.0]
     assert "'orders_queue' is not defined" in caplog.text
 
 
@@ -231,6 +254,19 @@ def test_each_option_of_the_trigger_is_checked_while_a_dag_is_parsed(
         BroadwayBacklogTrigger(**{"pipeline": Orders, "dag_id": "orders", **given})
 
 
+def test_a_run_that_is_queued_counts_as_one_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def count(dag_id: str, states: list[str] | None = None) -> int:
+        asked.append((dag_id, states))
+        return 7 if states is None else len(states)
+
+    monkeypatch.setattr(RuntimeTaskInstance, "get_dr_count", staticmethod(count))
+    assert adapter.runs_of("orders") == Runs(open=2, ever=7)
+    # One that is made between both is open: else nothing would say that it was made
+    assert asked == [("orders", None), ("orders", ["queued", "running"])]
+
+
 # -- the schedule --------------------------------------------------------------------------------
 
 
@@ -242,12 +278,14 @@ def test_a_dag_runs_by_its_backlog_in_one_line() -> None:
     assert asset.name == "orders.Orders.backlog"
     [watcher] = asset.watchers
     stored = watcher.trigger.serialize()[1]
-    assert (stored["dag_id"], stored["min_messages"], stored["max_age"], stored["max_runs"]) == (
-        "orders",
-        5,
-        60,
-        3,
-    )
+    assert {name: value for name, value in stored.items() if name != "queues"} == {
+        "dag_id": "orders",
+        "min_messages": 5,
+        "max_age": 60,
+        "max_runs": 3,
+        "poke_interval": 30.0,
+        "staging": None,
+    }
 
 
 def test_a_queue_whose_name_is_a_template_is_refused_as_a_schedule() -> None:
@@ -272,6 +310,15 @@ def test_a_sensor_pokes_until_the_backlog_has_reached_its_bounds(queue: SqliteQu
     assert found.is_done
     assert found.xcom_value["reason"] == "2 messages (min_messages=2)"
     assert queue.depth().ready == 2
+
+
+@pytest.mark.parametrize("deferrable", [False, True])
+def test_a_look_that_fails_fails_the_sensor(
+    deferrable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AIRFLOW_CONN_ORDERS_QUEUE", raising=False)
+    with pytest.raises(ConnectionMissing, match="'orders_queue' is not defined"):
+        sensor(deferrable=deferrable).execute(task_context())
 
 
 def test_a_deferrable_sensor_defers_to_a_trigger_of_the_same_bounds(queue: SqliteQueue) -> None:
@@ -346,7 +393,7 @@ def test_a_second_run_of_one_crossing_takes_nothing_and_says_why(
 
 
 def test_from_the_event_to_the_acked_message(
-    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch
+    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Given an event of the trigger that Airflow made of the Dag's schedule
     monkeypatch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
@@ -362,6 +409,7 @@ def test_from_the_event_to_the_acked_message(
 
     # Then they are acked
     assert queue.depth()[:4] == (0, 0, 0, 0)
+    assert "started by a backlog: 3 messages (min_messages=3)." in capfd.readouterr().out
 
 
 # -- outlets -------------------------------------------------------------------------------------
@@ -401,6 +449,56 @@ def test_an_outlets_event_has_counts_and_batch_ids(queue: SqliteQueue) -> None:
     assert task.outlets == [kept]
 
 
+def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
+    queue: SqliteQueue,
+) -> None:
+    # Given batches of two batchers, as one task of Spark handles them
+    queue.send([b"good", b"bad", b"old", b"old"])
+    process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
+    reference = process.execute(task_context("one"))
+    run = open_run(task_context("one"), None, "Batched")
+    heads = []
+    for name in Batched.batchers:
+        task = BroadwayBatcherOperator(
+            task_id=name, pipeline=Batched, batcher=name, processed=[reference]
+        )
+        heads.append(BatchPlan.read(run.files, task.execute(task_context("one"))["plan"])[0])
+
+    # When that tells of outlets: the batchers' own, and one that it was given
+    names = ["s3://lake/kept", "s3://lake/thrown", "s3://lake/all", "given"]
+    outlets = [Asset(name) for name in names]
+    events = {outlet: SimpleNamespace(extra={}) for outlet in outlets}
+    operator: Any = SimpleNamespace(outlets=outlets)
+    context: Any = {"outlet_events": events}
+    tell_outlets(operator, context, run, Batched(), heads)
+
+    # Then each has what its batchers' batches came to
+    extras = {outlet.name: event.extra for outlet, event in events.items()}
+    counts = {
+        name: (extra["batches"], extra["successful"], extra["failed"], len(extra["batch_ids"]))
+        for name, extra in extras.items()
+    }
+    assert counts == {
+        "s3://lake/kept": (1, 1, 1, 1),
+        "s3://lake/thrown": (1, 2, 0, 1),
+        "s3://lake/all": (1, 2, 0, 1),
+        "given": (2, 3, 1, 2),
+    }
+
+
+def test_an_event_has_no_more_ids_than_a_database_likes() -> None:
+    total = Produced()
+    for name in ("a", "b"):
+        ids = [f"{name}{number}" for number in range(600)]
+        total.add(Produced(batches=600, successful=600, batch_ids=ids))
+    extra = total.extra("p")
+    assert (extra["batches"], len(extra["batch_ids"]), extra["batch_ids_left_out"]) == (
+        1_200,
+        1_000,
+        200,
+    )
+
+
 def test_an_outlet_of_which_nothing_succeeded_has_no_event(
     queue: SqliteQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -418,6 +516,27 @@ def test_an_outlet_of_which_nothing_succeeded_has_no_event(
     task.execute(context)
     assert task.outlets == []
     assert "The outlets ['s3://lake/kept'] are declared by batchers" in caplog.text
+
+
+def test_a_task_that_leaves_its_batches_to_spark_tells_of_no_outlet(
+    queue: SqliteQueue, capfd: pytest.CaptureFixture[str]
+) -> None:
+    queue.send([b"1"])
+    pipeline = OnSpark()
+    process = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, idle_seconds=0.0)
+    task = BroadwayBatcherOperator(
+        task_id="batch",
+        pipeline=pipeline,
+        batcher="default",
+        processed=[process.execute(task_context("one"))],
+        outlets=[Asset("given")],
+    )
+    context: Any = {**task_context("one"), "outlet_events": {}}
+
+    assert task.execute(context)["batches"] == 1
+
+    assert task.outlets == []
+    assert "Spark handles the batches of 'default'" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("outlets", ["s3://lake", [""], [5], ["{{ ds }}"]])

@@ -65,10 +65,9 @@ def told_in(
     trigger: BroadwayBacklogTrigger,
     before: Sequence[Callable[[], Any]],
     patch: pytest.MonkeyPatch,
-    runs: Runs = Runs(0, 0),  # noqa: B008 - a tuple
 ) -> list[list[dict[str, Any]]]:
     """What each look tells, if so much happens before it."""
-    patch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: runs)
+    patch.setattr("airflow_broadway.triggers.backlog.runs_of", lambda _: Runs(0, 0))
     told: list[list[dict[str, Any]]] = []
     left = list(before)
 
@@ -204,6 +203,7 @@ def test_googles_key_is_looked_up_at_each_look_and_is_not_stored(
     monkeypatch.delenv("AIRFLOW_CONN_GOOGLE")
     path, stored = trigger(min_messages=5).serialize()
     assert "google" in stored["queues"]
+    assert json.loads(stored["queues"])["lag"] == 240.0
     assert "PRIVATE" not in json.dumps([path, stored])
 
     # When the key is another one at the second look

@@ -108,6 +108,13 @@ def test_one_old_message_is_a_crossing(world: World) -> None:
     assert [told["reason"] for told in world.looks()] == ["the oldest since 60 s (max_age=60)"]
 
 
+def test_only_what_a_run_could_receive_now_counts() -> None:
+    others = QueueDepth(ready=2, delayed=50, leased=50, dead=50, oldest_age=9.0)
+    assert reasons(backlog(min_messages=3), others) == []
+    none = others._replace(ready=0)
+    assert reasons(backlog(min_messages=1, max_age=1.0), none) == []
+
+
 def test_it_is_armed_again_when_the_backlog_fell(world: World) -> None:
     world.ready = 10
     assert len(world.looks(2)) == 1

@@ -14,6 +14,8 @@ from airflow_broadway.producers.sqlite import SqliteProducer
 
 #: Messages in a batch.
 SIZE = 10
+#: The asset that Spark's batches change.
+OUTLET = "clicked-table"
 
 
 class Clicked(Broadway):
@@ -47,7 +49,7 @@ class Clicked(Broadway):
 
 
 class ClickedSpark(Clicked):
-    batchers = {"default": Batcher(batch_size=SIZE, schema="n long")}
+    batchers = {"default": Batcher(batch_size=SIZE, schema="n long", outlets=[OUTLET])}
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         numbers = sorted(row[0] for row in messages.select("data.n").collect())

@@ -15,6 +15,7 @@ import pytest
 from airflow_broadway import Batcher, Message, Processors, RetryPolicy
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError, ProducerError, ProducerUnavailable
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.kit.receipts.polls import Received
@@ -302,6 +303,15 @@ def test_attributes_that_may_not_be_read_are_done_without(
         assert run.producer.depth(run.env) is None
 
     assert "GetQueueAttributes is not allowed on 'orders'" in caplog.text
+    assert "The depth of 'orders' is not known: " in caplog.text
+
+
+def test_a_depth_is_what_sqs_says_and_has_no_age() -> None:
+    with halves() as run:
+        for which, number in (("", 3), ("NotVisible", 4), ("Delayed", 5)):
+            name = f"ApproximateNumberOfMessages{which}"
+            run.fake.queue().attributes[name] = str(number)
+        assert run.producer.depth(run.env) == QueueDepth(3, 5, 4, 0, None)
 
 
 def test_dead_letters_with_nowhere_to_go_are_told_before_anything_is_received() -> None:
