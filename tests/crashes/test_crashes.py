@@ -119,6 +119,12 @@ FOUND = {
         "one/batch.default/1 list staging/Batches/crashes/one/<1> #4:"
         " asleep after [next run, traffic]",
     ),
+    "a fork that goes on after a death talks to a bucket by a client of its own": (
+        "sqlite on s3",
+        "two batchers",
+        "one/process!1/1 PutObject staging/TwoBatchers/crashes/one/<3>/journal-settled.json #1:"
+        " killed before, then one/batch.even/1 handle_batch even #2: killed after [give up]",
+    ),
 }
 
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from airflow_broadway.producers.pubsub import PubSubProducer
-from tests.faults.rabbitmq_worker import Worker, verdict_on
+from tests.faults.rabbitmq_worker import Worker
 from tests.faults.receipt_worker import drain
 from tests.pubsub_server import Remote
 
-__all__ = ["PubSubWorker", "verdict_on"]
+__all__ = ["PubSubWorker"]
 
 
 class PubSubWorker(Worker):

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from airflow_broadway.producers.sqs import SqsProducer
-from tests.faults.rabbitmq_worker import Worker, verdict_on
+from tests.faults.rabbitmq_worker import Worker
 from tests.faults.receipt_worker import drain
 from tests.sqs_server import REGION
 
-__all__ = ["SqsWorker", "verdict_on"]
+__all__ = ["SqsWorker"]
 
 
 class SqsWorker(Worker):

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import subprocess
-import sys
-import time
 import uuid
-from base64 import b64decode
-from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.verdicts import Action
-from scripts.airflow_env import ROOT
-from tests.faults.sqs_worker import verdict_on
+from tests.faults.receipt_kills import Workers, check_order, check_published, dead_letters_of
 from tests.sqs_fixtures import wanted_sqs
 from tests.sqs_server import KEY, SqsServer
 
@@ -29,19 +19,6 @@ KILLS = 15
 MESSAGES = 600
 #: Messages of one group of a FIFO queue, which are sent together: so a receive brings several.
 GROUP = 15
-
-
-class Handled(NamedTuple):
-    """One message of one execution that came to publish what it had done."""
-
-    number: int
-    attempt: int
-    redelivered: bool
-
-    @property
-    def final(self) -> bool:
-        """Whether its verdict ends it."""
-        return verdict_on(self.number, self.attempt).action is not Action.RETRY
 
 
 def fill(server: SqsServer, *, fifo: bool) -> str:
@@ -64,51 +41,15 @@ def fill(server: SqsServer, *, fifo: bool) -> str:
     return name
 
 
-def spawn(folder: Path, server: SqsServer, queue: str) -> subprocess.Popen[bytes]:
-    """A worker, once it is at work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    said = folder / f"worker-{time.time_ns()}.log"
-    with said.open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.faults.sqs_worker"),
-                *(str(folder), server.url, queue, str(LEASE), "150"),
-            ],
-            stdout=log,
-            stderr=log,
-            cwd=ROOT,
-            env={**os.environ, **{name.upper(): value for name, value in KEY.items()}},
-        )
-    while not said.stat().st_size and process.poll() is None:
-        time.sleep(0.01)
-    return process
-
-
-def kill_now_and_then(folder: Path, server: SqsServer, queue: str, *, seed: int) -> int:
-    """Kill workers at random instants, then let one finish; how many were killed."""
-    dice, killed = random.Random(seed), 0
-    for _ in range(KILLS):
-        worker = spawn(folder, server, queue)
-        try:
-            worker.wait(timeout=dice.uniform(0.1, 5.0))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
-            killed += 1
-    assert spawn(folder, server, queue).wait(timeout=300) == 0
-    return killed
-
-
-def executions(folder: Path) -> list[list[Handled]]:
-    """What each execution has published, in the order of publishing."""
-    manifests = sorted(folder.glob("runs/*/manifest.json"), key=lambda path: path.stat().st_mtime)
-    return [
-        [
-            Handled(int(b64decode(payload)), attempt, redelivered)
-            for _, attempt, redelivered, payload, *_ in json.loads(path.read_text())["messages"]
-        ]
-        for path in manifests
-    ]
+def kill_workers(folder: Path, server: SqsServer, queue: str, *, seed: int) -> None:
+    """Kill half of some workers at least, and let the last one finish."""
+    workers = Workers(
+        folder,
+        "tests.faults.sqs_worker",
+        [server.url, queue, str(LEASE), "150"],
+        {name.upper(): value for name, value in KEY.items()},
+    )
+    assert workers.kill_now_and_then(KILLS, within=(0.1, 5.0), seed=seed) >= KILLS // 2
 
 
 def dead_letters(server: SqsServer, queue: str) -> list[int]:
@@ -130,19 +71,11 @@ def dead_letters(server: SqsServer, queue: str) -> list[int]:
 
 
 def check(folder: Path, server: SqsServer, queue: str) -> None:
-    """Nothing is lost; what was handled again at the same attempt says so."""
+    """Nothing is lost, nothing unmarked, nothing left."""
     url = server.client().get_queue_url(QueueName=queue)["QueueUrl"]
     assert server.depth(url) == (0, 0, 0)
-    marks: dict[tuple[int, int], list[bool]] = defaultdict(list)
-    for each in (each for execution in executions(folder) for each in execution):
-        marks[each.number, each.attempt].append(each.redelivered)
-    done = {number for number, attempt in marks if Handled(number, attempt, False).final}
-    assert done == set(range(MESSAGES))
-    assert [key for key, marked in marks.items() if marked.count(False) > 1] == []
-    # A kill uses up no attempt.
-    assert {number for number, attempt in marks if attempt > (2 if number % 3 == 0 else 1)} == set()
-    dead = [n for n in range(MESSAGES) if verdict_on(n, 2).action is Action.DEAD_LETTER]
-    assert dead_letters(server, queue) == dead
+    check_published(folder, MESSAGES)
+    assert dead_letters(server, queue) == dead_letters_of(MESSAGES)
 
 
 @pytest.mark.timeout(900)
@@ -150,7 +83,7 @@ def test_a_standard_queue_whose_receivers_and_settlers_are_killed(tmp_path: Path
     server = wanted_sqs()
     queue = fill(server, fifo=False)
 
-    assert kill_now_and_then(tmp_path, server, queue, seed=11) >= KILLS // 2
+    kill_workers(tmp_path, server, queue, seed=11)
 
     check(tmp_path, server, queue)
 
@@ -160,18 +93,7 @@ def test_a_fifo_queue_keeps_its_order_whoever_is_killed(tmp_path: Path) -> None:
     server = wanted_sqs()
     queue = fill(server, fifo=True)
 
-    assert kill_now_and_then(tmp_path, server, queue, seed=12) >= KILLS // 2
+    kill_workers(tmp_path, server, queue, seed=12)
 
     check(tmp_path, server, queue)
-    ended: dict[int, list[int]] = defaultdict(list)
-    for execution in executions(tmp_path):
-        for each in execution:
-            seen = ended[each.number // GROUP]
-            # Nobody overtakes: all before it in its group were handled to their end before it
-            # itself is for the last time.
-            while seen and seen[-1] >= each.number:
-                seen.pop()
-            if each.final:
-                seen.append(each.number)
-    for group, seen in ended.items():
-        assert seen == list(range(group * GROUP, (group + 1) * GROUP))
+    check_order(tmp_path, MESSAGES, group=GROUP)
