@@ -252,6 +252,12 @@ class Producer(Options):
         """
         raise ProducerError(f"{type(self).__name__} has no dead letters that can be looked at")
 
+    def sent_back_as(self, message: Message) -> str | None:
+        """The id that a message had as the dead letter that it was, where its broker gave it
+        another when it was sent back.
+        """
+        return None
+
     def enqueued_at(self, message: Message) -> datetime | None:
         """When the broker took a message, as received; ``None`` where it does not say."""
         if not self.sent_at:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.kafka.options import KafkaOptions
 
@@ -40,6 +41,12 @@ class KafkaProducer(KafkaOptions):
         from airflow_broadway.producers.kafka.inspect import count_interval
 
         return count_interval(self, env)
+
+    def sent_back_as(self, message: Message) -> str | None:
+        from airflow_broadway.producers.kafka.records import REQUEUED
+
+        marks = [value for name, value in message.metadata["headers"] if name == REQUEUED]
+        return marks[-1] if marks else None
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.kafka.letters import KafkaDeadLetters

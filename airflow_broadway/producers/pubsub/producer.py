@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.pubsub.options import PubSubOptions
 
@@ -50,6 +52,12 @@ class PubSubProducer(PubSubOptions):
         from airflow_broadway.producers.pubsub.inspect import depth
 
         return depth(self, env)
+
+    def sent_back_as(self, message: Message) -> str | None:
+        from airflow_broadway.producers.pubsub.dead_letters import REQUEUED
+
+        attributes: Mapping[str, str] = message.metadata["attributes"]
+        return attributes.get(REQUEUED)
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.pubsub.letters import PubSubDeadLetters

@@ -27,7 +27,16 @@ from airflow_broadway.producers.sqs.limits import (
     unsendable,
 )
 
-__all__ = ["Why", "letter", "received_again", "requests", "sent_back", "size_of", "why_of"]
+__all__ = [
+    "Why",
+    "letter",
+    "received_again",
+    "requests",
+    "sent_back",
+    "sent_back_as",
+    "size_of",
+    "why_of",
+]
 
 #: What a letter says of itself; those of an earlier one, come back by a redrive, give way to it.
 _OURS: Final = frozenset(
@@ -224,8 +233,8 @@ def sent_back(raw: Mapping[str, Any], why: Why, message_id: str, *, fifo: bool) 
 
 
 def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attributes of a message that was a dead letter and was sent back, as they were at first;
-    ``None``: it never was one.
+    """The attributes of a message that was a dead letter and was sent back, as they were at first,
+    with our mark; ``None``: it never was one.
     """
     if _REQUEUED not in attributes and _PACKED not in attributes:
         return None
@@ -234,8 +243,20 @@ def received_again(attributes: Mapping[str, Any]) -> Mapping[str, Any] | None:
         moved = packed.get("attributes")
         own = {name: each for name, each in attributes.items() if name != _PACKED}
         back = moved.items() if isinstance(moved, dict) else ()
-        return own | {name: _attribute(each) for name, each in back}
+        mark = {_REQUEUED: _string(str(packed["requeued"]))}
+        return own | {name: _attribute(each) for name, each in back} | mark
     return attributes if _REQUEUED in attributes else None
+
+
+def sent_back_as(properties: str) -> str | None:
+    """The id that a message had as the dead letter that it was; ``None``: it never was one.
+
+    :param properties: What a dead letter of it keeps.
+    """
+    if _REQUEUED not in properties:
+        return None
+    mark = json.loads(properties).get("attributes", {}).get(_REQUEUED, {})
+    return mark.get("string_value") or None
 
 
 def _packed_of(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.sqs.options import SqsOptions, region_of
 
@@ -53,6 +54,11 @@ class SqsProducer(SqsOptions):
         kind = next((each for each in _CONSOLES if region.startswith(each)), "")
         host = f"{region}.console.{_CONSOLES[kind]}"
         return f"https://{host}/sqs/v3/home?region={region}#/queues/{quote(url, safe='')}"
+
+    def sent_back_as(self, message: Message) -> str | None:
+        from airflow_broadway.producers.sqs.dead_letters import sent_back_as
+
+        return sent_back_as(message.acknowledger.data.properties or "")
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.sqs.letters import SqsDeadLetters

@@ -199,6 +199,7 @@ def _table(
         "position": list(range(first, first + count)),
         "size": [len(each) for each in payloads],
         "source": pa.repeat("import", count),
+        "was": pa.nulls(count, pa.string()),
     }
     arrays = [
         array_of(column, each.type) if type(column) is list else column

@@ -9,14 +9,16 @@
         index/<generation>.json               which of these files count (created exclusively)
         removed/*.json                        what retention, or somebody, has removed
         failed/<generation>.jsonl             what failed in runs that no broker serves
+        again/<generation>-*.jsonl            which dead letters came again with another id
 
-A file counts once an index names it.  So the messages of one execution are seen together or not at
-all, and what somebody who died has left is seen by nobody.  What ``hours`` names and is not there,
-somebody has removed.
+A file of messages, or of ``again``, counts once an index names it.  So the messages of one
+execution are seen together or not at all, and what somebody who died has left is seen by nobody.
+What ``hours`` names and is not there, somebody has removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -31,6 +33,7 @@ from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.staging.tables import INSTANT
 
 __all__ = [
+    "AGAIN",
     "BEGUN",
     "COLUMNS",
     "FAILED",
@@ -40,6 +43,7 @@ __all__ = [
     "REMOVED",
     "Index",
     "archive_folder",
+    "digest_of",
     "hour_of",
     "index_path",
     "mark_of",
@@ -53,6 +57,7 @@ HOURS: Final = "hours"
 INDEX: Final = "index"
 REMOVED: Final = "removed"
 FAILED: Final = "failed"
+AGAIN: Final = "again"
 
 #: Microseconds in an hour.
 HOUR: Final = 3_600_000_000
@@ -60,6 +65,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 #: ``form`` says what the payload was: null for bytes, "text" for text in UTF-8, "value" for another
 #: plain value (:mod:`airflow_broadway.core.schema.plain`).  ``batch_key`` is null for the default.
+#: ``was`` is the id that it had as a dead letter, where it was sent back with another.
 _FIELDS: Final[list[pa.Field[Any]]] = [
     pa.field("time", INSTANT, nullable=False),
     pa.field("message_id", pa.string(), nullable=False),
@@ -74,6 +80,7 @@ _FIELDS: Final[list[pa.Field[Any]]] = [
     pa.field("position", pa.int64(), nullable=False),
     pa.field("size", pa.int64(), nullable=False),
     pa.field("source", pa.string(), nullable=False),
+    pa.field("was", pa.string()),
 ]
 #: The columns of an archived message.
 COLUMNS: Final = pa.schema(_FIELDS, metadata={b"airflow-broadway.version": str(VERSION).encode()})
@@ -87,6 +94,7 @@ class Index:
     :param untimed: Messages that gave no time of their own, and are kept by ``received_at``.
     :param why: Why, of the first of them.
     :param at: When it was written, as ISO 8601 text.
+    :param again: The path of what its messages were as dead letters; empty: none was one.
     """
 
     generation: str
@@ -96,6 +104,7 @@ class Index:
     untimed: int = 0
     why: str = ""
     at: str = ""
+    again: str = ""
     version: int = VERSION
 
     def dumps(self) -> str:
@@ -116,6 +125,11 @@ def archive_folder(store: Store, pipeline: str) -> Folder:
 def index_path(generation: str) -> str:
     """Where a generation's index is."""
     return f"{INDEX}/{generation}.json"
+
+
+def digest_of(payload: bytes) -> str:
+    """What tells a payload from others."""
+    return hashlib.sha256(payload).hexdigest()[:32]
 
 
 def hour_of(instant: datetime) -> int:

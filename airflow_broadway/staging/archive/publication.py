@@ -4,6 +4,10 @@ What its broker delivers again is left out, by what the custodian reports and no
 that it was asked for: the execution that settles it for good archives it.  So each message is in
 the archive once, however often it was delivered.  A broker may still deliver what it had settled;
 readers drop an id that they have seen.
+
+A dead letter was settled, and is in the archive.  Where it is sent back with another id, it is
+there under both, and what came of it is that of the later.  So ``again`` says which were dead
+letters, and readers drop these, wherever they lie.
 """
 
 from __future__ import annotations
@@ -11,17 +15,19 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.layout import (
+    AGAIN,
     BEGUN,
     COLUMNS,
     Index,
     archive_folder,
+    digest_of,
     index_path,
     partition_of,
     put_index,
@@ -114,6 +120,22 @@ def _begin(archive: Folder, record: GenerationRecord) -> None:
         archive.create(BEGUN, json.dumps(begun))
 
 
+def _put_again(archive: Folder, record: GenerationRecord, files: Collection[str]) -> str:
+    """Write down which messages were dead letters, each with the digest of its payload."""
+    path = f"{AGAIN}/{record.generation}-{uuid.uuid4().hex[:8]}.jsonl"
+    archive.write_lines(path, _again(archive, files))
+    return path
+
+
+def _again(archive: Folder, files: Collection[str]) -> Iterator[str]:
+    for path in files:
+        with ParquetFile(archive, path) as file:
+            for group in range(file.groups):
+                table = file.read(group, ["was", "payload"])
+                for row in table.filter(pc.is_valid(table["was"])).to_pylist():
+                    yield json.dumps([row["was"], digest_of(row["payload"])])
+
+
 def _index(
     archive: Folder,
     run: StagedRun,
@@ -130,6 +152,7 @@ def _index(
         untimed=archived.untimed,
         why=archived.why,
         at=run.clock.now().isoformat(),
+        again=_put_again(archive, record, files) if archived.again else "",
     )
     if put_index(archive, index, hours):
         count = many(sum(files.values()), "message")

@@ -21,10 +21,12 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.archive.layout import (
+    AGAIN,
     BEGUN,
     HOURS,
     REMOVED,
     Index,
+    digest_of,
     hour_of,
     index_path,
     parsed,
@@ -193,10 +195,13 @@ def tables(archive: Folder, found: Found, interval: Interval) -> Iterator[pa.Tab
     :raises StagingError: If a file cannot be read, or does not hold what its index says.
     """
     repeated = _repeated(archive, found) if len(found.hours) > 1 else frozenset()
+    again = _again(archive)
     seen: set[str] = set()
     for hour in sorted(found.hours):
         table = _within(_hour(archive, found.hours[hour]), interval)
         table = _first_of_each(table.take(pc.sort_indices(table, sort_keys=_ORDER)))
+        if again:
+            table = _without(table, again)
         if repeated:
             table = _unseen(table, repeated, seen)
         if table.num_rows:
@@ -213,7 +218,8 @@ def _hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
                 " names: nothing of the interval is handled; restore the file, or purge its hour"
             )
         parts += found
-    return pa.concat_tables(parts).combine_chunks()
+    # An earlier release had fewer columns.
+    return pa.concat_tables(parts, promote_options="default").combine_chunks()
 
 
 def _groups(archive: Folder, path: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
@@ -244,6 +250,31 @@ def _first_of_each(table: pa.Table) -> pa.Table:
         kept.append(each not in seen)
         seen.add(each)
     return table.filter(array_of(kept, pa.bool_()))
+
+
+def _again(archive: Folder) -> Mapping[str, set[str]]:
+    """The dead letters that are there once more with another id: id → digests of payloads."""
+    named: dict[str, set[str]] = {}
+    for name in archive.list(AGAIN):
+        index, path = read_index(archive, name.partition("-")[0]), f"{AGAIN}/{name}"
+        if index is not None and index.again == path:
+            for line in archive.read(path).splitlines():
+                message_id, digest = json.loads(line)
+                named.setdefault(message_id, set()).add(digest)
+    return named
+
+
+def _without(table: pa.Table, again: Mapping[str, set[str]]) -> pa.Table:
+    """The rows that are not there once more.
+
+    Anybody who may send can say that his message was another: so it has to be the same, too.
+    """
+    ids: list[Any] = table["message_id"].to_pylist()
+    kept = [
+        each not in again or digest_of(table["payload"][row].as_py()) not in again[each]
+        for row, each in enumerate(ids)
+    ]
+    return table if all(kept) else table.filter(array_of(kept, pa.bool_()))
 
 
 def _repeated(archive: Folder, found: Found) -> frozenset[str]:

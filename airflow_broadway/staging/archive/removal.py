@@ -84,5 +84,7 @@ def _remove(archive: Folder, hours: Sequence[int]) -> Removed:
             index = read_index(archive, generation)
             if index is not None and not any(map(archive.exists, index.files)):
                 archive.remove(index_path(generation))
+                if index.again:
+                    archive.remove(index.again)
             archive.remove(mark_of(hour, generation))
     return Removed(len(hours), messages)

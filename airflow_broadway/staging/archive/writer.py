@@ -49,11 +49,13 @@ class Archived:
     :param files: For each its path in the run's folder, its hour from 1970, and its messages.
     :param untimed: Messages that gave no time, and are kept by ``received_at``; ``why``, of the
         first of them.
+    :param again: Messages that were dead letters, with another id.
     """
 
     files: list[list[Any]] = field(default_factory=list)
     untimed: int = 0
     why: str = ""
+    again: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value; empty if there is no file."""
@@ -83,6 +85,7 @@ class ArchiveWriter:
         self._open: set[int] = set()
         self._rows: dict[str, list[Any]] = {}
         self._told = False
+        self._again = 0
 
     def __enter__(self) -> Self:
         return self
@@ -119,7 +122,12 @@ class ArchiveWriter:
                 many(times.untimed, "message"),
                 times.why,
             )
-        return Archived(files=list(self._rows.values()), untimed=times.untimed, why=times.why)
+        return Archived(
+            files=list(self._rows.values()),
+            untimed=times.untimed,
+            why=times.why,
+            again=self._again,
+        )
 
     def abort(self) -> None:
         """Drop what is unfinished; safe to repeat."""
@@ -136,6 +144,7 @@ class ArchiveWriter:
         if not messages:
             return
         table = table_of(messages, self._times.of(messages), self._producer)
+        self._again += table.num_rows - table["was"].null_count
         for hour, part in by_hour(table):
             self._put(hour, part)
 
@@ -239,6 +248,10 @@ def table_of(
         "position": [message.position for message in messages],
         "size": [message.size for message in messages],
         "source": pa.repeat(producer.kind, len(messages)),
+        # What was sent back is redelivered.
+        "was": [
+            producer.sent_back_as(message) if message.redelivered else None for message in messages
+        ],
     }
     arrays = [
         array_of(column, each.type) if type(column) is list else column

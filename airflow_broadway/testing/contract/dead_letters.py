@@ -139,6 +139,9 @@ class DeadLettersContract(ContractBase):
         assert all(m.redelivered and m.attempt == 1 for m in again)
         if self.keeps_id:
             assert sorted(ids(again)) == sorted(ids(messages))
+        producer = harness.producer()
+        was = {m.data: None if self.keeps_id else m.message_id for m in messages}
+        assert {m.data: producer.sent_back_as(m) for m in again} == was
 
     def test_it_may_die_again_and_be_sent_back_again(self, harness: Harness) -> None:
         [first] = self.die(harness, bodies(1))

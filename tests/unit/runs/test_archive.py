@@ -24,13 +24,14 @@ from airflow_broadway.core.errors import (
 )
 from airflow_broadway.core.model.run_source import LOG
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.runs.sources.archived import PastProducer
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sources.prepare import prepare_sink
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
-from airflow_broadway.staging.archive.reader import hours_of, look
+from airflow_broadway.staging.archive.reader import hours_of, look, tables
 from airflow_broadway.staging.archive.removal import purge
 from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.store import Folder
@@ -827,6 +828,43 @@ def rename_messages(world: World, key: str) -> None:
                 table = table.set_column(index, table.schema.field(index), column)
             place.unlink()
             pq.write_table(table, place)
+
+
+def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a dead letter that is sent once more, and a message that says it was another one
+    world.send({"minute": 1, "fails": "process"}, {"minute": 2})
+    for _ in range(2):  # it has two attempts
+        world.run("dead").all()
+    with world.queue() as queue:
+        [letter] = queue.dead_letters(limit=None)
+        again, forged = queue.send([letter.body, b'{"minute": 3}'])
+    taken = world.run("taken")
+    taken.process()
+    world.over.add("taken")
+    [[[other, _]]] = [batch["rows"] for batch in world.sink("dead")]
+    said = {again: letter.message_id, forged: other}
+
+    def sent_back_as(producer: Any, message: Message) -> str | None:
+        return said.get(message.message_id)
+
+    monkeypatch.setattr(SqliteProducer, "sent_back_as", sent_back_as)
+    world.run("live").all()
+    assert look(world.archive).messages == 4
+
+    # When the interval is read
+    interval = of_minutes(0, 60).interval
+    assert interval is not None
+    found = look(world.archive)
+    rows = [row for table in tables(world.archive, found, interval) for row in table.to_pylist()]
+
+    # Then the same message is there once, as it came the last time; nobody hides another one
+    assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 2, 3]
+    assert (rows[0]["message_id"], rows[0]["was"]) == (again, letter.message_id)
+    # And what was removed says nothing any more
+    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
+    assert world.archive.list("again") == []
 
 
 def test_a_live_run_that_airflow_makes_a_backfill_reads_the_archive(world: World) -> None:
