@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,3 +144,20 @@ def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
         task_id="process", pipeline=Sums, execution_timeout=timedelta(seconds=100)
     )
     assert budget_of(limited, made, source).max_seconds == 80.0
+
+
+@pytest.mark.parametrize(("guide", "count"), [("backfills", 3), ("dead-letters", 1)])
+def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, count: int) -> None:
+    from airflow.cli.cli_parser import get_parser
+
+    text = (Path(__file__).parents[3] / "docs" / f"{guide}.md").read_text("utf-8")
+    commands = re.findall(r"^airflow (.*)$", text, re.MULTILINE)
+
+    assert len(commands) == count
+    for command in commands:
+        given = get_parser().parse_args(shlex.split(command))
+        if given.subcommand == "create":
+            assert given.reprocess_behavior in (None, "none", "completed", "failed")
+            assert given.from_date < given.to_date
+        else:
+            assert json.loads(given.conf).keys() <= Kept.params().keys()
