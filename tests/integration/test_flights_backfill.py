@@ -49,23 +49,34 @@ def test_each_day_is_right_after_each_backfill(tmp_path: Path) -> None:
             live(airflow, **({} if most is None else {"max_messages": most}))
         assert written(output) == rows_of(sent)
 
-        # When the days are run again, two at a time, beside a live run
+        # When the days are run again, two at a time, beside a live run, and one cannot be read
         with SqliteQueue(queue, "flights") as opened:
             load(opened, late)
-        begin(airflow, "2013-01-01", last, "--max-active-runs", "2")
-        run = airflow.trigger(DAG)
-        assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
-        runs = wait_for_backfill(airflow, DAYS)
+        with damaged(tmp_path / "staging", last):
+            begin(airflow, "2013-01-01", last, "--max-active-runs", "2")
+            run = airflow.trigger(DAG)
+            assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
+            runs = wait_for_backfill(airflow, DAYS)
 
-        # Then each day's rows are those of the source file alone, once
-        assert {each["state"] for each in runs} == {"success"}
+        # Then that day fails and has the rows that it had; no row of the others is lost
+        failed = {each["dag_run_id"] for each in runs if each["state"] == "failed"}
+        assert {day_of(each) for each in runs if each["dag_run_id"] in failed} == {last}
         backfilled = {each["dag_run_id"] for each in runs}
         found = written(output)
         assert {row for day in found.values() for row in day} >= {
             row for day in rows_of(sent).values() for row in day
         }
 
-        # And once more backwards, over runs that ended well
+        # And it alone is run again where what failed is asked for, and none where none is
+        for behavior, expected in (("failed", failed), ("none", set())):
+            before = began(runs)
+            begin(airflow, "2013-01-01", last, "--reprocess-behavior", behavior)
+            runs = wait_for_backfill(airflow, DAYS)
+            assert {each["state"] for each in runs} == {"success"}
+            assert {run for run, when in began(runs).items() if when != before[run]} == expected
+        assert written(output)[last] == truth[last]
+
+        # And once more all of them backwards, over runs that ended well
         begin(airflow, "2013-01-01", last, "--run-backwards", "--reprocess-behavior", "completed")
         runs = wait_for_backfill(airflow, DAYS)
         assert {each["state"] for each in runs} == {"success"}
@@ -76,6 +87,25 @@ def test_each_day_is_right_after_each_backfill(tmp_path: Path) -> None:
         again = airflow.trigger(DAG, {"source": "run", "source_run": min(backfilled)})
         assert airflow.wait_for_run(DAG, again, timeout=300) == "success"
         assert written(output) == truth
+
+
+@contextmanager
+def damaged(staging: Path, day: str) -> Iterator[None]:
+    """A file of a day of the archive cannot be read meanwhile."""
+    path = min(staging.glob(f"KeptFlights/_archive/date={day}/hour=*/*.parquet"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    yield
+    path.write_bytes(whole)
+
+
+def day_of(run: dict[str, Any]) -> str:
+    return str(run["data_interval_start"])[:10]
+
+
+def began(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """When each run began, the last time."""
+    return {each["dag_run_id"]: str(each["start_date"]) for each in runs}
 
 
 @contextmanager
