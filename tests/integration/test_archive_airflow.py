@@ -1,0 +1,160 @@
+"""Hours of a Kafka topic, archived by live runs in a real Airflow, and run again without Kafka.
+
+Once with staging in a bucket, and once on Spark: no package index has what Spark needs for buckets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.reader import look
+from airflow_broadway.staging.store import Store
+from scripts.airflow_env import ROOT, airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
+from tests.kafka_fixtures import wanted_kafka
+from tests.kafka_server import NoidaKafka
+from tests.s3_server import s3_server
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
+
+DAGS = ROOT / "tests" / "integration" / "pipelines" / "kept_hours"
+HOURS = 3
+OF_AN_HOUR = 40
+START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=6)
+
+
+@contextmanager
+def filled_kafka(folder: Path) -> Iterator[NoidaKafka]:
+    """Messages of each hour, and of those around, in both partitions."""
+    wanted_kafka(NoidaKafka.kind)  # or the test is skipped
+    with NoidaKafka.start(folder / "kafka") as kafka:
+        kafka.topic("hours", 2)
+        kafka.topic("hours-dlt")
+        sender = kafka.producer()
+        for number in range(everything()):
+            at = START + timedelta(seconds=number * 3600 / OF_AN_HOUR) - timedelta(hours=1)
+            instant = round(at.timestamp() * 1000)
+            sender.produce("hours", b"%d" % number, partition=number % 2, timestamp=instant)
+        assert not sender.flush(30)
+        yield kafka
+
+
+def everything() -> int:
+    return (HOURS + 2) * OF_AN_HOUR
+
+
+def rows(folder: Path) -> Counter[int]:
+    """The numbers that were written."""
+    found: Counter[int] = Counter()
+    for path in (folder / "rows").glob("hour=*/batch_id=*/*.json"):
+        found.update(json.loads(line)["number"] for line in path.read_text().splitlines())
+    return found
+
+
+def test_an_archive_in_a_bucket_is_run_again_and_kafka_is_not_asked(tmp_path: Path) -> None:
+    with s3_server() as server:
+        uri = server.root()
+        aws = {
+            "conn_type": "aws",
+            "login": "test",
+            "password": "test",
+            "extra": {"endpoint_url": server.endpoint, "region_name": "us-east-1"},
+        }
+        staging = uri.replace("s3://", "s3://aws_hours@")
+        connections = {"AIRFLOW_CONN_AWS_HOURS": json.dumps(aws)}
+        check(tmp_path, "hours_python", staging, connections, server.store(uri))
+
+
+@pytest.mark.spark
+def test_an_archive_is_run_again_on_spark(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'staging'}"
+    check(tmp_path, "hours_spark", uri, {}, Store.open(uri))
+
+
+def check(
+    folder: Path, dag_id: str, staging: str, connections: dict[str, str], store: Store
+) -> None:
+    with filled_kafka(folder) as kafka, airflow_of(folder, staging, kafka, connections) as airflow:
+        airflow.wait_for_dag(dag_id)
+        # Given live runs of all there is, a scheduled one among them
+        airflow.pause(dag_id, False)
+        live = airflow.trigger(dag_id)
+        assert airflow.wait_for_run(dag_id, live, timeout=300) == "success"
+        eventually(lambda: states_of(airflow, dag_id) == {"success"}, timeout=300)
+        assert rows(folder) == Counter(range(everything()))
+        name = {"hours_python": "HoursInPython", "hours_spark": "HoursOnSpark"}[dag_id]
+        archive = archive_folder(store, name)
+        assert look(archive).messages == everything()
+
+        # When some of its hours are run again, two at a time, and Kafka is gone
+        kafka.stop()
+        states = backfilled(airflow, dag_id)
+
+        # Then each message has its row, once
+        assert states == ["success"] * HOURS
+        assert rows(folder) == Counter(range(everything()))
+        assert look(archive).messages == everything()
+
+
+@contextmanager
+def airflow_of(
+    folder: Path, staging: str, kafka: NoidaKafka, connections: dict[str, str]
+) -> Iterator[LocalAirflow]:
+    env = airflow_env(
+        home=made_home(folder / "airflow"),
+        dags=DAGS,
+        port=free_port(),
+        # The two Dags have one group: only one of them is to run.
+        settings={"broadway.staging": staging, "core.dags_are_paused_at_creation": "True"},
+    )
+    env |= connections
+    env["AIRFLOW_CONN_KAFKA_HOURS"] = json.dumps(kafka.connection())
+    env["AIRFLOW_VAR_HOURS_ROWS"] = str(folder / "rows")
+    parts = ("api-server", "scheduler", "dag-processor")
+    with LocalAirflow(env, folder / "logs", components=parts) as airflow:
+        yield airflow
+
+
+def states_of(airflow: LocalAirflow, dag_id: str) -> set[str]:
+    return {run["state"] for run in airflow.api("GET", f"/dags/{dag_id}/dagRuns")["dag_runs"]}
+
+
+def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
+    """Have the hours run again, by what ``airflow backfill create`` does; how each run ended."""
+    about: dict[str, Any] = {
+        "dag_id": dag_id,
+        "from_date": START.isoformat(),
+        "to_date": (START + timedelta(hours=HOURS - 1)).isoformat(),
+        "max_active_runs": 2,
+        "reprocess_behavior": "none",
+    }
+    # SQLite has one writer, and Airflow makes no backfill there beside others.
+    writers = ("scheduler", "dag-processor")
+    for name in writers:
+        process = airflow.processes.pop(name)
+        process.terminate()
+        process.wait(60)
+    airflow.api("POST", "/backfills", about)
+    for name in writers:
+        airflow.start_component(name)
+    airflow.wait_healthy()
+    states: list[str] = []
+
+    def over() -> bool:
+        found = airflow.api("GET", f"/dags/{dag_id}/dagRuns", run_type="backfill")
+        states[:] = [run["state"] for run in found["dag_runs"]]
+        return len(states) == HOURS and {*states} <= {"success", "failed"}
+
+    eventually(over, timeout=600)
+    return states
