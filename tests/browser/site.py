@@ -132,6 +132,8 @@ def site_in(folder: Path) -> Iterator[Site]:
             "core.simple_auth_manager_all_admins": "False",
             "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
             "core.simple_auth_manager_passwords_file": str(passwords),
+            "database.sql_alchemy_connect_args": "tests.browser.patience.SYNC",
+            "database.sql_alchemy_connect_args_async": "tests.browser.patience.ASYNC",
             "broadway.staging": f"file://{folder / 'staging'}",
             "broadway.spark_history": f"http://127.0.0.1:{spark_history}",
         },

@@ -86,8 +86,11 @@ def test_nobody_gets_anywhere_without_being_logged_in(site: Site, request_: Requ
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_a_viewer_reads_and_no_more(site: Site, command: Command, request_: Request) -> None:
+def test_a_viewer_reads_and_no_more(
+    site: Site, command: Command, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Given a request of the page's own, with the token that the viewer was given
+    monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "False")  # a child would take seconds
     command.answers["list"] = listed(letter())
     browser = site.browser("VIEWER")
     ids = {"dag_id": "letters_unit", "pipeline": "Orders"}
