@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import partition as partition_module
 from airflow_broadway.producers.kafka.source import KafkaSource
 from airflow_broadway.producers.kafka.table import Crash, blame
+from airflow_broadway.testing.harness import settlement_of
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import MockKafka
 
@@ -258,3 +260,36 @@ def test_a_partition_with_ten_thousand_holes_gets_no_new_ones(
     again: list[Any] = group.drain()
     assert [m.metadata["offset"] for m in again] == list(range(0, 30, 2))
     assert len(group.drain()) == 10
+
+
+@pytest.mark.parametrize("order", ["none", "key", "partition"])
+def test_one_of_a_thousand_that_kills_its_batch_is_found_over_runs(
+    kafka_mock: MockKafka, tmp_path: Path, order: str
+) -> None:
+    # Given runs that publish what they received, of which every second message is in a batch
+    group = KafkaGroup(kafka_mock, tmp_path, lease=100.0, order=order)
+    group.fill(1_000)
+    poison = f"{group.topic}-0-333"
+    handled: set[str] = set()
+    deaths = runs = 0
+
+    # When the batch with one of them dies each time
+    while len(handled) < 999 or not kafka_mock.read(group.letters):
+        lease, messages = group.hold()
+        runs += 1
+        assert runs <= 30
+        batches = [[each.message_id for each in messages[first::2]] for first in (0, 1)]
+        died = next((batch for batch in batches if poison in batch), [])
+        others = [key for batch in batches for key in batch if batch is not died]
+        settlement = settlement_of(messages, dict.fromkeys(others, ACK), RELEASE)
+        group.carry_out(lease, replace(settlement, died=frozenset(died)))
+        handled.update(others)
+        deaths += bool(died)
+
+    # Then it is set aside at last, and the others are handled
+    assert deaths == 7
+    assert poison not in handled
+    [letter] = kafka_mock.read(group.letters)
+    assert letter.value() == b"000333"
+    assert group.drain() == []
+    assert group.table().crashes == ()

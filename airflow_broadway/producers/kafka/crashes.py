@@ -1,7 +1,13 @@
 """What processes died of, once it is known: sent to the dead letters, without being handled.
 
-A crash is counted for what the process had claimed last (``table.blame``), which the next run
-claims in smaller portions, and from the second crash on alone (``partition``), down to one message.
+A crash is counted for what the process had claimed last, or for the batches that it died of
+(``table.blame``), which the next run claims in smaller portions, and from the second crash on alone
+(``partition``), down to one message.
+
+Little of ``kit.suspects`` serves here.  That counts by message and sorts what a broker hands out;
+Kafka hands out by offset, so crashes are ranges in a partition's table, change with it in one step,
+and are known before anything is asked for.  And where others put all off for a suspect, here what
+is in front of it, or in another partition, goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from airflow_broadway.producers.kafka.dead_letters import Why
 from airflow_broadway.producers.kafka.ranges import of_offsets
 from airflow_broadway.producers.kafka.register import Register
 from airflow_broadway.producers.kafka.table import Table, free, skip, suspects
+from airflow_broadway.producers.kit.suspects import why_crashed
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -46,8 +53,7 @@ def set_aside_crashed(
         ready = free(table, env.generation, now, order=producer.order)
         whys = {
             each.low: Why(
-                f"crashed: its process died {each.times} times, at last with nothing else to"
-                " handle",
+                why_crashed(each.times),
                 "process",
                 table.held[each.low].attempts + 1 if each.low in table.held else 1,
                 again=True,

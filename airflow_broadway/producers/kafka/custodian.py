@@ -187,6 +187,8 @@ class KafkaCustodian:
                     work.rest(place),
                     order=self._producer.order,
                     crashed=crashed,
+                    died=work.died.get(place),
+                    alone=work.alone,
                 )
             past = table.past.get(generation)
             if past is not None or place in work.read:

@@ -21,7 +21,15 @@ from airflow_broadway.producers.kafka.ranges import (
 )
 from airflow_broadway.producers.kafka.records import as_text
 from airflow_broadway.producers.kafka.register import Register
-from airflow_broadway.producers.kafka.table import Table, claim, free, skip, suspects, unclaim
+from airflow_broadway.producers.kafka.table import (
+    Table,
+    claim,
+    free,
+    portion,
+    skip,
+    suspects,
+    unclaim,
+)
 
 __all__ = ["PartitionReader"]
 
@@ -86,7 +94,7 @@ class PartitionReader:
         self._claimed: Ranges = ()
         self.epoch = table.epoch
         #: What processes died of, it seems: nobody takes it beside anything else.
-        self.suspect: tuple[int, int] | None = None
+        self.suspect: Ranges = ()
         #: From when on something more may be wanted; ``None``: in this run no more.
         self.look_again: float | None = None
 
@@ -120,21 +128,20 @@ class PartitionReader:
 
     def _without_suspects(self, table: Table, wanted: Ranges) -> Ranges:
         found = suspects(table, wanted, least=_ISOLATED_FROM)
-        self.suspect = None
+        self.suspect = ()
         if not found:
             return wanted
-        low, high = found[0].low, found[0].high
         size = max(1, _LARGEST_PORTION >> 2 * (found[0].times - 1))
-        self.suspect = low, min(high, low + size)
+        self.suspect = portion(found, wanted, size=size, order=self._order)
         if self._order == "none":
             return minus(wanted, normal((each.low, each.high) for each in found))
-        return intersection(wanted, ((0, low),))
+        return intersection(wanted, ((0, found[0].low),))
 
     def isolate(self) -> None:
         """Want a portion of what is suspect, and nothing else."""
-        assert self.suspect is not None
-        self._wanted = (self.suspect,)
-        self.position = self.suspect[0]
+        assert self.suspect
+        self._wanted = self.suspect
+        self.position = self.suspect[0][0]
         self.finished = self.at_end = False
         self.look_again = None
 

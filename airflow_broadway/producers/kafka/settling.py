@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.report import CLASS_OF
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, Action
 from airflow_broadway.producers.kafka.ranges import (
+    Range,
     Ranges,
     contains,
     count,
@@ -121,11 +122,15 @@ def settle(
     *,
     order: str,
     crashed: bool = False,
+    died: Range | None = None,
+    alone: bool = False,
 ) -> tuple[Table, dict[str, int]]:
     """End a generation's claim.
 
     :param decisions: The messages that do not get the verdict of the rest, in any order.
     :param crashed: Whether its process died at work, and nobody knows what it handed out.
+    :param died: From the first to the last message in batches that a process died of.
+    :param alone: Whether that is the one message that the generation held.
     :returns: The table, and how many messages are in each class of the account; of those that were
         settled at once with :data:`AT_ONCE` before it.
     """
@@ -178,6 +183,8 @@ def settle(
     ended = _ready_again(_carried_out(ended, made), again)
     if crashed:
         ended = blame(ended, claimed.last)
+    if died is not None:
+        ended = blame(ended, died, alone=alone)
     return advanced(ended), counts
 
 

@@ -26,6 +26,7 @@ from airflow_broadway.producers.kafka.opening import (
     own_places,
 )
 from airflow_broadway.producers.kafka.partition import PartitionReader
+from airflow_broadway.producers.kafka.ranges import count
 from airflow_broadway.producers.kafka.records import Records
 from airflow_broadway.producers.kafka.register import Register, group_files
 from airflow_broadway.producers.kafka.silence import Silence
@@ -111,7 +112,7 @@ class KafkaSource:
         for place, reader in self._readers.items():
             table = self._register.known(place)
             # Where order counts it waits for what is before it, as everything does.
-            ready = reader.suspect is not None and (producer.order == "none" or reader.finished)
+            ready = reader.suspect and (producer.order == "none" or reader.finished)
             if ready and table is not None and table.skipped:
                 self._isolate(reader)
                 break
@@ -185,7 +186,7 @@ class KafkaSource:
 
     def _looked_again(self) -> bool:
         """Whether there is more to be had than was wanted so far."""
-        suspect = next((r for r in self._readers.values() if r.suspect is not None), None)
+        suspect = next((r for r in self._readers.values() if r.suspect), None)
         if suspect is not None and not self._tried and not self._received:
             self._isolate(suspect)
             return True
@@ -216,7 +217,7 @@ class KafkaSource:
             "Processes died of messages of %s-%d, it seems: this run takes %d of them alone, from"
             " %d on.",
             *suspect.place,
-            suspect.suspect[1] - suspect.suspect[0] if suspect.suspect else 0,
+            count(suspect.suspect),
             suspect.position,
         )
 
@@ -390,7 +391,7 @@ class KafkaSource:
             self._unread = not all(reader.quiet for reader in self._readers.values())
         if not self._tried:
             for reader in self._readers.values():
-                if reader.suspect is not None:
+                if reader.suspect:
                     reader.skip_suspects()
         if self._received:
             log.info(

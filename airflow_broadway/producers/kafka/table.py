@@ -22,7 +22,7 @@ function returns a new one.  Instants are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -47,6 +47,7 @@ __all__ = [
     "claim",
     "drop",
     "free",
+    "portion",
     "skip",
     "suspects",
     "unclaim",
@@ -83,7 +84,7 @@ class Held(NamedTuple):
 
 
 class Crash(NamedTuple):
-    """What was in hand when processes died.
+    """What was in hand when processes died; what is finished of it counts no more.
 
     :param times: How many processes.
     :param alone: Whether the last of them had claimed nothing beside it: one message, then.
@@ -222,13 +223,30 @@ def free(table: Table, generation: str, now: float, *, order: str) -> Ranges:
 
 
 def suspects(table: Table, wanted: Ranges, *, least: int) -> list[Crash]:
-    """What of ``wanted`` was in hand in at least so many crashes."""
+    """What of ``wanted`` was in hand in at least so many crashes, in order."""
     return [
         each._replace(low=low, high=high)
         for each in table.crashes
         if each.times >= least
         for low, high in intersection(wanted, ((each.low, each.high),))
     ]
+
+
+def portion(found: Sequence[Crash], wanted: Ranges, *, size: int, order: str) -> Ranges:
+    """So many of the first suspects, and of those that were in as many crashes.
+
+    :param wanted: What they are among: where order counts, what is between two of them comes first.
+    """
+    taken: list[Range] = []
+    for each in found:
+        if each.times != found[0].times or not size:
+            break
+        between = ((taken[-1][1], each.low),) if taken else ()
+        if order != "none" and intersection(wanted, between):
+            break
+        taken.append((each.low, min(each.high, each.low + size)))
+        size -= taken[-1][1] - taken[-1][0]
+    return normal(taken)
 
 
 # -- changes ---------------------------------------------------------------------------------------
@@ -278,10 +296,13 @@ def drop(table: Table, generation: str, *, crashed: bool) -> Table:
     return blame(made, dropped.last) if crashed else made
 
 
-def blame(table: Table, last: Range) -> Table:
-    """Count one more crash for what was claimed last, and is not finished."""
-    low, high = last
-    alone = high - low == 1
+def blame(table: Table, last: Range, *, alone: bool | None = None) -> Table:
+    """Count one more crash for what was claimed last, and is not finished.
+
+    :param alone: Whether nothing was in hand beside it; unless given, if it is a single message.
+    """
+    if alone is None:
+        alone = last[1] - last[0] == 1
     made: list[Crash] = []
     for each in table.crashes:
         made += [each._replace(low=a, high=b) for a, b in minus(((each.low, each.high),), (last,))]
@@ -304,10 +325,10 @@ def advanced(table: Table) -> Table:
     held = table.held
     if held:
         held = {offset: each for offset, each in held.items() if not contains(finished, offset)}
+    left = ((each, minus(((each.low, each.high),), finished)) for each in table.crashes)
+    # From end to end: of a batch's messages every second one may be finished.
     crashes = tuple(
-        each._replace(low=low, high=high)
-        for each in table.crashes
-        for low, high in minus(((each.low, each.high),), finished)
+        each._replace(low=ranges[0][0], high=ranges[-1][1]) for each, ranges in left if ranges
     )
     return replace(
         table,

@@ -12,7 +12,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.client import Place
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import Ranges, count, minus
+from airflow_broadway.producers.kafka.ranges import Range, Ranges, count, minus
 from airflow_broadway.producers.kafka.settling import Decision, Rest, final_of
 from airflow_broadway.producers.kafka.table import Table
 
@@ -48,6 +48,14 @@ class Work:
             if self.stopped
             else [(topic, number) for topic, numbers in own.items() for number in numbers]
         )
+        #: Where a process died of a batch: from its first message there to its last.
+        self.died: dict[Place, Range] = {}
+        for key in settlement.died:
+            topic, partition, offset = place_of(key)
+            low, high = self.died.get((topic, partition), (offset, offset))
+            self.died[topic, partition] = min(low, offset), max(high, offset + 1)
+        #: Whether that was the one message that the generation held.
+        self.alone = settlement.expected == len(settlement.died) == 1
         self.entries: dict[Place, dict[int, Entry]] = {}
         self._names: dict[Place, dict[int, str]] | None = None
         known = settlement.settled_now

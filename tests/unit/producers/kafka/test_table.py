@@ -29,6 +29,7 @@ from airflow_broadway.producers.kafka.table import (
     claim,
     drop,
     free,
+    portion,
     skip,
     suspects,
     unclaim,
@@ -294,6 +295,33 @@ def test_what_is_finished_is_suspect_no_more() -> None:
     table, _ = settle(table, "g", {}, Rest(ACK, ((0, 6),), 6), order="none")
 
     assert table.crashes == (Crash(6, 10, 1),)
+
+
+def test_a_crash_is_from_end_to_end_however_much_of_it_is_finished() -> None:
+    table = claimed(Table(base=0), ((0, 20),))
+    every_second = of_offsets(range(1, 20, 2))
+    named = dict.fromkeys(range(20), "")
+    decisions = {offset: Decision(ACK) for low, high in every_second for offset in range(low, high)}
+    rest = Rest(RELEASE, ((0, 20),), 20, named)
+
+    table, _ = settle(table, "g", decisions, rest, order="none", died=(2, 13))
+
+    assert table.crashes == (Crash(2, 13, 1),)
+    wanted = free(table, "g2", 0.0, order="none")
+    found = suspects(table, wanted, least=1)
+    assert [(each.low, each.high) for each in found] == [(n, n + 1) for n in range(2, 13, 2)]
+    # Many pieces make one portion; where order counts, nothing that is before a piece is passed by
+    assert count(portion(found, wanted, size=4, order="none")) == 4
+    assert portion(found, wanted, size=4, order="key") == ((2, 3), (4, 5), (6, 7), (8, 9))
+    assert portion(found, ((0, 20),), size=4, order="partition") == ((2, 3),)
+
+
+def test_a_message_in_a_batch_was_alone_if_its_generation_held_nothing_else() -> None:
+    for alone in (True, False):
+        table = claimed(Table(base=0), ((0, 2),))
+        rest = Rest(RELEASE, ((0, 2),), 2)
+        table, _ = settle(table, "g", {}, rest, order="none", died=(0, 1), alone=alone)
+        assert table.crashes == (Crash(0, 1, 1, alone=alone),)
 
 
 # ------------------------------------------------------------------------------- the rest
