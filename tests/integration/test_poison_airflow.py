@@ -1,0 +1,169 @@
+"""A message that kills its process, under a real scheduler, of tasks that are never retried."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import ROOT, airflow_env, home_of
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_home import made_home
+
+pytestmark = [pytest.mark.airflow, pytest.mark.slow]
+
+DAG = """\
+import os
+import time
+
+from airflow.sdk import DAG
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+def note(name, numbers):
+    with open(os.path.join(os.environ["POISON_FOLDER"], name), "a") as file:
+        file.write("".join(f"{n}\\n" for n in numbers))
+
+
+class Poisoned(Broadway):
+    producer = SqliteProducer(
+        queue="numbers", path=os.path.join(os.environ["POISON_FOLDER"], "queue.db")
+    )
+    processors = Processors(concurrency=1, max_demand=200)
+    batchers = {"default": Batcher(engine="python", batch_size=100, batch_timeout=None)}
+
+    def handle_message(self, processor, message: Message, context):
+        return message.put_data(int(message.data))
+
+    def handle_batch(self, batcher, messages, batch_info, context):
+        numbers = [each.data for each in messages]
+        note("begun", numbers)
+        if 537 in numbers:
+            os._exit(9)
+        note("handled", numbers)
+        return messages
+
+
+with DAG("poisoned", schedule=None, max_active_runs=1):
+    Poisoned().task_group(default_args={"retries": 0})
+"""
+
+COUNT, POISON = 1_000, 537
+
+
+class World:
+    """An Airflow, and the queue whose messages its Dag takes."""
+
+    def __init__(self, folder: Path, airflow: LocalAirflow) -> None:
+        self.folder, self.airflow = folder, airflow
+        self.queue = SqliteQueue(folder / "queue.db", "numbers")
+        self.runs = 0
+
+    def begin(self) -> str:
+        self.runs += 1
+        return self.airflow.trigger("poisoned")
+
+    def run(self) -> None:
+        """One run, from its trigger to its end, however it ends."""
+        self.airflow.wait_for_run("poisoned", self.begin(), timeout=200)
+
+    def kill(self, task: str, run_id: str, when: Callable[[], bool]) -> None:
+        """Kill a task's processes, but its supervisor, once something is so; wait for the run."""
+        deadline = time.monotonic() + 100
+        while not when() or not (found := self._children(run_id, task)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for process in found:
+            os.kill(process.pid, signal.SIGKILL)
+        self.airflow.wait_for_run("poisoned", run_id, timeout=200)
+
+    def _children(self, run_id: str, task_id: str) -> list[psutil.Process]:
+        task = str(self.airflow.task_instance("poisoned", run_id, task_id)["id"])
+        found = []
+        for process in self.airflow.processes_of_tasks():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if task in line and not line.startswith("airflow worker -- LocalExecutor"):
+                found.append(process)
+        return found
+
+    def noted(self, name: str) -> list[int]:
+        path = self.folder / name
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def check(self) -> None:
+        """All but one are handled and acknowledged, and that is a dead letter that says why."""
+        depth = self.queue.depth()
+        assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 0, 0, 1)
+        [letter] = self.queue.dead_letters()
+        assert int(letter.body) == POISON
+        assert letter.reason.startswith("crashed: its process died ")
+        assert set(self.noted("handled")) == set(range(COUNT)) - {POISON}
+
+
+@pytest.fixture(scope="module")
+def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LocalAirflow]]:
+    folder = tmp_path_factory.mktemp("poison")
+    (folder / "dags").mkdir()
+    (folder / "dags" / "poisoned.py").write_text(DAG)
+    settings = {
+        "broadway.staging": f"file://{folder / 'staging'}",
+        "scheduler.task_instance_heartbeat_timeout": "12",
+        "scheduler.task_instance_heartbeat_timeout_detection_interval": "2",
+    }
+    home = made_home(home_of(ROOT, "airflow-test-poison"))
+    env = airflow_env(home=home, dags=folder / "dags", port=free_port(), settings=settings)
+    env["POISON_FOLDER"] = str(folder)
+    with LocalAirflow(env, folder / "logs") as airflow:
+        airflow.wait_for_dag("poisoned", timeout=120)
+        yield folder, airflow
+
+
+@pytest.fixture
+def world(airflow: tuple[Path, LocalAirflow]) -> Iterator[World]:
+    folder, running = airflow
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    world = World(folder, running)
+    world.queue.send([b"%d" % number for number in range(COUNT)])
+    yield world
+    world.queue.close()
+
+
+@pytest.mark.timeout(900)
+def test_with_no_retries_the_third_run_sets_a_message_aside_that_kills(world: World) -> None:
+    for _ in range(2):
+        world.run()
+        assert world.queue.depth().dead == 0
+    world.run()
+    world.check()
+
+
+@pytest.mark.timeout(900)
+def test_kills_in_between_cost_runs_and_lose_nothing(world: World) -> None:
+    # Given a first run whose sensor is killed when the batch task has died
+    run_id = world.begin()
+    world.kill("broadway.ack", run_id, lambda: POISON in world.noted("begun"))
+    world.run()
+
+    # And one that is killed while it isolates the message
+    count = world.noted("begun").count(POISON)
+    run_id = world.begin()
+    world.kill(
+        "broadway.batch.default", run_id, lambda: world.noted("begun").count(POISON) > count + 2
+    )
+
+    # Then the runs after that go on: three, and two for each kill, at most
+    while world.runs < 3 + 2 * 2 and sum(world.queue.depth()[:3]):
+        world.run()
+    world.check()
