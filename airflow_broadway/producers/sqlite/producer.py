@@ -147,19 +147,24 @@ class _Source(PollingSource):
         self._suspects = {
             key: count for key, count in deaths.items() if is_suspect(count, self._most)
         }
+        #: Of these what it is to take, and nothing else.
+        self._portion: Sequence[str] = ()
         #: Whether it holds suspects, and must take nothing else.
         self._alone = False
         note_open(self, env.generation)
 
     def take(self, demand: int, position: int, deadline: datetime) -> Sequence[Message]:
-        if self._alone:
-            return []
         if self._suspects and not position:
-            found = self._take_suspects()
+            self._portion = self._portion_of_suspects()
+        while self._portion:
+            chosen, self._portion = self._portion[:demand], self._portion[demand:]
+            found = self._take(len(chosen), position, only=chosen)
             if found:
                 self._alone = True
                 self._lease = replace(self.lease, state={**self.lease.state, SUSPECTS: True})
                 return found
+        if self._alone:
+            return []
         return self._take(demand, position, without=self._suspects)
 
     def _take(self, demand: int, position: int, **chosen: Collection[str]) -> Sequence[Message]:
@@ -173,8 +178,8 @@ class _Source(PollingSource):
             **chosen,
         )
 
-    def _take_suspects(self) -> Sequence[Message]:
-        """A portion of what processes died of, with nothing beside it."""
+    def _portion_of_suspects(self) -> Sequence[str]:
+        """A portion of what processes died of, to be taken with nothing beside it."""
         there = self._queue.free(self._suspects)  # not those that were handled since
         by_deaths = sorted(there, key=lambda key: (-self._suspects[key], key))
         division = divide(
@@ -187,18 +192,15 @@ class _Source(PollingSource):
         assert division is not None
         if division.crashed:
             self._set_aside(division.crashed)
-        if not division.take:
-            return []
-        found = self._take(len(division.take), 0, only=division.take)
-        if found:
+        if division.take:
             log.warning(
                 "Processes died of %s and others, %d times: a portion of %d is handled, and nothing"
                 " else in this run.",
                 division.take[0],
                 self._suspects[division.take[0]],
-                len(found),
+                len(division.take),
             )
-        return found
+        return division.take
 
     def _set_aside(self, ids: Sequence[str]) -> None:
         reasons = {key: why_crashed(self._suspects[key]) for key in ids}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
-from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.protocol import SUSPECTS, Settlement
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
@@ -17,6 +18,9 @@ class Poison(ContractBase):
 
     Not every producer does it; those that do pass this, with harnesses that heed ``max_crashes``.
     """
+
+    #: Whether a run takes a whole portion of suspects, in several receives if need be.
+    whole_portions: ClassVar[bool] = True
 
     def test_a_message_that_kills_its_process_is_set_aside_and_its_neighbours_are_handled(
         self, harness: Harness
@@ -72,6 +76,32 @@ class Poison(ContractBase):
         assert died == [5, 5, 5, 1]  # with its neighbours until a portion is of one
         depth = harness.producer().depth(harness.env("the end"))
         assert depth is None or (depth.ready, depth.dead) == (0, 1)
+
+    def test_what_kills_is_found_among_many_others_that_came_before_it(
+        self, harness: Harness
+    ) -> None:
+        """However little a run asks for at a time."""
+        harness.max_crashes = 2
+        killers = bodies(20, start=500)
+        harness.send(killers)
+        for number in range(2):
+            lease, messages = self.hold(harness, f"g{number}")
+            assert len(messages) == len(killers)
+            if number == 1:
+                harness.send(bodies(300))
+            self.settle(harness, lease, Settlement(rest=RELEASE))
+
+        with self.source(harness, "g2") as source:
+            taken: list[bytes] = []
+            while messages := source.secure(source.receive(3, timeout=0.2)):
+                assert len(messages) <= 3
+                taken += [message.data for message in messages]
+            source.stop()
+            lease = self.copied(source.lease)
+        assert len(taken) == 10 or (taken and not self.whole_portions)  # and nothing beside it
+        assert set(taken) < set(killers)
+        assert lease.state[SUSPECTS]
+        self.settle(harness, lease, Settlement(rest=RELEASE))
 
     def test_a_batch_without_an_outcome_of_which_no_process_died_counts_no_death(
         self, harness: Harness

@@ -156,6 +156,17 @@ def test_of_suspects_that_kill_no_more_one_process_handles_all(tmp_path: Path) -
     assert len(world.seen()) == world.batches
 
 
+def test_where_a_fork_cannot_ask_the_host_none_is_made_for_suspects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, deadly=[], count=12)
+    world.suspect()
+    monkeypatch.delattr(tasks, "Apart")
+    counts = world.task(forks=False).handle(world.plan)
+    assert counts is not None
+    assert counts["successful"] == 12
+
+
 def test_what_a_process_of_its_own_raises_is_raised_by_the_task(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

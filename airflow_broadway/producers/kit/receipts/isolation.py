@@ -41,6 +41,9 @@ class Isolation:
 
     def __init__(self, producer: Producer, env: ProducerEnv, folder: ReceiptsFolder) -> None:
         self._producer, self._env, self._folder = producer, env, folder
+        deaths = folder.deaths.everything(env.clock.now())
+        #: Whether there are suspects, or were in the last days: then it looks for them first.
+        self.searches = any(is_suspect(each, producer.max_crashes) for each in deaths.values())
         #: Whether the generation holds suspects, and must take nothing else.
         self.alone = False
         #: Messages that were set aside.
@@ -57,7 +60,7 @@ class Isolation:
         :param groups: Message id → the group in which it keeps its order, if any.
         :param fresh: Whether it holds nothing yet.
         """
-        found = self._divided(keys, fresh=fresh, now=now)
+        found = self._divided(keys, groups, fresh=fresh, now=now)
         if found.take is keys and not self._waiting:  # as nearly always
             return Sorted(keys, [])
         wanted, crashed = set(found.take), set(found.crashed)
@@ -75,17 +78,21 @@ class Isolation:
                 self._waiting.add(group)
         return Sorted(take, later, found.crashed)
 
-    def _divided(self, keys: Sequence[str], *, fresh: bool, now: datetime) -> Sorted:
+    def _divided(
+        self, keys: Sequence[str], groups: Mapping[str, str], *, fresh: bool, now: datetime
+    ) -> Sorted:
         most = self._producer.max_crashes
         deaths = self._folder.deaths.of(keys, now)
         suspects = [key for key, count in deaths.items() if is_suspect(count, most)]
         if not suspects:
             return Sorted(keys)
+        if _all_follow(keys, groups, set(suspects)):
+            fresh = False  # they wait, and so would all else
         suspects.sort(key=deaths.__getitem__, reverse=True)
         division = divide(
             suspects, deaths.__getitem__, room=len(suspects), fresh=fresh, max_crashes=most
         )
-        others = [key for key in keys if key not in deaths or key not in suspects]
+        others = [key for key in keys if not is_suspect(deaths.get(key, 0), most)]
         if division is None:
             return Sorted(others)
         if not division.alone:
@@ -134,6 +141,18 @@ class Isolation:
             log.error("What crashed its processes stays in the queue: %s", error)
         for entry in entries[: report.dead_lettered]:
             log.error("%s is set aside: %s.", entry.message_id, entry.verdict.reason)
+
+
+def _all_follow(keys: Sequence[str], groups: Mapping[str, str], suspects: set[str]) -> bool:
+    """Whether each suspect is behind something in its group that is none."""
+    led: set[str] = set()
+    for key in keys:
+        group = groups.get(key)
+        if key not in suspects:
+            led.update(() if group is None else (group,))
+        elif group not in led:
+            return False
+    return True
 
 
 def _letter(message: Message, deaths: int) -> Entry:

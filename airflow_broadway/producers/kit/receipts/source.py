@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import ClassVar, Final
+from typing import Final
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
 from airflow_broadway.core.errors import (
     BroadwayError,
     LeaseLapsed,
-    ProducerError,
     ProducerUnavailable,
 )
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Call, Refusal
+from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
 from airflow_broadway.producers.kit.receipts.isolation import Isolation
 from airflow_broadway.producers.kit.receipts.polls import Answer, Polls, Received
 from airflow_broadway.producers.kit.receipts.receipts import KEPT_REPORTS, ReceiptsFolder
+from airflow_broadway.producers.kit.receipts.service import ReceiptService
 from airflow_broadway.producers.kit.receipts.settlement import REMOVES
 from airflow_broadway.producers.kit.state_files import day_of, instant_of
 
@@ -37,6 +36,8 @@ _GATHER_TIMEOUT, _GATHER_TIMEOUT_FILES = 0.05, 1.0
 _STALE_PART: Final = 0.3
 #: A larger demand is handed out in halves: one while the other is on its way.
 _LARGEST_WHOLE_DEMAND: Final = 200
+#: Demand of the first receive where it looks for what processes died of: half of it is waited for.
+_SEARCHED: Final = 2_000
 #: Seconds for which the broker may be out of reach before the run ends with an error, and between
 #: tries.
 _OUTAGE_TIMEOUT, _RECEIVE_AGAIN_INTERVAL = 60.0, 2.0
@@ -46,7 +47,7 @@ _EMPTY_CHECK_INTERVAL: Final = 60.0
 _SHORTEST_SLEEP: Final = 0.02
 
 
-class ReceiptSource(ABC):
+class ReceiptSource(ReceiptService):
     """Receives for one generation.
 
     :param place: The queue as the producer's options name it.
@@ -55,14 +56,6 @@ class ReceiptSource(ABC):
     :param concurrency: Receives at a time.
     :param interval: Seconds from an empty receive to the next.
     """
-
-    #: The broker's and its queue's names, for people.
-    service: ClassVar[str]
-    queue_word: ClassVar[str]
-    #: Errors after which nothing more is received, though what was received is handled.
-    full: ClassVar[tuple[type[ProducerError], ...]] = ()
-    #: Errors that no waiting mends, though another process may succeed.
-    ends: ClassVar[tuple[type[ProducerError], ...]] = ()
 
     def __init__(
         self,
@@ -112,50 +105,6 @@ class ReceiptSource(ABC):
         self._stopped = False
         self._closed = False
 
-    # -- what each broker does -----------------------------------------------------------------
-
-    @abstractmethod
-    def _receive(self, count: int) -> Answer:
-        """Make one receive of at most so many messages, and hold them; in any thread."""
-
-    @abstractmethod
-    def _hide_call(self) -> Call:
-        """One request that hides messages for a while; its entries are those of `_hidden`."""
-
-    @abstractmethod
-    def _hidden(self, receipt: str, seconds: int) -> object:
-        """An entry that hides a message for so long; 0: it is shown at once."""
-
-    @abstractmethod
-    def _attempts(
-        self, fresh: Mapping[str, Received], now: datetime
-    ) -> Callable[[str], tuple[int, bool]]:
-        """What tells of each of these: its attempt, and whether it may have been handed out."""
-
-    @abstractmethod
-    def _message(
-        self, each: Received, *, attempt: int, redelivered: bool, at: datetime, position: int
-    ) -> Message:
-        """The message.
-
-        :raises Exception: Any, if it cannot be read.
-        """
-
-    def _groups(self, fresh: Mapping[str, Received]) -> dict[str, str]:
-        """Message id → the group in which it keeps its order, if any."""
-        return {}
-
-    def _explain_empty(self) -> None:  # noqa: B027 (most have nothing to say)
-        """Say why nothing comes if there is something."""
-
-    def _lost(self) -> list[tuple[float, Received]]:
-        """What receives brought whose answer was lost, if it can be had."""
-        return []
-
-    @abstractmethod
-    def _disconnect(self) -> None:
-        """Release connections."""
-
     @property
     def lease(self) -> Lease:
         receipts = self._receipts
@@ -183,19 +132,25 @@ class ReceiptSource(ABC):
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         if self._receipts.report is not None:
             raise self._lapsed()
-        if demand < 1 or self._stopped or self._isolation.alone:
+        if demand < 1 or self._stopped:
             return []
         self._take_back_unsecured()
         end = self._clock.monotonic() + timeout
         while True:
-            self._collect(demand, end)
+            if not self._isolation.alone:
+                self._collect(max(demand, _SEARCHED) if self._searches else demand, end)
             if not self._ready:
-                if not self._env.stopping():
+                if not self._isolation.alone and not self._env.stopping():
                     self._look_at_empty()
                 return []
             messages = self._messages(demand)
             if messages:  # not only such as this run knows already
                 return messages
+
+    @property
+    def _searches(self) -> bool:
+        """Whether it holds nothing yet, and looks first for what processes died of."""
+        return self._isolation.searches and not self._receipts.handles
 
     def _look_at_empty(self) -> None:
         """Once in a while, say why nothing comes if there is something."""
@@ -256,6 +211,10 @@ class ReceiptSource(ABC):
         return answer
 
     def _messages(self, demand: int) -> list[Message]:
+        if self._searches:
+            here = {each.key: each for _, each in self._ready if each.key not in self._spare}
+            kept = self._isolated(here, self._clock.now())
+            self._ready = [each for each in self._ready if each[1].key in kept]
         taken, self._ready = self._ready[:demand], self._ready[demand:]
         if not taken:
             return []
@@ -296,6 +255,8 @@ class ReceiptSource(ABC):
 
     def _isolated(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
         """Without what this run must not handle beside others, or at all."""
+        if self._isolation.alone:
+            return fresh
         holds, groups = bool(self._receipts.handles), self._groups(fresh)
         found = self._isolation.sorted([*fresh], groups, fresh=not holds, now=now)
         self._spare.update({key: fresh[key].receipt for key in found.later})

@@ -10,6 +10,7 @@ from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.kit.failures import Failures
 from airflow_broadway.producers.kit.receipts.isolation import Isolation, Sorted
 from airflow_broadway.producers.kit.receipts.receipts import ReceiptsFolder
+from airflow_broadway.testing.clock import ManualClock
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -21,7 +22,8 @@ def isolation_of(tmp_path: Path, **deaths: int) -> Isolation:
         for _ in range(count):
             ReceiptsFolder("sqs", staging, "q", failures=failures).deaths.count([key], NOW)
     folder = ReceiptsFolder("sqs", staging, "q", failures=failures)
-    return Isolation(Producer(max_crashes=2), ProducerEnv(generation="g"), folder)
+    env = ProducerEnv(generation="g", clock=ManualClock(NOW))
+    return Isolation(Producer(max_crashes=2), env, folder)
 
 
 def test_a_run_begins_with_suspects_and_takes_nothing_beside_them(tmp_path: Path) -> None:
@@ -75,3 +77,19 @@ def test_a_suspect_does_not_overtake_its_group(tmp_path: Path) -> None:
     found = isolation.sorted(["a1", "a2", "b1"], groups, fresh=True, now=NOW)
 
     assert found == Sorted(["b1"], ["a1", "a2"], [])
+
+
+def test_a_suspect_behind_another_of_its_group_alone_holds_up_nothing(tmp_path: Path) -> None:
+    isolation = isolation_of(tmp_path, a2=2)
+    groups = {"a1": "A", "a2": "A", "b1": "B"}
+
+    found = isolation.sorted(["a1", "a2", "b1"], groups, fresh=True, now=NOW)
+
+    assert found == Sorted(["a1", "b1"], ["a2"], ())
+    assert not isolation.alone
+
+
+def test_suspects_are_looked_for_only_where_there_are_some(tmp_path: Path) -> None:
+    assert not isolation_of(tmp_path / "none").searches
+    assert not isolation_of(tmp_path / "one", a=1).searches
+    assert isolation_of(tmp_path / "two", a=2).searches
