@@ -164,6 +164,6 @@ def test_kills_in_between_cost_runs_and_lose_nothing(world: World) -> None:
     )
 
     # Then the runs after that go on: three, and two for each kill, at most
-    while world.runs < 3 + 2 * 2 and sum(world.queue.depth()[:3]):
+    while world.runs < 3 + 2 * 2 and any(world.queue.depth()[:3]):
         world.run()
     world.check()

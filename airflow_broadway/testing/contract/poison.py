@@ -93,9 +93,9 @@ class Poison(ContractBase):
 
         with self.source(harness, "g2") as source:
             taken: list[bytes] = []
-            while messages := source.secure(source.receive(3, timeout=0.2)):
-                assert len(messages) <= 3
-                taken += [message.data for message in messages]
+            while found := source.secure(source.receive(3, timeout=0.2)):
+                assert len(found) <= 3
+                taken += [message.data for message in found]
             source.stop()
             lease = self.copied(source.lease)
         assert len(taken) == 10 or (taken and not self.whole_portions)  # and nothing beside it
