@@ -103,8 +103,10 @@ class QueueJournal:
         """Whether a generation ever had bundles in a lease queue; if not, none will from now on."""
         if self.claim(queue, ""):
             return False
+        # A generation that lost its connection right after its claim uses another one.
         claims = self.files.names(f"claims/{digest(queue)}")
-        return any(self.files.exists(f"{each[:-5]}/opened.json") for each in claims)
+        opened = (self._read(f"{each[:-5]}/opened.json") for each in claims)
+        return any(each is not None and each["queue"] == queue for each in opened)
 
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.

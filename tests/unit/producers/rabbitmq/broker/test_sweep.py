@@ -279,6 +279,20 @@ def test_one_that_came_into_use_is_left_to_its_generation(
     assert [due.unused for due in journal.due(1e12) if due.queue == UNUSED] == [False]
 
 
+def test_one_whose_generation_uses_another_is_deleted(journal: QueueJournal) -> None:
+    # Given a process whose connection is lost when it has taken a queue, and that takes another
+    journal.note_unused(UNUSED, 2_000.0)
+    journal.claim(UNUSED, "g2")
+    journal.note_opened("g2", QueueNames("q").lease("g2"), 9_000.0, 9_000.0)
+    broker: Any = Broker()
+    broker.depths[UNUSED] = 0
+
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    assert UNUSED not in broker.depths
+    assert UNUSED not in [due.queue for due in journal.due(1e12)]
+
+
 def test_one_that_a_sweep_deletes_is_taken_by_nobody(journal: QueueJournal) -> None:
     journal.note_unused(UNUSED, 2_000.0)
 
