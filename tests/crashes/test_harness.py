@@ -54,6 +54,22 @@ for sleeper in ("one/process/2", "drain-1/process/1"):
     task = sleeper[:-2]
     print([each.ended.value for each in result.executions if each.name.startswith(task)])
 """
+#: Two runs recover side by side, and one of them falls asleep in the midst.
+BESIDE = """
+import sys
+from functools import partial
+from pathlib import Path
+from airflow_broadway.testing.crashes import Campaign, Case, Embedded
+from tests.crashes.campaigns import MESSAGES
+from tests.crashes.pipelines import NoBatchers
+
+campaign = Campaign(partial(Embedded, NoBatchers), MESSAGES, Path(sys.argv[1]))
+strikes = "one/process/1 return #1: killed before, then two/look/1 return #1: asleep before"
+result, _ = campaign.run(Case.parse(strikes + " [side by side]"))
+assert result.good, result.account.lines
+names = [each.name for each in result.executions if each.ended.value == "done"]
+print(*(name for name in names if name.startswith("t")))
+"""
 #: A pipeline that makes another file in each run.
 ODD = """
 import os, sys
@@ -78,9 +94,13 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     [
         (RAISES, "the broker is gone\nno child is left\n"),
         (SLEEPS, "['died', 'done', 'done']\n['done', 'done']\n"),
+        (
+            BESIDE,
+            "two/process/1 three/process/1 two/look/1 three/look/1 three/ack/1 two/ack/1\n",
+        ),
         (ODD, "['create'] 0\n"),
     ],
-    ids=["a subject raises", "a second one sleeps", "an odd pipeline"],
+    ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],
 )
 def test_no_process_is_left_asleep_and_no_gap_is_hidden(
     tmp_path: Path, program: str, told: str

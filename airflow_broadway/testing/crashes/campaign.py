@@ -35,7 +35,7 @@ class Family(StrEnum):
 
     #: A task dies before a call that changes the world, halfway through it, and after it.
     CRASHES = "crashes"
-    #: The recovery from a death dies as well, somewhere.
+    #: The recovery from a death dies as well, somewhere; or two recover at once.
     PAIRS = "pairs"
     #: A task that is taken for dead wakes up after others have recovered from its death.
     ZOMBIES = "zombies"
@@ -60,7 +60,7 @@ _STRIKES: Mapping[Family, tuple[What, ...]] = {
 }
 #: A fault is no death: the task itself says whether it failed, and Airflow tries it again.
 _RECOVERIES: Mapping[Family, tuple[Recovery, ...]] = {
-    Family.CRASHES: tuple(Recovery),
+    Family.CRASHES: tuple(each for each in Recovery if each is not Recovery.SIDE_BY_SIDE),
     Family.ZOMBIES: (Recovery.RETRY, Recovery.NEXT_RUN, Recovery.LAPSE),
     Family.FAULTS: (Recovery.RETRY,),
 }
@@ -288,23 +288,28 @@ class Campaign:
                             yield Case((Strike(point, what),), recovery, traffic)
 
     def _pairs(self, count: int, chance: random.Random, tasks: Collection[str]) -> Iterator[Case]:
-        """A first strike, and a second in an execution that recovers from it."""
+        """A first strike, and a second in who recovers: every second time two do, side by side."""
         singles = list(self._singles(Family.CRASHES, tasks))
-        for _ in range(count):
+        for number in range(count):
             first = chance.choice(singles)
+            beside = number % 2 == 1
+            if beside:
+                first = first._replace(recovery=Recovery.SIDE_BY_SIDE)
             result, _ = self.run(first)
             begun = next((i for i, each in enumerate(result.executions) if each.struck), None)
             after = [
                 point
                 for each in result.executions[(begun if begun is not None else 0) + 1 :]
-                if not each.name.startswith(("after/", "last/"))
+                if each.name.startswith(("two/", "three/"))
+                or not (beside or each.name.startswith(("after/", "last/")))
                 for point in each.seen
                 if point.traits.changes
             ]
             if not after:
                 continue
             point = chance.choice(after)
-            whats = (What.KILLED_BEFORE, What.KILLED_AFTER, What.ASLEEP_AFTER)
+            before = What.ASLEEP_BEFORE if beside else What.KILLED_BEFORE
+            whats = (before, What.KILLED_AFTER, What.ASLEEP_AFTER)
             what = chance.choice([what for what in whats if _means_something(point, what)])
             yield first._replace(strikes=(*first.strikes, Strike(point, what)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,8 @@ class Recovery(StrEnum):
     NEXT_RUN = "next run"
     #: The run counts as running, but its leases lapse, and the next one begins.
     LAPSE = "lapse"
+    #: The run has failed, and two next ones are at work at once.
+    SIDE_BY_SIDE = "side by side"
 
 
 class Case(NamedTuple):
@@ -155,7 +157,7 @@ class _Case:
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
             execution = self._attempt(run, task)
-            if execution.ended is Ended.DONE and not _has_open_batches(run, task):
+            if execution.ended is Ended.DONE and _is_through(run, task):
                 continue
             if execution.ended is Ended.HUNG:
                 self._mistakes.append(f"{execution.name} hung")
@@ -209,6 +211,9 @@ class _Case:
                 # Somebody clears it while the sensor holds what it received.
                 self._scheduler.attempt(run, "ack", failed=[tasks[place]])
             self._go_on(run, tasks)
+        elif recovery is Recovery.SIDE_BY_SIDE:
+            run.over = True
+            self._side_by_side("two", "three")
         else:
             if recovery is Recovery.LAPSE:
                 self._pass_time(self._subject.lease * 1.1 + 60.0)
@@ -223,17 +228,49 @@ class _Case:
 
         One whose batches can get no outcome any more fails as well, and the others go on.
         """
+        for _ in self._steps(run, tasks, failed):
+            pass
+
+    def _side_by_side(self, *run_ids: str) -> None:
+        """Execute the tasks of two runs, one of each in turn.
+
+        Who falls asleep is not taken for dead: it goes on when the other run has come to its end.
+        """
+        one, other = (
+            self._steps(self._scheduler.run(each), self._scheduler.tasks, beside=True)
+            for each in run_ids
+        )
+        while (asleep := next(one, None)) is not None:
+            if asleep:
+                for _ in other:
+                    pass
+            one, other = other, one
+        for _ in other:
+            pass
+
+    def _steps(
+        self, run: Run, tasks: Sequence[str], failed: Sequence[str] = (), *, beside: bool = False
+    ) -> Iterator[bool]:
+        """Execute tasks as :meth:`_go_on` does, and yield after each.
+
+        :param beside: Whether another run is at work: it also yields ``True`` while one is asleep.
+        """
         for task in tasks:
             for _ in range(_TRIES):
                 execution = self._attempt(run, task, failed=failed)
-                if execution.ended is Ended.DONE and not _has_open_batches(run, task):
+                if beside and execution.ended is Ended.ASLEEP:
+                    yield True
+                    self._scheduler.resume(execution, run, task)
+                if execution.ended is Ended.DONE and _is_through(run, task):
                     break
             else:
-                if execution.ended is Ended.DONE:
-                    failed = [*failed, task]
-                    continue
-                self._mistakes.append(f"{execution.name} {execution.ended.value}, after all tries")
-                return
+                if execution.ended is not Ended.DONE:
+                    told = f"{execution.name} {execution.ended.value}, after all tries"
+                    self._mistakes.append(told)
+                    break
+                failed = [*failed, task]
+            yield False
+        run.over = run.over or beside
 
     def _attempt(self, run: Run, task: str, *, failed: Sequence[str] = ()) -> Execution:
         """Execute a task; the sensor as often as it wants to look again."""
@@ -280,8 +317,11 @@ class _Case:
         self._subject.pass_time(seconds)
 
 
-def _has_open_batches(run: Run, task: str) -> bool:
-    """Whether a task left batches without an outcome: then it counts as failed."""
+def _is_through(run: Run, task: str) -> bool:
+    """Whether a task left no batch without an outcome, which would count as failed; and whether the
+    sensor need not look again.
+    """
     returned = run.returned.get(task)
     outcomes = returned.get("outcomes") if isinstance(returned, dict) else None
-    return bool(outcomes and outcomes["without_outcome"])
+    looks = task == "ack" and returned is None
+    return not (looks or (outcomes and outcomes["without_outcome"]))

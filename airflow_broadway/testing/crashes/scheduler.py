@@ -157,9 +157,12 @@ class Scheduler:
             # Who was struck comes first, and then what may come of it.
             place = len(self.executions) - execution.struck
             self.executions.insert(place, execution.driver)
-        if execution.ended is Ended.DONE:
-            run.returned[task] = json.loads(self._place(name).read_text())["returned"]
+        self._note_returned(execution, run, task)
         return execution
+
+    def _note_returned(self, execution: Execution, run: Run, task: str) -> None:
+        if execution.ended is Ended.DONE:
+            run.returned[task] = json.loads(self._place(execution.name).read_text())["returned"]
 
     def wake(self, execution: Execution) -> None:
         """Let one that is asleep go on to its end; it finds that time has passed."""
@@ -172,6 +175,11 @@ class Scheduler:
                 place.with_suffix(".tmp").rename(place)
         os.kill(execution.pid, signal.SIGCONT)
         self._await(execution)
+
+    def resume(self, execution: Execution, run: Run, task: str) -> None:
+        """Let one that is asleep, and that nobody has taken for dead, go on to its end."""
+        self.wake(execution)
+        self._note_returned(execution, run, task)
 
     def wait_for_drivers(self) -> bool:
         """Wait for drivers of Spark that have outlived their tasks; whether they came to an end."""

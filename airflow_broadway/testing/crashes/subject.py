@@ -31,11 +31,13 @@ class Letter(NamedTuple):
     :param message_id: Of the message that died.
     :param marked: Whether it says that there may be another of it.
     :param reason: Why it died, where that is told.
+    :param body: What the message held, where that is told.
     """
 
     message_id: str
     marked: bool
     reason: str = ""
+    body: bytes = b""
 
 
 class Subject(ABC):
@@ -204,7 +206,7 @@ class Embedded(Subject):
     def letters(self) -> list[Letter]:
         with self._queue() as queue:
             return [
-                Letter(each.message_id, False, each.reason)
+                Letter(each.message_id, False, each.reason, each.body)
                 for each in queue.dead_letters(limit=None)
             ]
 
