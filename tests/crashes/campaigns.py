@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from airflow_broadway.testing.crashes import (
     Campaign,
     Case,
     Failure,
-    Family,
     Result,
     Subject,
     Sums,
@@ -49,7 +48,21 @@ SHARES = {
     "sqlite past run": 0.004,
     "sqs": 0.002,
     "sqs fifo": 0.002,
+    "sqlite backfill": 0.004,
+    "sqlite letters": 0.02,
+    "kafka letters": 0.004,
+    "pubsub letters": 0.006,
+    "rabbitmq letters": 0.004,
+    "sqs letters": 0.006,
 }
+#: The pipelines of subjects for which some stand for all.
+_REFILLED = ["batches", "two batchers", "no batchers", "at once", "holds failed", "refills"]
+_ONLY: dict[str, list[str]] = {
+    "sqlite backfill": _REFILLED,
+    **{name: ["batches"] for name in SUBJECTS if name.endswith(" letters")},
+}
+#: Letters are sent back by the first task of a run; the others are as in any.
+_LETTER_TASKS = ("process",)
 
 
 class Plan(NamedTuple):
@@ -58,22 +71,28 @@ class Plan(NamedTuple):
     :param share: Of the cases of each family but pairs, 0 to 1.
     :param pairs: How many pairs.
     :param restarts: How many points at which the broker restarts; they are summed up by themselves.
+    :param tasks: Only these are struck first; all unless given.
     """
 
     pipeline: str
     share: float
     pairs: int
     restarts: int = 0
+    tasks: Collection[str] = ()
 
 
 def pipelines_of(broker: str) -> list[str]:
     """The pipelines that are struck over a broker: those on Spark, which never see it, over one."""
+    if broker in _ONLY:
+        return _ONLY[broker]
     spark = broker in ("sqlite", "sqlite by operators")
     batches = broker == "sqlite past run"  # a past run is its batches
     return [
         name
         for name, each in PIPELINES.items()
-        if (spark or not uses_spark(each)) and not (batches and _has_no_batches(each))
+        if (spark or not uses_spark(each))
+        and not (batches and _has_no_batches(each))
+        and name != "refills"
     ]
 
 
@@ -89,7 +108,8 @@ _EMBEDDED = {"batches": (0.055, 20), "no batchers": (0.055, 10)}
 def plans_of(broker: str) -> list[Plan]:
     """What is struck over one broker unless told: what takes minutes."""
     if broker != "sqlite":
-        return [Plan(name, SHARES[broker], 2) for name in pipelines_of(broker)]
+        tasks = _LETTER_TASKS if broker.endswith(" letters") else ()
+        return [Plan(name, SHARES[broker], 2, tasks=tasks) for name in pipelines_of(broker)]
     few = {True: (0.15, 0), False: (0.012, 6)}
     return [
         Plan(name, *_EMBEDDED.get(name, few[uses_spark(PIPELINES[name])]))
@@ -138,11 +158,11 @@ def campaigns(
 def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]:
     part = _SPARK_SHARE if spark else 1.0
     return campaign.cases(
-        list(Family),
+        PIPELINES[plan.pipeline].families,
         share=plan.share * part,
         pairs=round(plan.pairs * part),
         seed=seed,
-        tasks=_SPARK_TASKS if spark else (),
+        tasks=_SPARK_TASKS if spark else plan.tasks,
     )
 
 

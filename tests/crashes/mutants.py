@@ -76,6 +76,26 @@ def a_message_is_removed_before_its_dead_letter_is_sent() -> None:
     mutant._send_letters = send
 
 
+def a_letter_is_deleted_before_its_message_is_back() -> None:
+    from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
+
+    kept: Any = ReceivedLetters._sent
+
+    def sent(letters: Any, chosen: Any, moving: Any) -> Any:
+        letters._delete([raw for _, raw in chosen])
+        return kept(letters, chosen, moving)
+
+    mutant: Any = ReceivedLetters
+    mutant._sent = sent
+
+
+def a_backfill_does_not_empty_its_sink() -> None:
+    from airflow_broadway.runs import process
+
+    mutant: Any = process
+    mutant.prepare_sink = lambda run, pipeline, env: None
+
+
 class Mutant(NamedTuple):
     """A guard that is gone, and the case that must find it.
 
@@ -129,6 +149,25 @@ MUTANTS: dict[str, Mutant] = {
             "lost",
             broker="sqs",
             pipeline="two batchers",  # it tries once
+        ),
+        Mutant(
+            a_letter_is_deleted_before_its_message_is_back,
+            "one/process/1",
+            "SendMessageBatch",
+            What.KILLED_BEFORE,
+            Recovery.NEXT_RUN,
+            "lost",
+            broker="sqs letters",
+        ),
+        Mutant(
+            a_backfill_does_not_empty_its_sink,
+            "one/batch.default/1",
+            "handle_batch",
+            What.KILLED_AFTER,
+            Recovery.NEXT_RUN,
+            "repeated in the sink",
+            broker="sqlite backfill",
+            pipeline="refills",
         ),
     )
 }

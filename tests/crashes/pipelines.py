@@ -7,11 +7,24 @@ a producer that is made for the case is none, and start Python for each executio
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
-from airflow_broadway import Archive, Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
+from airflow_broadway import (
+    Archive,
+    Batcher,
+    BatchInfo,
+    Broadway,
+    Interval,
+    Message,
+    Processors,
+    RetryPolicy,
+)
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.spark import failed
+from airflow_broadway.testing.crashes import Family
 
 __all__ = ["PIPELINES"]
 
@@ -25,6 +38,8 @@ class Struck(Broadway):
     hold_failed: ClassVar[float] = 0.0
     #: Whether a run is one task, as BroadwayRunOperator's.
     unstaged: ClassVar[bool] = False
+    #: How it is struck.
+    families: ClassVar[Sequence[Family]] = tuple(Family)
 
 
 class Batches(Struck):
@@ -138,6 +153,26 @@ class OneTask(Batches):
     unstaged = True
 
 
+class Refills(Batches):
+    """Writes each batch into a file; before a past interval is handled again the files are removed.
+
+    Who sleeps there, and wakes when others have filled it, empties it once more.
+    """
+
+    families = (Family.CRASHES, Family.FAULTS)
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        Path("rows").mkdir(exist_ok=True)
+        rows = [each.data for each in messages]
+        name = f"{self.run.source.kind}-{batch_info.batch_id}"
+        Path(f"rows/{name}").write_text(json.dumps(rows))
+        return super().handle_batch(batcher, messages, batch_info, context)
+
+    def prepare_backfill(self, interval: Interval, context: Any) -> None:
+        for path in sorted(Path().glob("rows/*")):
+            path.unlink()
+
+
 PIPELINES: dict[str, type[Struck]] = {
     "batches": Batches,
     "two batchers": TwoBatchers,
@@ -147,6 +182,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "holds failed": HoldsFailed,
     "archives": Archives,
     "one task": OneTask,
+    "refills": Refills,
     "on spark": OnSpark,
     "mixed": Mixed,
 }

@@ -80,6 +80,22 @@ def _pubsub(*, ordered: bool) -> Iterator[MakeSubject]:
         yield make
 
 
+@contextmanager
+def _backfills() -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_backfill import over_backfills
+
+    with over_backfills() as make:
+        yield make
+
+
+@contextmanager
+def _letters(broker: str) -> Iterator[MakeSubject]:
+    from tests.crashes.subjects_letters import over_letters
+
+    with over_letters(broker) as make:
+        yield make
+
+
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": _embedded,
     "sqlite by operators": _by_operators,
@@ -93,4 +109,9 @@ SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "pubsub ordered": partial(_pubsub, ordered=True),
     "sqs": partial(_sqs, fifo=False),
     "sqs fifo": partial(_sqs, fifo=True),
+    "sqlite backfill": _backfills,
+    **{
+        f"{broker} letters": partial(_letters, broker)
+        for broker in ("sqlite", "rabbitmq", "kafka", "pubsub", "sqs")
+    },
 }

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from airflow_broadway import Broadway
 from airflow_broadway.producers.kafka import FetchConfig, KafkaProducer
+from airflow_broadway.producers.kafka.records import REQUEUED
 from airflow_broadway.testing.crashes import Letter, Subject
 from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary
@@ -44,7 +45,9 @@ class _OnKafka(Subject):
 
     kind = "kafka"
     # A group's tables stay as long as the group: they are its offsets.
-    stays: ClassVar[str] = r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|tables/.+)(?:\.json)?$"
+    stays: ClassVar[str] = (
+        r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:tables|letters)/.+)(?:\.json)?$"
+    )
 
     def __init__(
         self, server: MockKafka, order: str, pipeline: type[Broadway], folder: Path
@@ -130,16 +133,28 @@ class _OnKafka(Subject):
         )
 
     def letters(self) -> list[Letter]:
-        return [Letter(*each) for each in self._asked(self._read_letters)]
+        return [
+            Letter(key, marked, why, body.encode())
+            for key, marked, why, body in self._asked(self._read_letters)
+        ]
 
-    def _read_letters(self) -> list[tuple[str, bool, str]]:
+    def _read_letters(self) -> list[tuple[str, bool, str, str]]:
+        """Those that were not sent back: a log keeps the others, too."""
+        back = {
+            value.decode()
+            for message in self._server.read(self._topic)
+            for name, value in cast("Any", message.headers()) or ()
+            if name == REQUEUED
+        }
         found = []
         for message in self._server.read(f"{self._topic}-dlt"):
             headers: Any = message.headers()
             why = {name: value.decode() for name, value in headers}
             where = (why[f"__connect.errors.{part}"] for part in ("topic", "partition", "offset"))
-            told = why["__connect.errors.exception.message"]
-            found.append(("-".join(where), why["broadway.again"] == "1", told))
+            key, told = "-".join(where), why["__connect.errors.exception.message"]
+            if key not in back:
+                body = cast("bytes", message.value()).decode()
+                found.append((key, why["broadway.again"] == "1", told, body))
         return found
 
     def group_of(self, place: int) -> str | None:

@@ -17,16 +17,11 @@ from airflow_broadway import Broadway, RetryPolicy
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.testing.crashes import Embedded
 from airflow_broadway.testing.crashes.callbacks import witnessed
-from airflow_broadway.testing.crashes.forked import forked
-from airflow_broadway.testing.crashes.interceptor import Interceptor
-from airflow_broadway.testing.crashes.scheduler import number_ids
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
+from tests.crashes.before import SETTLING, live_run
 from tests.crashes.subjects import MakeSubject
 
 __all__ = ["over_past_runs"]
-
-#: Runs that look after what the others leave, and handle nothing.
-_LIVE = ("past", "after", "look", "last")
 
 
 @contextmanager
@@ -56,30 +51,9 @@ class _PastRuns(Embedded):
     def send(self, bodies: Sequence[bytes]) -> list[str]:
         ids = super().send(bodies)
         name = f"past-{len(self._past)}"
-        forked(lambda: self._live(name), self.work, self.folder / "log.txt", name)
+        live_run(self, name, self.overrides)
         self._past[name] = ids
         return ids
-
-    def _live(self, name: str) -> None:
-        """A live run, from its first task to its last."""
-        number_ids(name, salt=self.salt)
-        pipeline = self.pipeline(**self.overrides())
-        processes = [f"process!{each}" for each in range(pipeline.producer.concurrency)]
-        tasks = [*processes, *(f"batch.{each}" for each in pipeline.batchers), "ack"]
-        returned: dict[str, Any] = {}
-        for task in tasks:
-            attempt = Attempt(
-                run_id=name,
-                task=task,
-                try_number=1,
-                tasks=tasks,
-                failed=(),
-                returned=dict(returned),
-                over={},
-                interceptor=Interceptor(f"{name}/{task}/1"),
-                driver=None,
-            )
-            returned[task] = execute(pipeline, self.staging, attempt, hold_failed=0.0)
 
     def execute(self, attempt: Attempt) -> Any:
         pipeline = self.pipeline(**self.overrides())
@@ -88,7 +62,7 @@ class _PastRuns(Embedded):
 
     def _source(self, run_id: str) -> RunSource:
         """The first past run of which something was not handled again; the same in each try."""
-        if run_id.startswith(_LIVE):
+        if run_id.startswith(SETTLING):
             return RunSource()
         noted = self.folder / f"source-{run_id}"
         with suppress(FileExistsError), noted.open("x") as file:

@@ -150,12 +150,16 @@ class _OnPubSub(OverReceipts):
     def letters(self) -> list[Letter]:
         name = self._name("subscriptions", "dead")
 
-        def read(server: Remote) -> list[str]:
-            return [each.attributes["broadway_message_id"] for each in server.drain(name)]
+        def read(server: Remote) -> list[list[str]]:
+            about = ("broadway_message_id", "broadway_reason")
+            return [
+                [*(each.attributes.get(key, "") for key in about), each.data.decode()]
+                for each in server.drain(name)
+            ]
 
         # A letter is there twice where a run was killed between its sending and its original's
         # acknowledgement: this attribute says that it is the same one.
-        return [Letter(each, marked=True) for each in self._asked(read)]
+        return [Letter(key, True, why, body.encode()) for key, why, body in self._asked(read)]
 
     def group_of(self, place: int) -> str | None:
         return str(place % _KEYS) if self._ordered else None

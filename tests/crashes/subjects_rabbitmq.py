@@ -128,7 +128,9 @@ class Rabbit(Subject):
         with self._server.channel() as channel:
             while (got := channel.basic_get(name))[0] is not None:
                 headers = got[1].headers or {}
-                found.append(Letter(got[1].message_id, bool(headers.get("x-broadway-redelivered"))))
+                marked = bool(headers.get("x-broadway-redelivered"))
+                reason = str(headers.get("x-broadway-reason", ""))
+                found.append(Letter(got[1].message_id, marked, reason, got[2]))
         return found
 
     def restart(self) -> None:

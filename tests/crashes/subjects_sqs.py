@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.producers.sqs import SqsProducer, letters
 from airflow_broadway.producers.sqs.client import boto_client
 from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.aws import Aws
@@ -87,6 +87,7 @@ def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
         # What botocore reads of AWS's descriptions is read once, and the forks have it.
         env = ProducerEnv(pipeline="warm", generation="warm", index=0)
         boto_client(SqsProducer(queue_name="warm", conn_id=None, endpoint_url=server.url), env)
+        letters._WAIT_SECONDS = 0  # moto has one server to ask
         yield lambda pipeline, folder: made(pipeline, folder, server)
 
 
@@ -166,7 +167,7 @@ class _Sqs(OverReceipts):
         while messages := client.receive_message(
             QueueUrl=self._dead, MaxNumberOfMessages=10, MessageAttributeNames=["All"]
         ).get("Messages"):
-            found += [self._letter(each["MessageAttributes"]) for each in messages]
+            found += [self._letter(each["MessageAttributes"], each["Body"]) for each in messages]
             entries = [
                 {"Id": str(place), "ReceiptHandle": each["ReceiptHandle"]}
                 for place, each in enumerate(messages)
@@ -174,10 +175,11 @@ class _Sqs(OverReceipts):
             client.delete_message_batch(QueueUrl=self._dead, Entries=entries)
         return found
 
-    def _letter(self, attributes: Mapping[str, Any]) -> Letter:
+    def _letter(self, attributes: Mapping[str, Any], body: str) -> Letter:
         # A standard queue has a letter twice where a run was killed between its sending and its
         # original's deletion: this attribute says that it is the same one.
-        return Letter(attributes["broadway_message_id"]["StringValue"], marked=True)
+        key, why = (attributes[f"broadway_{name}"] for name in ("message_id", "reason"))
+        return Letter(key["StringValue"], True, why["StringValue"], body.encode())
 
 
 class _Fifo(_Sqs):

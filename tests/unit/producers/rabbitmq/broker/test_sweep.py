@@ -283,7 +283,7 @@ def test_one_whose_generation_uses_another_is_deleted(journal: QueueJournal) -> 
     # Given a process whose connection is lost when it has taken a queue, and that takes another
     journal.note_unused(UNUSED, 2_000.0)
     journal.claim(UNUSED, "g2")
-    journal.note_opened("g2", QueueNames("q").lease("g2"), 9_000.0, 9_000.0)
+    journal.note_opened("g2", QueueNames("q").lease("g2.1"), 9_000.0, 9_000.0)
     broker: Any = Broker()
     broker.depths[UNUSED] = 0
 

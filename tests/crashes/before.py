@@ -1,0 +1,55 @@
+"""What has gone through a live run before the runs of a case begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from airflow_broadway.testing.crashes import Subject
+from airflow_broadway.testing.crashes.forked import forked
+from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
+from airflow_broadway.testing.crashes.scheduler import number_ids
+from airflow_broadway.testing.crashes.tasks import Attempt, execute
+
+__all__ = ["SETTLING", "live_run"]
+
+#: Runs that look after what the others leave, and handle nothing.
+SETTLING = ("after", "look", "last")
+
+
+def live_run(
+    subject: Subject,
+    name: str,
+    overrides: Callable[[], Mapping[str, Any]],
+    boundaries: Sequence[Boundary] = (),
+) -> None:
+    """Make a live run from its first task to its last, in a process that nobody strikes.
+
+    :param overrides: The options with which it runs.
+    :param boundaries: Those of the subject's that it is to have, too.
+    """
+
+    def run() -> None:
+        number_ids(name, salt=subject.salt)
+        interceptor = Interceptor(f"{name}/process/1")
+        for boundary in boundaries:
+            boundary.install(interceptor)
+        pipeline = subject.pipeline(**overrides())
+        processes = [f"process!{each}" for each in range(pipeline.producer.concurrency)]
+        tasks = [*processes, *(f"batch.{each}" for each in pipeline.batchers), "ack"]
+        returned: dict[str, Any] = {}
+        for task in tasks:
+            attempt = Attempt(
+                run_id=name,
+                task=task,
+                try_number=1,
+                tasks=tasks,
+                failed=(),
+                returned=dict(returned),
+                over={},
+                interceptor=interceptor,
+                driver=None,
+            )
+            returned[task] = execute(pipeline, subject.staging, attempt, hold_failed=0.0)
+
+    forked(run, subject.work, subject.folder / "log.txt", name)

@@ -1,0 +1,112 @@
+"""The embedded queue once more, but a run handles the messages of a past interval again.
+
+What is sent goes through a live run at once, in a process that nobody strikes, and into the
+archive.  The runs that are struck, and those that recover, have the archive for their source until
+each message was handled again; later ones have the live queue, which is empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow_broadway import Archive, Broadway, Message, RetryPolicy
+from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
+from airflow_broadway.testing.crashes import Embedded, Letter
+from airflow_broadway.testing.crashes.callbacks import witnessed
+from airflow_broadway.testing.crashes.sink import rows_of
+from airflow_broadway.testing.crashes.tasks import Attempt, execute
+from tests.crashes.before import SETTLING, live_run
+from tests.crashes.subjects import MakeSubject
+
+__all__ = ["over_backfills"]
+
+_DAY = datetime(2013, 1, 1, tzinfo=UTC)
+_SOURCE = RunSource(kind=ARCHIVE, interval=Interval(_DAY, _DAY + timedelta(days=1)))
+
+
+def _scheduled(message: Message) -> datetime:
+    """The time of a message: six are in an hour."""
+    return _DAY + timedelta(minutes=10 * int(message.data))
+
+
+@contextmanager
+def over_backfills() -> Iterator[MakeSubject]:
+    """What makes subjects whose runs have the archive for their source."""
+    yield _Backfills
+
+
+class _Backfills(Embedded):
+    """A pipeline over what is archived; who fails is kept beside the archive."""
+
+    kind = "sqlite backfill"
+    lapses = False  # nobody can take what a run has of an archive
+
+    def __init__(self, pipeline: type[Broadway], folder: Path) -> None:
+        kept = {"archive": Archive(time=_scheduled), "__module__": pipeline.__module__}
+        super().__init__(type(pipeline.__name__, (pipeline,), kept), folder)
+        self._sent: list[str] = []
+        self._lives = 0
+        #: Whether the run that is next is to handle the interval again.
+        self._again = True
+
+    def overrides(self) -> Mapping[str, Any]:
+        made = super().overrides()
+        # What fails in the live run is dead: else it would come again in the live queue.
+        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
+        return {**made, "producer": once}
+
+    def send(self, bodies: Sequence[bytes]) -> list[str]:
+        ids = super().send(bodies)
+        live_run(self, f"live-{self._lives}", self.overrides)
+        self._lives += 1
+        self._sent += ids
+        return ids
+
+    def execute(self, attempt: Attempt) -> Any:
+        pipeline = self.pipeline(**self.overrides())
+        again = self._again and not attempt.run_id.startswith(SETTLING)
+        source = _SOURCE if again else RunSource()
+        return execute(pipeline, self.staging, attempt, hold_failed=self.hold_failed, source=source)
+
+    def waiting(self) -> int:
+        left = self._not_again()
+        self._again = bool(left)  # it is asked before each run that drains
+        return super().waiting() + len(left)
+
+    def _not_again(self) -> set[str]:
+        """The messages that neither succeeded again, nor are kept as failed again."""
+        last = "handle_batch" if self.pipeline.batchers else "handle_message"
+        done = {
+            key
+            for call in witnessed(self.witness)
+            if call.stage == last
+            for key in call.succeeded or ()
+        }
+        return {*self._sent} - done - {letter.message_id for letter in self.letters()}
+
+    def letters(self) -> list[Letter]:
+        """What failed again: another run of the interval has it once more, and says so."""
+        folder = self.work / "staging" / self.pipeline.__name__ / "_archive" / "failed"
+        told = [
+            json.loads(line)
+            for path in sorted(folder.glob("*.jsonl"))
+            for line in path.read_text().splitlines()
+        ]
+        return [Letter(each["message_id"], True, each["reason"]) for each in told]
+
+    def rows(self, ids: Sequence[str]) -> Counter[str] | None:
+        if not self.pipeline.defines("prepare_backfill"):
+            return None
+        return rows_of(_rows, self.work, self.folder / "log.txt", ids)
+
+
+def _rows(folder: Path) -> list[int]:
+    """What :class:`tests.crashes.pipelines.Refills` has written."""
+    return [row for path in folder.glob("rows/*") for row in json.loads(path.read_text())]
