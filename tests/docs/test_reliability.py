@@ -1,0 +1,26 @@
+"""Each promise of ``docs/reliability.md`` stands in its table with the tests of its claims."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = ROOT / "tests" / "docs" / "claims" / "reliability.toml"
+
+
+def test_the_table_has_each_promise_with_the_tests_of_its_claims() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text("utf-8")
+    promised = text.split("## Promised")[1].split("\n## ")[0]
+    promises = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", promised, re.MULTILINE | re.DOTALL)
+    rows = dict(re.findall(r"^\| (\d+)\. .+? \| (.+) \|$", text, re.MULTILINE))
+    claims = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]
+
+    assert [number for number, _ in promises] == list(rows)
+    for number, promise in promises:
+        said = " ".join(promise.split())
+        shown = {test for each in claims if each["says"] in said for test in each["shown_by"]}
+        listed = {f"tests/{name}" for name in re.findall(r"`([^`]+)`", rows[number])}
+        assert listed == shown, f"promise {number}"
+        assert shown
