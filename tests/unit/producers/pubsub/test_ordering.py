@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,12 +48,13 @@ def test_what_comes_again_holds_back_the_later_ones_of_its_key(
         assert at.waiting() == ["a2", "a3"]
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
 @pytest.mark.parametrize("delay", [0.0, 300.0])
 def test_what_was_given_back_at_once_holds_back_the_later_ones_too(
-    delay: float, tmp_path: Path
+    delay: float, elsewhere: bool, tmp_path: Path
 ) -> None:
-    """Whoever settles the rest is another process than the one in which it failed; the later ones
-    wait for as long as that one.
+    """The later ones, and not those before it, for as long as that one; also where whoever settles
+    the rest is another process than the one in which it failed.
     """
     with place(tmp_path, enable_message_ordering=True) as at:
         put(at)
@@ -62,12 +64,20 @@ def test_what_was_given_back_at_once_holds_back_the_later_ones_too(
         verdict = RETRY._replace(delay=delay)
         now = run.custodian.settle_now(run.source.lease, [entry_of(a2, verdict)])
         run.source.stop()
-        run.source.close()
+        if elsewhere:
+            run.source.close()
         given = settlement([each for each in found if each is not a2])
         other = run.other()
+        asked: list[int] = []
 
+        def note(call: str, request: Any) -> None:
+            if call == "ModifyAckDeadline":
+                asked.append(request.ack_deadline_seconds)
+
+        at.broker.answer = note
         report = other.settle(run.source.lease, replace(given, settled_now=now))
 
+        assert asked == [delay]
         assert (report.acked, report.released, report.requeued) == (4, 1, 0)
         if delay:
             at.clock.advance(delay - 1.0)
