@@ -248,16 +248,21 @@ def table_of(
         "position": [message.position for message in messages],
         "size": [message.size for message in messages],
         "source": pa.repeat(producer.kind, len(messages)),
-        # What was sent back is redelivered.
-        "was": [
-            producer.sent_back_as(message) if message.redelivered else None for message in messages
-        ],
+        "was": _were(messages, producer),
     }
     arrays = [
         array_of(column, each.type) if type(column) is list else column
         for each, column in ((each, columns[each.name]) for each in COLUMNS)
     ]
     return pa.Table.from_arrays(arrays, schema=COLUMNS)
+
+
+def _were(messages: Sequence[Message], producer: Producer) -> Any:
+    """The ids that messages had as dead letters; most were none."""
+    if not any(message.redelivered for message in messages):
+        return pa.nulls(len(messages), pa.string())
+    # What was sent back is redelivered.
+    return [producer.sent_back_as(each) if each.redelivered else None for each in messages]
 
 
 def _payloads(data: list[Any]) -> tuple[list[bytes], Any]:
