@@ -21,10 +21,10 @@ def test_the_navigation_leads_to_every_pipeline_that_a_user_may_see(
 
     # Then each pipeline is there, with what waits for it
     for dag_id in ("letters", "secret", "flights"):
-        as_admin.wait_text(dag_id, "#pipelines", timeout=60)
-    as_admin.until(
-        lambda _: "unknown" not in as_admin.text("#pipelines"), "the brokers do not answer", 90
-    )
+        pipeline = f"#pipelines article[id^='{dag_id}:']"
+        as_admin.wait_text(dag_id, pipeline, timeout=60)
+        as_admin.wait_text("Waiting\n", pipeline, timeout=90)
+        assert "unknown" not in as_admin.text(pipeline)
 
 
 def test_a_viewers_pipelines_are_those_of_dags_that_they_may_read(
