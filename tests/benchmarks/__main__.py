@@ -35,7 +35,11 @@ def parts(quick: bool) -> dict[str, Part]:
         "failing": lambda: import_module("tests.benchmarks.failing").bench_failing(),
         "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
         "archive": lambda: import_module("tests.benchmarks.archive").bench_archive(
-            **({"messages": 20_000, "interval": 100_000, "tries": 1} if quick else {})
+            **(
+                {"messages": 20_000, "interval": 100_000, "flights": 10_000, "tries": 1}
+                if quick
+                else {}
+            )
         ),
         "view": lambda: import_module("tests.benchmarks.view").bench_view(
             **({"batches": 1_000, "tries": 1} if quick else {})
