@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from airflow_broadway.testing.crashes import Subject
+from airflow_broadway import RetryPolicy
+from airflow_broadway.testing.crashes import Embedded, Subject
 from airflow_broadway.testing.crashes.forked import forked
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
 from airflow_broadway.testing.crashes.scheduler import number_ids
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
 
-__all__ = ["SETTLING", "live_run"]
+__all__ = ["SETTLING", "LiveBefore", "live_run"]
 
 #: Runs that look after what the others leave, and handle nothing.
 SETTLING = ("after", "look", "last")
+
+
+class LiveBefore(Embedded):
+    """The embedded queue, whose messages a live run has handled before."""
+
+    def overrides(self) -> Mapping[str, Any]:
+        made = super().overrides()
+        # What fails in the live run is dead: else it would come again in the live queue.
+        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
+        return {**made, "producer": once}
 
 
 def live_run(

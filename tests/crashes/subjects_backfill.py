@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway import Archive, Broadway, Message, RetryPolicy
+from airflow_broadway import Archive, Broadway, Message
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
-from airflow_broadway.testing.crashes import Embedded, Letter
+from airflow_broadway.testing.crashes import Letter
 from airflow_broadway.testing.crashes.callbacks import witnessed
 from airflow_broadway.testing.crashes.sink import rows_of
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
-from tests.crashes.before import SETTLING, live_run
+from tests.crashes.before import SETTLING, LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
 __all__ = ["over_backfills"]
@@ -42,7 +41,7 @@ def over_backfills() -> Iterator[MakeSubject]:
     yield _Backfills
 
 
-class _Backfills(Embedded):
+class _Backfills(LiveBefore):
     """A pipeline over what is archived; who fails is kept beside the archive."""
 
     kind = "sqlite backfill"
@@ -55,12 +54,6 @@ class _Backfills(Embedded):
         self._lives = 0
         #: Whether the run that is next is to handle the interval again.
         self._again = True
-
-    def overrides(self) -> Mapping[str, Any]:
-        made = super().overrides()
-        # What fails in the live run is dead: else it would come again in the live queue.
-        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
-        return {**made, "producer": once}
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
         ids = super().send(bodies)

@@ -7,18 +7,16 @@ again; later ones have the live queue, which is empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway import Broadway, RetryPolicy
+from airflow_broadway import Broadway
 from airflow_broadway.core.model.run_source import RUN, RunSource
-from airflow_broadway.testing.crashes import Embedded
 from airflow_broadway.testing.crashes.callbacks import witnessed
 from airflow_broadway.testing.crashes.tasks import Attempt, execute
-from tests.crashes.before import SETTLING, live_run
+from tests.crashes.before import SETTLING, LiveBefore, live_run
 from tests.crashes.subjects import MakeSubject
 
 __all__ = ["over_past_runs"]
@@ -30,7 +28,7 @@ def over_past_runs() -> Iterator[MakeSubject]:
     yield _PastRuns
 
 
-class _PastRuns(Embedded):
+class _PastRuns(LiveBefore):
     """A pipeline over the batches of past runs."""
 
     kind = "sqlite past run"
@@ -41,12 +39,6 @@ class _PastRuns(Embedded):
         super().__init__(pipeline, folder)
         #: The messages of each past run.
         self._past: dict[str, list[str]] = {}
-
-    def overrides(self) -> Mapping[str, Any]:
-        made = super().overrides()
-        # What fails in a past run is dead: else it would come again in the live queue.
-        once = replace(made["producer"], retry=RetryPolicy(max_attempts=1))
-        return {**made, "producer": once}
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
         ids = super().send(bodies)

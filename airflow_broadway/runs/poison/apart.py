@@ -93,8 +93,8 @@ def _be(work: Callable[[], object], tell: int) -> None:
         work()
     except BaseException as error:  # whatever it is: this process has nobody to raise it to
         code = _RAISED
-        os.write(tell, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MOST_TOLD])
         log.exception("What a process of its own was to do failed.")
+        os.write(tell, f"{type(error).__name__}: {error}".encode(errors="replace")[:_MOST_TOLD])
     finally:
         with suppress(Exception):
             logging.shutdown()

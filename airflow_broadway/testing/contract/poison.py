@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from airflow_broadway.core.custody.protocol import SUSPECTS, Settlement
+from airflow_broadway.core.custody.protocol import SUSPECTS, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
@@ -22,6 +24,16 @@ class Poison(ContractBase):
     #: Whether a run takes a whole portion of suspects, in several receives if need be.
     whole_portions: ClassVar[bool] = True
 
+    def _runs(self, harness: Harness) -> Iterator[tuple[Lease, Sequence[Message]]]:
+        """What each run holds, until nothing comes any more."""
+        quiet = 0
+        for number in range(60):
+            lease, messages = self.hold(harness, f"g{number}")
+            quiet = 0 if messages else quiet + 1
+            if quiet == 2:  # the first may have set something aside, and no more
+                return
+            yield lease, messages
+
     def test_a_message_that_kills_its_process_is_set_aside_and_its_neighbours_are_handled(
         self, harness: Harness
     ) -> None:
@@ -29,12 +41,8 @@ class Poison(ContractBase):
         sent = bodies(25)
         harness.send(sent)
         handled: list[bytes] = []
-        deaths = quiet = 0
-        for number in range(60):
-            lease, messages = self.hold(harness, f"g{number}")
-            quiet = 0 if messages else quiet + 1
-            if quiet == 2:  # it may have set something aside, and no more
-                break
+        deaths = 0
+        for lease, messages in self._runs(harness):
             if sent[7] in [message.data for message in messages]:
                 self.settle(harness, lease, Settlement(rest=RELEASE))
                 deaths += 1
@@ -56,12 +64,7 @@ class Poison(ContractBase):
         harness.send(sent)
         handled: list[bytes] = []
         died: list[int] = []
-        quiet = 0
-        for number in range(60):
-            lease, messages = self.hold(harness, f"g{number}")
-            quiet = 0 if messages else quiet + 1
-            if quiet == 2:  # it may have set something aside, and no more
-                break
+        for lease, messages in self._runs(harness):
             places = [place for place, each in enumerate(messages) if each.data == sent[7]]
             batch = [each for place in places for each in messages[place // 5 * 5 :][:5]]
             others = [each for each in messages if each not in batch]
