@@ -56,6 +56,7 @@ def sweep(
     custodians = Custodians(pipeline, ports, run)
     over: dict[str, bool] = {}
     dead: dict[str, StagedRun] = {}
+    unrecorded: list[tuple[StagedRun, str]] = []
     for other, record in iter_open(run.store, pipeline.name, task.dag_id):
         if not source.asks_broker and RunSource.from_json(record.source).asks_broker:
             continue
@@ -68,29 +69,40 @@ def sweep(
             if not over[other.run_id]:
                 continue
             dead[other.run_id] = other
-        if record.state == SETTLED:
-            continue
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
         with log_ids(generation=record.generation):
-            _settle(other, record, pipeline, custodians.of(record), void=void)
+            settled = record.state == SETTLED or _settle(
+                other, record, pipeline, custodians.of(record), void=void
+            )
+        if settled and not other.files.exists(paths.generation(record.generation)):
+            unrecorded.append((other, record.generation))
     custodians.close()
-    for other in dead.values():
-        _account(other, pipeline, ports)
+    left = {run_id for run_id, other in dead.items() if not _account(other, pipeline, ports)}
+    for other, generation in unrecorded:
+        # Who opened it, or removed its files, died amid that: no account names it.
+        if other.run_id not in left:
+            other.forget_open(generation)
     return list(dead.values())
 
 
-def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> None:
-    """Account for a dead run once all of it is settled, so that retention may remove it."""
+def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> bool:
+    """Account for a dead run once all of it is settled, so that retention may remove it.
+
+    :returns: Whether it is accounted for.
+    """
     watcher = RunWatcher(run, pipeline, ports=ports)
     try:
-        if all(each.state == SETTLED for each in run.generations()):
-            watcher.report(failed_tasks=())
+        if any(each.state != SETTLED for each in run.generations()):
+            return False
+        watcher.report(failed_tasks=())
     except BroadwayError as error:
         log.warning("Could not account for run %s: %s", run.run_id, error)
+        return False
     finally:
         watcher.close()
+    return True
 
 
 def _settle(
@@ -100,7 +112,8 @@ def _settle(
     custodian: Custodian,
     *,
     void: bool,
-) -> None:
+) -> bool:
+    """Settle what a dead execution holds; whether it is settled."""
     try:
         settled = settle(
             run, record, pipeline, lambda: custodian, void=void, over=True, release_damaged=True
@@ -111,9 +124,7 @@ def _settle(
         log.warning(
             "Could not give back generation %s: %s", record.generation, error, exc_info=unexpected
         )
-        return
-    if not run.files.exists(paths.generation(record.generation)):
-        run.forget_open(record.generation)  # it died while it was opened: no account names it
+        return False
     report = settled.report
     log.info(
         "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"
@@ -126,6 +137,7 @@ def _settle(
         report.total - report.released - report.lapsed,
         report.lapsed,
     )
+    return True
 
 
 def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:

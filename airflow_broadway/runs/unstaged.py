@@ -143,11 +143,11 @@ class UnstagedTask:
         for line in lines_of(about):
             log.info("%s", line)
         log.info("All of it: %s", report.to_json())
-        if not report.received:
-            # With @continuous there are thousands of runs in a day, most of them empty.
+        if not report.received and self._task.try_number == 1:
+            # With @continuous there are thousands of runs in a day, most empty.  A later try
+            # may have files of those before it, which go with the run once it is accounted for.
             try:
                 run.forget(report.generation)
-                run.forget_open(report.generation)
             except StagingError as error:
                 log.warning("Could not remove the files of an empty run: %s", error)
             return

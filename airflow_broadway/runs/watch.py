@@ -33,6 +33,7 @@ from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle, settle_if_complete
 from airflow_broadway.runs.sources.pipelines import Custodians, pipeline_of
 from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 
 __all__ = ["RunWatcher"]
@@ -248,6 +249,8 @@ class RunWatcher:
         look = None if records else kept_look(run)
         before = None if records or look else kept_report(run)
         if before is not None:  # an empty run's, whose files are gone
+            if before["balanced"]:
+                mark_balanced(run)  # who wrote it may have died before it did
             return {**before, "failed_tasks": list(failed_tasks)}
         if not run.files.exists(REPORT):
             self._count_batches(recorded)

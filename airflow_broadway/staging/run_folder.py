@@ -260,9 +260,10 @@ class StagedRun:
 
     def forget(self, generation: str) -> None:
         """Remove the files of a settled generation that held nothing."""
-        self.forget_open(generation)
         self.files.remove(paths.generation(generation))
         self.store.folder(f"{self.path}/{generation}").remove_all()
+        # Last: whoever dies before it leaves what is there to a sweep.
+        self.forget_open(generation)
 
     def forget_open(self, generation: str) -> None:
         """Take a generation that is settled and accounted for from the list of open ones.

@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from airflow_broadway.testing.crashes import Sums
 from tests.crashes.campaigns import campaigns, plans_of
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
@@ -32,37 +34,45 @@ def main() -> int:
     wanted = given.pipeline or PIPELINES
     plans = [plan._replace(restarts=given.restarts) for plan in plans if plan.pipeline in wanted]
     told = []
-    for plan, sums in campaigns(
-        given.broker, plans, jobs=given.jobs, seed=given.seed, only=given.only
-    ):
-        print(
-            f"{given.broker}, {plan.pipeline}: {len(sums.points)} points, {sums.cases} cases,"
-            f" {sums.runs} runs, {sums.lost} lost, {sums.unmarked} unmarked, {sums.left} left over,"
-            f" {sums.mistakes} other mistakes, in {sums.seconds:.0f} s",
-            flush=True,
-        )
-        for point in sums.unsteady:
-            print(f"  not made in every run: {point}")
-        for failure in sums.failures[:20]:
-            print(f"  {failure.case}\n    " + "\n    ".join([*failure.lines[:5], failure.folder]))
-        told.append(
-            {
-                "broker": given.broker,
-                "pipeline": plan.pipeline,
-                "points": len(sums.points),
-                "cases": sums.cases,
-                "runs": sums.runs,
-                "lost": sums.lost,
-                "unmarked": sums.unmarked,
-                "left": sums.left,
-                "mistakes": sums.mistakes,
-                "unsteady": [str(each) for each in sums.unsteady],
-                "failures": [[str(each.case), *each.lines] for each in sums.failures],
-            }
-        )
+    every = campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed, only=given.only)
+    for plan, found in every:
+        for sums in found:
+            tell(given.broker, plan.pipeline, sums)
+            told.append(as_json(given.broker, plan.pipeline, sums))
     if given.report:
         given.report.write_text(json.dumps(told))
     return int(any(each["failures"] or each["unsteady"] for each in told))
+
+
+def tell(broker: str, pipeline: str, sums: Sums) -> None:
+    """Say what came of a campaign, and the first cases that did not come out well."""
+    print(
+        f"{broker}, {pipeline}: {len(sums.points)} points, {sums.cases} cases, {sums.runs} runs,"
+        f" {sums.lost} lost, {sums.unmarked} unmarked, {sums.left} left over,"
+        f" {sums.mistakes} other mistakes, in {sums.seconds:.0f} s",
+        flush=True,
+    )
+    for point in sums.unsteady:
+        print(f"  not made in every run: {point}")
+    for failure in sums.failures[:20]:
+        print(f"  {failure.case}\n    " + "\n    ".join([*failure.lines[:5], failure.folder]))
+
+
+def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
+    """What the report has of it."""
+    return {
+        "broker": broker,
+        "pipeline": pipeline,
+        "points": len(sums.points),
+        "cases": sums.cases,
+        "runs": sums.runs,
+        "lost": sums.lost,
+        "unmarked": sums.unmarked,
+        "left": sums.left,
+        "mistakes": sums.mistakes,
+        "unsteady": [str(each) for each in sums.unsteady],
+        "failures": [[str(each.case), *each.lines] for each in sums.failures],
+    }
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
@@ -13,7 +14,6 @@ from airflow_broadway.testing.crashes import (
     Campaign,
     Case,
     Failure,
-    Result,
     Subject,
     Sums,
     UnsoundPipeline,
@@ -123,36 +123,60 @@ def in_memory() -> str | None:
 
 
 def campaigns(
-    broker: str,
-    plans: list[Plan],
-    *,
-    jobs: int,
-    seed: int = 1,
-    only: str = "",
-    on_result: Callable[[Result], None] = lambda result: None,
-) -> Iterator[tuple[Plan, Sums]]:
+    broker: str, plans: list[Plan], *, jobs: int, seed: int = 1, only: str = ""
+) -> Iterator[tuple[Plan, list[Sums]]]:
     """Strike each plan's pipeline over a broker; what failed keeps its files.
 
+    Where few cases of each pipeline are struck, most of the time goes into the runs without a
+    strike, one after another: so pipelines are struck beside each other.  A broker that restarts
+    does so for all.
+
+    :param jobs: Processes at work at once.
     :param only: Just this case, as reports write it.
     """
+    beside = (
+        jobs > 1
+        and len(plans) > 1
+        and broker != "sqlite"
+        and not any(plan.restarts for plan in plans)
+    )
     with SUBJECTS[broker]() as make:
-        for plan in plans:
-            pipeline = PIPELINES[plan.pipeline]
-            folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
-            campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
-            spark = uses_spark(pipeline)
-            with warm_spark() if spark else nullcontext():
-                try:
-                    cases = [campaign.named(only)] if only else _cases(campaign, plan, spark, seed)
-                except UnsoundPipeline as error:  # the others are struck all the same
-                    yield plan, _unsound(error)
-                    continue
-                yield plan, campaign.strike(cases, jobs=jobs, on_result=on_result)
-                if plan.restarts:
-                    cases = campaign.restarts(plan.restarts, seed)
-                    yield plan, campaign.strike(cases, on_result=on_result)
-            if not any(folder.iterdir()):
-                folder.rmdir()
+        strike = partial(_struck, make, jobs=1 if beside else jobs, seed=seed, only=only)
+        if not beside:
+            yield from map(strike, plans)
+            return
+        _at_work.append(strike)  # the workers are forks, and have it
+        with multiprocessing.get_context("fork").Pool(jobs) as pool:
+            yield from pool.imap(_strike, plans)
+
+
+#: What the workers of this process do with a plan.
+_at_work: list[Callable[[Plan], tuple[Plan, list[Sums]]]] = []
+
+
+def _strike(plan: Plan) -> tuple[Plan, list[Sums]]:
+    return _at_work[-1](plan)
+
+
+def _struck(
+    make: MakeSubject, plan: Plan, *, jobs: int, seed: int, only: str
+) -> tuple[Plan, list[Sums]]:
+    """What came of a plan; of restarts, by itself."""
+    pipeline = PIPELINES[plan.pipeline]
+    folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
+    campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
+    spark = uses_spark(pipeline)
+    with warm_spark() if spark else nullcontext():
+        try:
+            cases = [campaign.named(only)] if only else _cases(campaign, plan, spark, seed)
+        except UnsoundPipeline as error:  # the others are struck all the same
+            return plan, [_unsound(error)]
+        found = [campaign.strike(cases, jobs=jobs)]
+        if plan.restarts:
+            found.append(campaign.strike(campaign.restarts(plan.restarts, seed)))
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return plan, found
 
 
 def _cases(campaign: Campaign, plan: Plan, spark: bool, seed: int) -> list[Case]:

@@ -150,6 +150,35 @@ FOUND = {
         "one/process!1/1 PutObject staging/TwoBatchers/crashes/one/<3>/journal-settled.json #1:"
         " killed before, then one/batch.even/1 handle_batch even #2: killed after [give up]",
     ),
+    "an empty run in one task dies while it removes its own files": (
+        "sqlite on s3",
+        "one task",
+        "one/run/1 handle_message #10: killed before, then three/run/1 DeleteObject"
+        " staging/OneTask/crashes/_open/<3>.json #1: killed after [side by side]",
+    ),
+    "an empty run in one task dies while it is opened": (
+        "sqlite by operators",
+        "one task",
+        "one/run/1 write staging/OneTask/crashes/one/alerts/.tmp- #1: killed halfway, then"
+        " three/run/1 write staging/OneTask/crashes/three/generations/.tmp- #1: killed after"
+        " [side by side]",
+    ),
+    "who accounts for a run that died while it was opened dies too": (
+        "sqlite",
+        "one task",
+        "one/run/1 write staging/OneTask/crashes/one/generations/.tmp- #1: killed after, then"
+        " two/run/1 mkdir staging/OneTask/crashes/_balanced #1: killed after [side by side]",
+    ),
+    "a run in one task never hears what it was given": (
+        "sqlite",
+        "one task",
+        "one/run/1 COMMIT #2: answer lost [retry, traffic]",
+    ),
+    "a callback fails before it has told what it was given": (
+        "sqlite",
+        "one task",
+        "one/run/1 handle_message #1: error [retry]",
+    ),
 }
 
 

@@ -32,8 +32,8 @@ BUILD = ROOT / "build"
 
 #: Kills of a broker's runs, where not given, a third of a minute each: most where custody has the
 #: most steps to die between.  A night may have more, by ``--kills``.
-KILLS = {"rabbitmq": 12, "kafka": 12}
-FEW_KILLS = 8
+KILLS = {"rabbitmq": 8, "kafka": 8}
+FEW_KILLS = 6
 #: Runs of each living case, where not given; a second each.
 LIVING_RUNS = 24
 #: Messages of the runs in which nobody is killed, and of those that are backfilled.
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--broker", choices=sorted(BROKERS), action="append", help="only this one")
     parser.add_argument("--messages", type=int, default=20_000)
     parser.add_argument(
-        "--kills", type=int, help="of tasks; 8, and 12 at RabbitMQ and Kafka; 0: none"
+        "--kills", type=int, help="of tasks; 6, and 8 at RabbitMQ and Kafka; 0: none"
     )
     parser.add_argument("--seed", type=int, default=_today(), help="else the day's")
     parser.add_argument(

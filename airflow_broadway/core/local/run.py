@@ -222,11 +222,14 @@ class LocalRun:
         finally:
             lease_renewer.stop()
             settled = settler.finish()
+            received = receiving.received
+            if ended or receiving.error is not None:
+                received += _unheard(settled, received)
             self.report = self._report(
                 engine,
                 settled,
                 generation=self._env.generation,
-                received=receiving.received,
+                received=received,
                 received_bytes=receiving.received_bytes,
                 ended=receiving.ended or ended,
                 seconds={
@@ -350,6 +353,11 @@ def _settling(receiving: Receiving, settler: Settler) -> Iterator[list[Message]]
     for dispatch in receiving:
         yield dispatch
         settler.tick()
+
+
+def _unheard(settled: SettleReport, received: int) -> int:
+    """Messages that the broker had handed out in an answer that never came: it took them back."""
+    return min(max(0, settled.total - received), settled.released)
 
 
 def _as_message(given: Any, index: int) -> Message:

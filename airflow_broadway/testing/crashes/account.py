@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from airflow_broadway.testing.crashes.callbacks import Witnessed, witnessed
+from airflow_broadway.testing.crashes.callbacks import STRUCK, Witnessed, witnessed
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
@@ -134,6 +134,8 @@ def _count_ends(
     tried = {key for call in calls if call.execution in failing for key, _, _ in call.messages}
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
+    # A callback that was struck before it began has not told what it was given.
+    tried |= {letter.message_id for letter in letters if STRUCK in letter.reason}
     found.reasons = [letter.reason for letter in letters if letter.reason]
     for place, key in enumerate(ids):
         fate = DEAD if key in dead else ACKED if key in done else ""

@@ -18,7 +18,10 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.testing.crashes.frames import fine_of, is_frame, messages_of
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-__all__ = ["Callbacks", "TaskTimeOut", "Witnessed", "witnessed"]
+__all__ = ["STRUCK", "Callbacks", "TaskTimeOut", "Witnessed", "witnessed"]
+
+#: What a callback raises that was made to fail.
+STRUCK = "the callback was struck"
 
 
 class Witnessed(NamedTuple):
@@ -152,4 +155,4 @@ def witnessed(file: Path) -> Iterator[Witnessed]:
 
 
 def _failed() -> Exception:
-    return RuntimeError("the callback was struck")
+    return RuntimeError(STRUCK)
