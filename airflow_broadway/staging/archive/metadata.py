@@ -47,10 +47,31 @@ def texts_of(metadata: Sequence[Mapping[str, Any]]) -> list[str]:
         kinds.update(map(type, each.values()))
     if kinds <= _JSON and {*map(type, metadata)} == {dict}:
         try:
-            return [_encode(each) if _MARK not in each else _plain(each) for each in metadata]
+            if kinds == {str}:
+                return _texts_of_texts(metadata)
+            return [_json(each) for each in metadata]
         except (TypeError, ValueError, RecursionError):
             pass
     return [_plain(each) for each in metadata]
+
+
+def _texts_of_texts(metadata: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of values that are texts, and so the same if they are equal, as 1 and True are not.
+
+    What was sent together often has the same metadata, of which one text is made.
+    """
+    texts: list[str] = []
+    last: Mapping[str, str] = {}
+    text = "{}"
+    for each in metadata:
+        if each != last:
+            last, text = each, _json(each)
+        texts.append(text)
+    return texts
+
+
+def _json(metadata: Mapping[str, Any]) -> str:
+    return _encode(metadata) if _MARK not in metadata else _plain(metadata)
 
 
 def _plain(metadata: Mapping[str, Any]) -> str:

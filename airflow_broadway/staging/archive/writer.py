@@ -217,14 +217,16 @@ def _aware(found: object) -> datetime:
 
 
 def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
-    """The table by the hours of its rows, each in the order of its rows."""
-    micros: list[Any] = table["time"].cast(_MICROSECONDS).to_pylist()
-    hours = [each // HOUR for each in micros]
-    found = sorted(set(hours))
-    if len(found) == 1:  # as it is with most receipts
-        return [(found[0], table)]
+    """A table of one row or more by the hours of its rows, each in the order of its rows."""
+    micros = table["time"].cast(_MICROSECONDS)
+    ends: Any = pc.min_max(micros).as_py()
+    first, last = ends["min"] // HOUR, ends["max"] // HOUR
+    if first == last:  # as it is with most receipts
+        return [(first, table)]
+    each_one: list[Any] = micros.to_pylist()
+    hours = [each // HOUR for each in each_one]
     column = array_of(hours, _MICROSECONDS)
-    return [(hour, table.filter(pc.equal(column, hour))) for hour in found]
+    return [(hour, table.filter(pc.equal(column, hour))) for hour in sorted(set(hours))]
 
 
 def table_of(
