@@ -196,8 +196,11 @@ class Settler:
             self._report += done_of(report)
             self._undone += undone
 
-    def finish(self) -> SettleReport:
-        """Settle what has a verdict, release the rest, end the lease; returns the whole account."""
+    def finish(self, *, unheard: bool = False) -> SettleReport:
+        """Settle what has a verdict, release the rest, end the lease; returns the whole account.
+
+        :param unheard: Whether there may be messages though none was received.
+        """
         with self._lock:
             self._closed = True
             entries, self._entries, self._undone = self._undone + self._entries, [], []
@@ -209,7 +212,7 @@ class Settler:
             expected=self._received,
         )
         try:
-            if self._received:
+            if self._received or unheard:
                 self._report += self._in_thread(
                     lambda: self._opened().settle(self._lease(), settlement)
                 )

@@ -221,31 +221,42 @@ class LocalRun:
             raise
         finally:
             lease_renewer.stop()
-            settled = settler.finish()
-            received = receiving.received
-            if ended or receiving.error is not None:
-                received += _unheard(settled, received)
-            self.report = self._report(
-                engine,
-                settled,
-                generation=self._env.generation,
-                received=received,
-                received_bytes=receiving.received_bytes,
-                ended=receiving.ended or ended,
-                seconds={
-                    "receive": receiving.seconds,
-                    "settle": settler.seconds,
-                    **receiving.lag,
-                },
-            )
+            broke = bool(ended) or receiving.error is not None
+            self._end(engine, receiving, settler, ended, broke=broke)
         if receiving.error is not None:
             raise receiving.error
+        report = self.report
+        if report is None:
+            raise RuntimeError("nothing broke, and nothing was settled")
         if lease_renewer.lapsed:
             raise LeaseLapsed(
-                f"the lease of {source.lease.seconds} seconds has lapsed; {settled.lapsed} of"
-                f" {many(receiving.received, 'message')} went to another run, or will"
+                f"the lease of {source.lease.seconds} seconds has lapsed; {report.settled.lapsed}"
+                f" of {many(receiving.received, 'message')} went to another run, or will"
             )
-        return self.report
+        return report
+
+    def _end(
+        self, engine: Engine, receiving: Receiving, settler: Settler, ended: str, *, broke: bool
+    ) -> None:
+        """Settle what the run holds, and make its report."""
+        received = receiving.received
+        try:
+            settled = settler.finish(unheard=broke)
+        except BroadwayError as error:
+            if received:
+                raise
+            # What broke the run is the error to show.
+            log.warning("What may have been handed out could not be given back: %s", error)
+            return
+        self.report = self._report(
+            engine,
+            settled,
+            generation=self._env.generation,
+            received=received + (_unheard(settled, received) if broke else 0),
+            received_bytes=receiving.received_bytes,
+            ended=receiving.ended or ended,
+            seconds={"receive": receiving.seconds, "settle": settler.seconds, **receiving.lag},
+        )
 
     def _settler(self, source: Source) -> Settler:
         batch_processors = sum(each.concurrency for each in self._pipeline.batchers.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow_broadway import Batcher, BatchInfo, Message, Processors
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import PipelineError, ProducerError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from airflow_broadway.staging.run_folder import SETTLED
+from airflow_broadway.staging.run_folder import SETTLED, StagedRun
 from tests.unit.operators.context import task_context
 from tests.unit.passing import Passing
 
@@ -57,10 +58,11 @@ class Half(Echo):
 
 
 def execute(
-    root: Path, run_id: str, pipeline: type[Echo] = Echo, **given: Any
+    root: Path, run_id: str, pipeline: type[Echo] = Echo, *, try_number: int = 1, **given: Any
 ) -> tuple[dict[str, Any], Any]:
     """One run; what it returned, and its folder."""
     context = task_context(run_id, task_id="run", running=False)
+    context["ti"].try_number = try_number
     operator = BroadwayRunOperator(
         task_id="run",
         pipeline=pipeline(producer={"path": str(root / "queue.db")}),
@@ -143,7 +145,7 @@ def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
     send(tmp_path, 3)
     monkeypatch.setattr(
         "airflow_broadway.core.custody.in_process.Settler.finish",
-        lambda self: SettleReport(acked=2),
+        lambda self, **_: SettleReport(acked=2),
     )
 
     with pytest.raises(AirflowFailException, match="The sum does not balance"):
@@ -185,6 +187,46 @@ def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
     }
     assert (report["balanced"], report["failed_tasks"]) == (True, ["run"])
     assert report["generations"][0]["stopped"] == "error"
+
+
+def test_what_was_handed_out_and_never_heard_of_is_received_and_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(tmp_path, 3)
+
+    def answer_lost(queue: SqliteQueue, *given: Any, **named: Any) -> Any:
+        received(queue, *given, **named)
+        raise ProducerError("the answer was lost")
+
+    received = SqliteQueue.receive
+    monkeypatch.setattr(SqliteQueue, "receive", answer_lost)
+    with pytest.raises(ProducerError, match="the answer was lost"):
+        execute(tmp_path, "r1")
+
+    run = run_of(tmp_path, task_context("r1"), Echo)
+    report = json.loads(run.files.read("report.json"))
+    assert {name: count for name, count in report["totals"].items() if count} == {
+        "received": 3,
+        "released": 3,
+        "accounted": 3,
+    }
+    assert report["balanced"]
+
+
+def test_a_later_try_that_received_nothing_has_the_files_of_the_earlier_ones_removed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(tmp_path, 1)
+    execute(tmp_path, "r0")
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedRun, "forget", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            execute(tmp_path, "r1")
+
+    _, run = execute(tmp_path, "r1", try_number=2)
+
+    assert run.dag.list("_open") == []
+    assert any(name.endswith("-r1.json") for name in run.dag.list("_balanced"))
 
 
 def test_the_tries_of_a_run_are_in_one_report(
