@@ -9,8 +9,9 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,8 +60,13 @@ def main() -> int:
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     found: list[Found] = []
-    points: list[dict[str, Any]] = []
-    for broker in given.broker or BROKERS:
+    brokers = given.broker or list(BROKERS)
+    points = _Points(
+        (each for each in SUBJECTS if each.split()[0] in brokers and _wanted(each, given.case)),
+        given.seed,
+    )
+    points.start()
+    for broker in brokers:
         folder = BUILD / "faults" / broker
         shutil.rmtree(folder, ignore_errors=True)
         for name, messages, run in _cases_of(broker, folder, given):
@@ -70,15 +76,13 @@ def main() -> int:
             started = time.monotonic()
             found.append(_tried(name, messages, run))
             _tell(found[-1], time.monotonic() - started)
-            _write(found, points)
-        for subject in SUBJECTS:
-            if subject.split()[0] == broker and given.case in f"points: {subject}":
-                points += _points(subject, given.seed)
-                _write(found, points)
-    _tell_points(points)
+            _write(found, points.told)
+    points.join()
+    _write(found, points.told)
+    _tell_points(points.told)
     print(f"all in {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
     # A point that is not there in every run was not struck: the campaign has a gap.
-    bad = any(each["failures"] or each.get("unsteady") for each in points)
+    bad = any(each["failures"] or each.get("unsteady") for each in points.told)
     return int(bad or not all(each.good for each in found))
 
 
@@ -87,18 +91,51 @@ def _today() -> int:
     return datetime.now(UTC).toordinal()
 
 
-def _points(subject: str, seed: int) -> list[dict[str, Any]]:
-    """Strike every point: a program of its own, which forks, and so has no threads."""
-    print(f"points: {subject}", flush=True)
-    report = BUILD / "faults" / f"points-{subject.replace(' ', '-')}.json"
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
-    line = [sys.executable, "-m", "tests.crashes", "--broker", subject, "--report", str(report)]
-    subprocess.run([*line, "--seed", str(seed)], cwd=ROOT, check=False)
-    if not report.exists():
-        return [{"broker": subject, "failures": [["the campaign itself came to no end"]]}]
-    told: list[dict[str, Any]] = json.loads(report.read_text())
-    return told
+class _Points(threading.Thread):
+    """Strikes every point of each subject, one after another, beside what is killed at random: that
+    mostly waits for Airflow.
+
+    :param subjects: Their names.
+    """
+
+    def __init__(self, subjects: Iterable[str], seed: int) -> None:
+        # A daemon: who is interrupted does not wait for it.
+        super().__init__(name="points", daemon=True)
+        self._left = list(subjects)
+        self._seed = seed
+        #: What came of each pipeline.
+        self.told: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        while self._left:
+            subject = self._left[0]
+            print(f"points: {subject}", flush=True)
+            self.told += self._strike(subject)
+            del self._left[0]
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        self.told += [_no_end(each) for each in self._left]
+
+    def _strike(self, subject: str) -> list[dict[str, Any]]:
+        """In a program of its own, which forks, and so has no threads."""
+        report = BUILD / "faults" / f"points-{subject.replace(' ', '-')}.json"
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+        line = [sys.executable, "-m", "tests.crashes", "--broker", subject, "--report", str(report)]
+        subprocess.run([*line, "--seed", str(self._seed)], cwd=ROOT, check=False)
+        if not report.exists():
+            return [_no_end(subject)]
+        told: list[dict[str, Any]] = json.loads(report.read_text())
+        return told
+
+
+def _no_end(subject: str) -> dict[str, Any]:
+    return {"broker": subject, "failures": [["the campaign itself came to no end"]]}
+
+
+def _wanted(subject: str, case: str) -> bool:
+    return case in f"points: {subject}"
 
 
 def _tell_points(points: list[dict[str, Any]]) -> None:
