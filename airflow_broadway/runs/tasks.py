@@ -214,6 +214,8 @@ class BatchTask:
                     raise BroadwayError(raised)
                 break
         self._batches = self._python_batches(plan)
+        if self._stopped:  # before there was anything to stop
+            self._batches.stop()
         with self._stand_in(plan):
             if apart or isolation.has_deaths:
                 return self._batches.count()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from airflow_broadway.core.formats.files import Files
@@ -49,12 +49,11 @@ def died_of(files: Files, plan: str, undecided: Sequence[PlannedBatch]) -> set[s
     :param undecided: Its batches without an outcome.
     """
     found: set[str] = set()
-    ids = {batch.batch_id for batch in undecided}
-    for folder in (WORK, TRIES) if ids else ():
+    for folder in (WORK, TRIES) if undecided else ():
         tries = (re.fullmatch(r"(.+)-\d+\.json", file) for file in files.list(folder))
         for name in sorted({match[1] for match in tries if match}):
             deaths = Deaths(files, name, folder, inputs=paths.outcomes(plan))
-            deaths.look(ids, over=True)
+            deaths.look(over=True)
             found.update(batch.batch_id for batch in undecided if deaths.of(batch))
     return found
 
@@ -81,10 +80,9 @@ class Deaths:
         self._of: Counter[str] = Counter()
         self._alone: Counter[str] = Counter()
 
-    def look(self, undecided: Collection[str], *, over: bool) -> None:
+    def look(self, *, over: bool) -> None:
         """Look who has died.
 
-        :param undecided: The ids of the batches without an outcome.
         :param over: Whether no try is at work any more: each that has not ended has died then.
         """
         pattern = re.compile(re.escape(self._name) + r"-(\d+)\.(json|started|ended)")
@@ -100,7 +98,7 @@ class Deaths:
             self._began = {each for each in self._began - self._ended if self._was_on_inputs(each)}
         if over:
             for number in sorted(self._began - self._ended):
-                self._note(number, undecided)
+                self._note(number)
         self._read(sorted(self._began))
 
     def of(self, batch: PlannedBatch) -> int:
@@ -127,7 +125,7 @@ class Deaths:
         path = paths.of_try(self._name, number, self._folder)
         return read_json(self._files.read(path), path)
 
-    def _note(self, number: int, undecided: Iterable[str]) -> None:
+    def _note(self, number: int) -> None:
         path = paths.death(self._name, number, self._folder)
         if self._files.exists(path):
             return
@@ -136,8 +134,11 @@ class Deaths:
             return
         batches: list[str] | None = None
         if about["marked"]:
-            begun = set(self._files.list(paths.begun(self._name, number, self._folder)))
-            batches = sorted(begun.intersection(undecided))
+            # Of all its plans, whoever asks: it is written once.
+            folders = {paths.outcomes(plan) for plan in about.get("plans", ())}
+            done = {name for folder in folders for name in self._files.list(folder)}
+            begun = self._files.list(paths.begun(self._name, number, self._folder))
+            batches = sorted(each for each in begun if f"{each}.json" not in done)
         value = {
             "version": VERSION,
             "task": self._name,

@@ -41,6 +41,8 @@ class Apart:
         #: What its work raised, for people; known once it has ended.
         self.raised = ""
         self._told, tell = os.pipe()
+        # Its own children may outlive it, and hold the other end: nobody waits for them.
+        os.set_blocking(self._told, False)
         # Whoever stops it before it can listen waits until it does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         self._pid = os.fork()
@@ -66,7 +68,8 @@ class Apart:
             raise
         code = os.waitstatus_to_exitcode(status)
         if code == _RAISED:
-            self.raised = os.read(self._told, _MOST_TOLD).decode(errors="replace")
+            with suppress(BlockingIOError):  # it ended by that code without a word
+                self.raised = os.read(self._told, _MOST_TOLD).decode(errors="replace")
         os.close(self._told)
         if code < 0:
             with suppress(ValueError):

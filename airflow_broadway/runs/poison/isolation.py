@@ -151,9 +151,8 @@ class Isolation:
         self._plans.look()
         void = self._plans.void()
         held = [each for each in self._plans.open_batches() if each[1].batch_id not in void]
-        if not held:
-            return held
-        self._deaths.look({batch.batch_id for _, batch in held}, over=over)
+        if held:
+            self._deaths.look(over=over)
         return held
 
     def _narrow(self, held: list[tuple[BatchPlan, PlannedBatch]]) -> None:

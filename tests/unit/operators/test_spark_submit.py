@@ -671,5 +671,5 @@ def test_a_task_that_is_killed_does_not_die_of_its_batches(
     assert told
     assert len(world.works) == 1
     deaths = Deaths(world.staged.files, world.works[0].name, WORK)
-    deaths.look({"b1", "b2"}, over=True)
+    deaths.look(over=True)
     assert deaths.count == 0

@@ -90,7 +90,7 @@ class World:
 
     def deaths(self) -> int:
         deaths = Deaths(self.run.staged.files, "batch.default", TRIES)
-        deaths.look(set(), over=False)
+        deaths.look(over=False)
         return deaths.count
 
 
@@ -315,8 +315,35 @@ def test_a_stop_is_no_death(tmp_path: Path) -> None:
     assert world.deaths() == 0
     files = world.run.staged.files
     deaths = Deaths(files, "batch.default", TRIES)
-    deaths.look({"any"}, over=True)
+    deaths.look(over=True)
     assert deaths.count == 0
+
+
+def test_a_task_that_is_stopped_before_its_first_batch_begins_none(tmp_path: Path) -> None:
+    world = World(tmp_path, deadly=[], count=12)
+    task = world.task()
+    task.stop()
+    counts = task.handle(world.plan)
+    assert counts is not None
+    assert counts["without_outcome"] == world.batches
+    assert not world.sizes.exists()
+
+
+def test_a_process_whose_own_child_outlives_it_is_waited_for_no_longer(tmp_path: Path) -> None:
+    def work() -> None:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        (tmp_path / "child").write_text(str(child))
+        os._exit(1)
+
+    apart, began = Apart(work), time.monotonic()
+    try:
+        assert (apart.wait(), apart.raised) == ("exit code 1", "")
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert time.monotonic() - began < 30
 
 
 def test_a_single_message_of_a_run_needs_no_neighbours(tmp_path: Path) -> None:
