@@ -10,7 +10,7 @@ message needs no such file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Generic, TypeVar
@@ -35,6 +35,9 @@ _T = TypeVar("_T")
 
 #: Where deaths are counted, among a queue's files.
 FOLDER: Final = "deaths"
+#: What stands there beside the deaths of a message: how many it had when its process had nothing
+#: else the last time, and when it was done with; and that those of a generation are counted.
+_ALONE, _DONE, _COUNTED = "alone ", "done ", "counted "
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,9 @@ def dying(
 class Deaths:
     """How many processes died of each message of a queue, over all runs.
 
+    A count tells of one message only if that was alone.  So no message counts more deaths than
+    those after which it is taken alone, unless its process had nothing else the last time.
+
     :param files: The queue's.
     :param kept_days: Days for which the broker may keep a message.
     """
@@ -123,26 +129,65 @@ class Deaths:
     def __init__(self, files: StateFiles, kept_days: int) -> None:
         self._counts = Failures(files, kept_days, folder=FOLDER)
 
-    def count(self, ids: Iterable[str], now: datetime) -> None:
-        """Count one more for each message.
+    def count(
+        self, generation: str, ids: Collection[str], now: datetime, *, alone: bool = False
+    ) -> None:
+        """Count one more for each message: once for a generation, however often that is said.
+
+        Who settles may be killed after it, and tried again as long as the broker is out of reach.
+
+        :param alone: Whether it is all that the generation ever held.
+        :raises StagingError: If that cannot be written.
+        """
+        if not ids:
+            return
+        counted = f"{_COUNTED}{generation}"
+        before = self._counts.of([counted, *ids], now)
+        if counted in before:
+            return
+        counts = {each: before.get(each, 0) + 1 for each in ids}
+        more = {f"{_ALONE}{each}": count for each, count in counts.items()} if alone else {}
+        # Said once more, lest that is forgotten sooner than the number that it is taken from.
+        more |= self._counts.of([f"{_DONE}{each}" for each in ids], now)
+        self._counts.note({counted: 0, **counts, **more}, now)
+
+    def forget(self, ids: Collection[str], now: datetime) -> None:
+        """Count no more what messages have until now: they are done with.
+
+        One that is sent back under its old id begins anew.
 
         :raises StagingError: If that cannot be written.
         """
-        held = list(ids)
-        before = self._counts.of(held, now)
-        self._counts.note({each: before.get(each, 0) + 1 for each in held}, now)
+        known = self._counts.of(ids, now) if ids else {}
+        self._counts.note({f"{_DONE}{each}": count for each, count in known.items()}, now)
 
-    def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
-        """The deaths of those that have any.
+    def of(self, ids: Iterable[str], now: datetime, max_crashes: int) -> dict[str, int]:
+        """The deaths of those that have any, in the order given.
 
         :raises StagingError: If they cannot be read.
         """
-        return self._counts.of(ids, now)
+        wanted = list(ids)
+        keys = [f"{each}{key}" for key in wanted for each in ("", _ALONE, _DONE)]
+        return _that_count(wanted, self._counts.of(keys, now), max_crashes)
 
-    def everything(self, now: datetime) -> dict[str, int]:
-        """The deaths of all messages that have any; also of those that were handled since.
+    def everything(self, now: datetime, max_crashes: int) -> dict[str, int]:
+        """The deaths of all messages that have any, and that are not known to be done with.
 
         :raises StagingError: If they cannot be read.
         """
         self._counts.merge(now)
-        return self._counts.everything()
+        known = self._counts.everything()
+        ids = [key for key in known if not key.startswith((_COUNTED, _ALONE, _DONE))]
+        return _that_count(ids, known, max_crashes)
+
+
+def _that_count(ids: Iterable[str], known: Mapping[str, int], max_crashes: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in ids:
+        deaths = known.get(each, 0)
+        count = deaths - known.get(f"{_DONE}{each}", 0)
+        if known.get(f"{_ALONE}{each}") != deaths:
+            count = min(count, max_crashes + 1)
+        if count > 0:
+            found[each] = count
+    return found

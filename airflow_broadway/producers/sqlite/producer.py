@@ -142,7 +142,8 @@ class _Source(PollingSource):
         super().__init__(producer, env, {"path": queue.path, "queue": queue.name})
         self._queue = queue
         self._most = producer.max_crashes
-        deaths = _deaths(queue, env).everything(env.clock.now())
+        self._deaths = _deaths(queue, env)
+        deaths = self._deaths.everything(env.clock.now(), self._most)
         #: What processes died of, and how often.
         self._suspects = {
             key: count for key, count in deaths.items() if is_suspect(count, self._most)
@@ -151,15 +152,26 @@ class _Source(PollingSource):
         self._portion: Sequence[str] = ()
         #: Whether it holds suspects, and must take nothing else.
         self._alone = False
+        #: Messages that were set aside.
+        self._aside = 0
         note_open(self, env.generation)
 
     def take(self, demand: int, position: int, deadline: datetime) -> Sequence[Message]:
         if self._suspects and not position:
             self._portion = self._portion_of_suspects()
         while self._portion:
+            size = len(self._portion)
             chosen, self._portion = self._portion[:demand], self._portion[demand:]
             found = self._take(len(chosen), position, only=chosen)
             if found:
+                if not self._alone:
+                    log.warning(
+                        "Processes died of %s and others, %d times: a portion of %d is handled, and"
+                        " nothing else in this run.",
+                        chosen[0],
+                        self._suspects[chosen[0]],
+                        size,
+                    )
                 self._alone = True
                 self._lease = replace(self.lease, state={**self.lease.state, SUSPECTS: True})
                 return found
@@ -192,23 +204,18 @@ class _Source(PollingSource):
         assert division is not None
         if division.crashed:
             self._set_aside(division.crashed)
-        if division.take:
-            log.warning(
-                "Processes died of %s and others, %d times: a portion of %d is handled, and nothing"
-                " else in this run.",
-                division.take[0],
-                self._suspects[division.take[0]],
-                len(division.take),
-            )
         return division.take
 
     def _set_aside(self, ids: Sequence[str]) -> None:
         reasons = {key: why_crashed(self._suspects[key]) for key in ids}
         done = self._queue.set_aside(reasons, self.lease.generation)
         for key in done:
+            del self._suspects[key]
             log.error("%s is set aside: %s.", key, reasons[key])
+        self._deaths.forget(done, self._clock.now())
         if done:
-            state = {**self.lease.state, "set_aside": {"crashed": len(done)}}
+            self._aside += len(done)
+            state = {**self.lease.state, "set_aside": {"crashed": self._aside}}
             self._lease = replace(self.lease, state=state)
 
     def close(self) -> None:
@@ -233,10 +240,15 @@ class _Custodian:
         return self._queue.holds(self._checked(lease))
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
-        generation = self._checked(lease)
-        dead = dying(generation, settlement, lambda: self._queue.held(generation))
-        self._deaths.count(dead, self._clock.now())
-        report = self._queue.settle(generation, settlement)
+        generation, queue, now = self._checked(lease), self._queue, self._clock.now()
+        dead = dying(generation, settlement, lambda: queue.held(generation))
+        alone = len(dead) == 1 and queue.received(generation) == 1
+        self._deaths.count(generation, dead, now, alone=alone)
+        suspects = queue.held(generation) if lease.state.get(SUSPECTS) else []
+        report = queue.settle(generation, settlement)
+        if report.again is not None:
+            again = report.again
+            self._deaths.forget([each for each in suspects if not again.has(each)], now)
         return report + SettleReport(errors=about_set_aside(lease))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:

@@ -246,16 +246,28 @@ class SqliteQueue:
             )
             return [f"{queue.tag}-{row}" for (row,) in rows]
 
+    def received(self, generation: str) -> int:
+        """How many messages the generation has received, in all."""
+        with self._opened() as opened:
+            if opened is None:
+                return 0
+            db, queue = opened
+            row = db.execute(
+                "SELECT received FROM leases WHERE queue = ? AND generation = ?",
+                (queue.id, generation),
+            ).fetchone()
+            return 0 if row is None else int(row[0])
+
     def free(self, ids: Collection[str]) -> set[str]:
-        """Those of some messages that are in the queue, and that no lease holds."""
+        """Those of some messages that are ready, and that no lease holds."""
         with self._opened() as opened:
             if opened is None:
                 return set()
             db, queue = opened
             rows = db.execute(
-                "SELECT id FROM messages WHERE queue = ? AND lease IS NULL"
+                "SELECT id FROM messages WHERE queue = ? AND lease IS NULL AND ready_at <= ?"
                 " AND id IN (SELECT value FROM json_each(?))",
-                (queue.id, rows_of(queue, ids)),
+                (queue.id, self._now(), rows_of(queue, ids)),
             )
             return {f"{queue.tag}-{row}" for (row,) in rows}
 

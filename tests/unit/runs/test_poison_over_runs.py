@@ -23,6 +23,7 @@ from airflow_broadway.core.formats.deaths import (
     say_started,
 )
 from airflow_broadway.core.formats.isolation import Step
+from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.formats.ownership import begin_try
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.runs.plans import OpenPlans
@@ -169,6 +170,37 @@ def test_a_kill_of_who_counts_loses_nothing(tmp_path: Path, point: Point) -> Non
     assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
 
 
+def test_who_counts_again_and_again_blames_no_neighbour(tmp_path: Path) -> None:
+    # Given a run whose settling is tried many times, as while a broker is out of reach
+    runs = Runs(tmp_path, deadly=[11], crashes=2)
+    runs.last.send(NUMBERS[:25])
+    runs.receive_and_handle()
+    for _ in range(4):
+        dies(runs.last.ack, Point("airflow_broadway.producers.kit.suspects:Deaths.count"))
+
+    # Then the next runs set aside what killed alone, and handle the rest
+    assert runs.until_dead([11]) <= 5
+    assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
+
+
+def test_what_was_set_aside_and_is_sent_back_is_handled_again(tmp_path: Path) -> None:
+    # Given a message that a run has set aside before any callback saw it
+    runs = Runs(tmp_path, deadly=[11], crashes=1, whole=True)
+    runs.last.send([11])
+    runs.until_dead([11])
+    with runs.last.queue() as queue:
+        [letter] = queue.dead_letters()
+        assert letter.stage == "process"
+
+        # When somebody has mended what it broke, and sends it back
+        assert queue.requeue_dead() == 1
+    runs.context["deadly"] = ()
+
+    # Then it is handled like any other
+    assert runs.one()["totals"]["acked"] == 1
+    assert runs.last.depth() == (0, 0, 0, 0)
+
+
 def test_what_a_dead_run_left_is_counted_by_whoever_sweeps(tmp_path: Path) -> None:
     # Given runs whose sensors never looked, as where the whole host died
     runs = Runs(tmp_path, deadly=[11], crashes=3)
@@ -219,6 +251,25 @@ def test_an_application_dies_of_what_it_had_begun(open_run: tuple[Run, OpenPlans
     _, work = plans.write_work("spark", {}, RunInfo(), Step())
     say_started(files, "spark", work.try_number, WORK)
     assert died(run, plans) == [0, 1, 2]  # nobody knows which
+
+
+def test_a_death_is_noted_for_all_plans_that_the_application_was_at_work_on(
+    open_run: tuple[Run, OpenPlans],
+) -> None:
+    run, plans = open_run
+    files = run.staged.files
+    [_, (_, done), (_, open_one)] = plans.open_batches()
+    other = "batches/other/inputs/1"
+    about = {"version": 1, "marked": True, "only": None, "plans": [plans.heads[0].path, other]}
+    number, _ = begin_try(files, "spark", lambda _: json.dumps(about), WORK)
+    say_started(files, "spark", number, WORK)
+    files.create(paths.outcome(other, done.batch_id), "{}")
+    for each in (done, open_one):
+        mark_begun(files, "spark", number, WORK, each.batch_id)
+
+    # Whichever plan is asked about first
+    assert died_of(files, plans.heads[0].path, [done]) == set()
+    assert died_of(files, other, [open_one]) == {open_one.batch_id}
 
 
 def test_who_ended_in_order_or_worked_on_another_plan_died_of_nothing(

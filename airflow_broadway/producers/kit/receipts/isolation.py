@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
-from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
+from airflow_broadway.core.custody.protocol import SUSPECTS, Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.receipts.polls import Received
@@ -41,13 +41,13 @@ class Isolation:
 
     def __init__(self, producer: Producer, env: ProducerEnv, folder: ReceiptsFolder) -> None:
         self._producer, self._env, self._folder = producer, env, folder
-        deaths = folder.deaths.everything(env.clock.now())
-        #: Whether there are suspects, or were in the last days: then it looks for them first.
+        deaths = folder.deaths.everything(env.clock.now(), producer.max_crashes)
+        #: Whether there may be suspects: then it looks for them first.
         self.searches = any(is_suspect(each, producer.max_crashes) for each in deaths.values())
         #: Whether the generation holds suspects, and must take nothing else.
         self.alone = False
-        #: Messages that were set aside.
-        self.set_aside = 0
+        #: Messages that were set aside, and how often that was tried.
+        self.set_aside = self._tries = 0
         #: Groups of which something was put off: what follows it waits, too.
         self._waiting: set[str] = set()
 
@@ -82,15 +82,17 @@ class Isolation:
         self, keys: Sequence[str], groups: Mapping[str, str], *, fresh: bool, now: datetime
     ) -> Sorted:
         most = self._producer.max_crashes
-        deaths = self._folder.deaths.of(keys, now)
-        suspects = [key for key, count in deaths.items() if is_suspect(count, most)]
+        deaths = self._folder.deaths.of(keys, now, most)
+        suspects = {key: count for key, count in deaths.items() if is_suspect(count, most)}
         if not suspects:
             return Sorted(keys)
-        if _all_follow(keys, groups, set(suspects)):
-            fresh = False  # they wait, and so would all else
-        suspects.sort(key=deaths.__getitem__, reverse=True)
+        first = _in_turn(keys, groups, suspects, self._waiting)
         division = divide(
-            suspects, deaths.__getitem__, room=len(suspects), fresh=fresh, max_crashes=most
+            first or list(suspects),
+            deaths.__getitem__,
+            room=len(suspects),
+            fresh=fresh and bool(first),  # else they wait, and so would all else
+            max_crashes=most,
         )
         others = [key for key in keys if not is_suspect(deaths.get(key, 0), most)]
         if division is None:
@@ -116,18 +118,18 @@ class Isolation:
         :param lease: The source's.
         """
         now = self._env.clock.now()
-        generation = f"{lease.generation}.crashed.{self.set_aside}"
+        generation = f"{lease.generation}.crashed.{self._tries}"
+        self._tries += 1
         held = self._folder.open(generation, day_of(now, before=KEPT_REPORTS))
         ids = [message.message_id for message in messages]
         handles = {key: received[key].receipt for key in ids}
         until = now.timestamp() + lease.seconds
         held.write(handles, {}, now.timestamp(), until)
         held.add(handles, {}, now.timestamp(), until)
-        deaths = self._folder.deaths.of(ids, now)
+        deaths = self._folder.deaths.of(ids, now, self._producer.max_crashes)
         entries = [_letter(message, deaths[message.message_id]) for message in messages]
-        own = replace(
-            lease, generation=generation, state={**lease.state, "messages": len(ids), "since": None}
-        )
+        state = {**lease.state, "messages": len(ids), "since": None, SUSPECTS: True}
+        own = replace(lease, generation=generation, state=state)
         custodian = self._producer.custodian(replace(self._env, generation=generation))
         try:
             report = custodian.settle(
@@ -143,16 +145,32 @@ class Isolation:
             log.error("%s is set aside: %s.", entry.message_id, entry.verdict.reason)
 
 
-def _all_follow(keys: Sequence[str], groups: Mapping[str, str], suspects: set[str]) -> bool:
-    """Whether each suspect is behind something in its group that is none."""
-    led: set[str] = set()
+def _in_turn(
+    keys: Sequence[str],
+    groups: Mapping[str, str],
+    suspects: Mapping[str, int],
+    waiting: Collection[str],
+) -> list[str]:
+    """The suspects that are behind nothing else of their group, the worst first.
+
+    One in front of a worse one of its group comes with that one: it has to be taken before.
+
+    :param waiting: Groups of which something was put off before.
+    """
+    behind = set(waiting)
+    first: list[str] = []
     for key in keys:
         group = groups.get(key)
-        if key not in suspects:
-            led.update(() if group is None else (group,))
-        elif group not in led:
-            return False
-    return True
+        if key in suspects and group not in behind:
+            first.append(key)
+        elif group is not None:
+            behind.add(group)
+    worst: dict[str, int] = {}
+    weights: dict[str, int] = {}
+    for key in reversed(first):
+        group = groups.get(key, key)
+        weights[key] = worst[group] = max(suspects[key], worst.get(group, 0))
+    return sorted(first, key=weights.__getitem__, reverse=True)
 
 
 def _letter(message: Message, deaths: int) -> Entry:

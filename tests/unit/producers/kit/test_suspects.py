@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from operator import attrgetter
 
 import pytest
 
-from airflow_broadway.producers.kit.suspects import divide, portion_limit
+from airflow_broadway.producers.kit.state_files import MemoryFiles
+from airflow_broadway.producers.kit.suspects import Deaths, divide, portion_limit
 from airflow_broadway.producers.rabbitmq.bundle import Held
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def held(number: int, crashes: int) -> Held:
@@ -53,6 +57,55 @@ def test_only_who_crashed_alone_is_set_aside() -> None:
     assert [m.message_id for m in portion.crashed] == ["m1"]
     assert [m.message_id for m in portion.take] == ["m2"]
     assert [m.message_id for m in portion.later] == ["m3"]
+
+
+def test_the_deaths_of_a_generation_are_counted_once_however_often_it_is_settled() -> None:
+    files = MemoryFiles()
+    for _ in range(9):  # each by another process
+        Deaths(files, 1).count("g1", ["a", "b"], NOW)
+    assert Deaths(files, 1).of(["b", "a"], NOW, 5) == {"b": 1, "a": 1}
+
+    Deaths(files, 1).count("g2", ["a"], NOW)
+    assert Deaths(files, 1).everything(NOW, 5) == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_no_number_of_deaths_among_others_sets_a_message_aside(merged: bool) -> None:
+    """Runs beside each other know of no suspects of the other, and options change."""
+    files = MemoryFiles()
+    for number in range(9):
+        Deaths(files, 1).count(f"g{number}", ["a", "b"], NOW)
+    if merged:
+        Deaths(files, 1).everything(NOW, 5)
+        assert len(files.names("deaths")) == 1
+        Deaths(files, 1).count("g8", ["a", "b"], NOW)
+
+    def crashed(max_crashes: int) -> list[str]:
+        deaths = Deaths(files, 1).of(["a", "b"], NOW, max_crashes)
+        portion = divide([*deaths], deaths.__getitem__, room=9, fresh=True, max_crashes=max_crashes)
+        assert portion is not None
+        assert len(portion.take) == 1
+        return portion.crashed
+
+    assert crashed(5) == crashed(1) == []
+
+    Deaths(files, 1).count("alone", ["a"], NOW, alone=True)
+    assert crashed(5) == crashed(1) == ["a"]
+    Deaths(files, 1).count("again among others", ["a"], NOW)
+    assert crashed(5) == []
+
+
+def test_who_is_done_with_begins_anew() -> None:
+    files = MemoryFiles()
+    for number in range(7):
+        Deaths(files, 1).count(f"g{number}", ["a"], NOW, alone=True)
+    Deaths(files, 1).forget(["a", "never"], NOW)
+    assert Deaths(files, 1).everything(NOW, 5) == Deaths(files, 1).of(["a"], NOW, 5) == {}
+
+    Deaths(files, 1).count("g9", ["a"], NOW + timedelta(days=2))
+    assert Deaths(files, 1).of(["a"], NOW, 5) == {"a": 1}
+    # Also when nothing of its first life is known any more
+    assert Deaths(files, 1).everything(NOW + timedelta(days=4), 5) == {"a": 1}
 
 
 @pytest.mark.parametrize("poison", [0, 537, 999])
