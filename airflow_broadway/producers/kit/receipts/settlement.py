@@ -401,15 +401,13 @@ class ReceiptSettlement(ABC):
         if not receipts.groups:
             return made
         held = 0
-        walked = verdicts
-        if all_of_it:
-            receipts.blocked.clear()  # what is before such a message in its group is not behind it
-            at_once = receipts.settled_now(now)
-            walked = {
-                key: each
-                for key in receipts.handles
-                if (each := verdicts.get(key) or at_once.get(key)) is not None
-            }
+        receipts.blocked.clear()  # what is before such a message in its group is not behind it
+        at_once = receipts.settled_now(now)
+        walked = {
+            key: each
+            for key in receipts.handles
+            if (each := verdicts.get(key) or at_once.get(key)) is not None
+        }
         for key, verdict in walked.items():
             group = receipts.groups.get(key)
             if group is None:
@@ -426,7 +424,7 @@ class ReceiptSettlement(ABC):
             elif verdict.action in COMES_AGAIN:
                 left = verdict.action is Action.LEAVE
                 until = self._held_until() if left else now + verdict.delay
-                if not all_of_it:
+                if key in verdicts and not all_of_it:
                     receipts.again[key] = until
                 receipts.blocked[group] = max(until, receipts.blocked.get(group, 0.0))
         if held:

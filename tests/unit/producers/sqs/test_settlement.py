@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -443,6 +444,26 @@ def test_settling_in_portions_holds_back_across_them() -> None:
         report = run.settle([m for m in messages if m.data != b"x1"])
 
         assert (report.acked, report.released) == (2, 2)
+
+
+def test_what_is_settled_at_once_by_several_processes_stays_in_order(tmp_path: Path) -> None:
+    """What follows one that was given back is given back; what is before it is done with."""
+    with halves(f"file://{tmp_path}", queue_url=FIFO) as run:
+        in_groups(run.fake)
+        messages = {message.data.decode(): message for message in run.take()}
+        lease = run.source.lease
+        run.source.close()
+        reports = []
+        for body, verdict in (("x2", RETRY), ("x1", ACK), ("x3", ACK)):
+            entries = settlement([messages[body]], {body: verdict}).entries()
+            with closing(run.other()) as batcher:
+                reports.append(batcher.settle_now(lease, list(entries)))
+
+        assert [(each.acked, each.released) for each in reports] == [(0, 0), (1, 0), (0, 1)]
+        others = settlement([messages["y1"], messages["y2"]])
+        assert run.other().settle(lease, others).acked == 2
+        run.clock.advance(30.0)
+        assert fifo(run) == ["x2", "x3"]
 
 
 # ------------------------------------------------------------------------ outcomes that come late
