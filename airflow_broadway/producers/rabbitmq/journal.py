@@ -105,8 +105,16 @@ class QueueJournal:
             return False
         # A generation that lost its connection right after its claim uses another one.
         claims = self.files.names(f"claims/{digest(queue)}")
-        opened = (self._read(f"{each[:-5]}/opened.json") for each in claims)
-        return any(each is not None and each["queue"] == queue for each in opened)
+        return any(self._opened_by(each[:-5]) in (queue, None) for each in claims)
+
+    def _opened_by(self, folder: str) -> str | None:
+        """The lease queue that a generation uses, empty if none; ``None``: nobody can tell."""
+        try:
+            value = self._read(f"{folder}/opened.json")
+            return "" if value is None else str(value["queue"])
+        except (StagingError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s cannot be read: %s", f"{folder}/opened.json", error)
+            return None
 
     def note_opened(self, generation: str, queue: str, due: float, sure: float) -> None:
         """Note that a lease queue is there: from now on bundles may be in it.

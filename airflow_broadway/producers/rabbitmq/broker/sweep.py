@@ -2,8 +2,8 @@
 
 A queue that looks empty may not be: bundles whose lease lapsed and that the returns queue has not
 taken yet show in none of AMQP's counts.  So a lease queue is deleted only when the last bundle in
-it can have lapsed, it looks empty, the returns queue is there, and either the management API, which
-does count them, says 0, or an hour has passed.
+it can have lapsed, nobody can publish to it any more, it looks empty, the returns queue is there,
+and either the management API, which does count them, says 0, or an hour has passed.
 """
 
 from __future__ import annotations
@@ -156,6 +156,8 @@ def _look_at(connection: ConnectionThread, topology: Topology, queue: str) -> bo
         )
         return False
     if depth is not None:
+        # Whoever wakes so late publishes to it no more: what is to be deleted is emptied first.
+        topology.leases.fence(connection, queue)
         if not topology.leases.is_empty(connection, queue):
             log.warning("The lease queue %r does not say that it is empty: it is kept.", queue)
             return False

@@ -14,7 +14,7 @@ from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 HOUR, DAY = 3600.0, 86_400.0
 LEASE = QueueNames("q").lease("g1")
-UNUSED = QueueNames("q").lease("g2")
+UNUSED, OTHER = (QueueNames("q").lease(each) for each in ("g2", "g3"))
 #: From when on the lease queue may be looked at, and from when on it may be deleted unasked.
 DUE, SURE = due_at(1_000.0, 60.0)
 
@@ -31,10 +31,15 @@ class Broker:
         self.queues = QueueNames("q")
         #: Those that do not answer, or have more than they count.
         self.silent: set[str] = set()
+        #: Those to which nobody can publish any more.
+        self.fenced: set[str] = set()
         self.standing = self.leases = self
 
     def is_empty(self, connection: Any, name: str) -> bool:
         return self.depths.get(name) == 0 and name not in self.silent
+
+    def fence(self, connection: Any, name: str) -> None:
+        self.fenced.add(name)
 
     def ensure_returns(self, connection: Any) -> None:
         self.depths.setdefault(self.queues.returns, 0)
@@ -291,6 +296,48 @@ def test_one_whose_generation_uses_another_is_deleted(journal: QueueJournal) -> 
 
     assert UNUSED not in broker.depths
     assert UNUSED not in [due.queue for due in journal.due(1e12)]
+
+
+@pytest.mark.parametrize("text", [b"{", b"{}", b"7"])
+def test_one_whose_generation_left_what_cannot_be_read_is_left_to_it(
+    journal: QueueJournal, text: bytes
+) -> None:
+    for queue in (UNUSED, OTHER):
+        journal.note_unused(queue, 2_000.0)
+    journal.claim(UNUSED, "g2")
+    journal.note_opened("g2", UNUSED, 9_000.0, 9_000.0)
+    journal.note_unused(UNUSED, 2_000.0)
+    journal.files.put(f"{digest('g2')}/opened.json", text)
+    broker: Any = Broker()
+    broker.depths.update({UNUSED: 0, OTHER: 0})
+
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    assert UNUSED in broker.depths
+    assert OTHER not in broker.depths  # and no other waits for it
+
+
+def test_who_wakes_while_its_queue_goes_publishes_nothing_to_it(journal: QueueJournal) -> None:
+    # Given a process that slept for hours since it took a queue, and wakes once that says "empty"
+    class Waking(Broker):
+        def is_empty(self, connection: Any, name: str) -> bool:
+            empty = super().is_empty(connection, name)
+            if name not in self.fenced:
+                self.depths[name] += 1
+            return empty
+
+        def delete(self, connection: Any, name: str) -> int:
+            assert self.depths[name] == 0
+            return super().delete(connection, name)
+
+    journal.note_unused(UNUSED, 2_000.0)
+    journal.claim(UNUSED, "g2")
+    broker: Any = Waking()
+    broker.depths[UNUSED] = 0
+
+    sweep(broker, broker, journal, 2_000.0, unknown)
+
+    assert UNUSED not in broker.depths
 
 
 def test_one_that_a_sweep_deletes_is_taken_by_nobody(journal: QueueJournal) -> None:
