@@ -117,6 +117,33 @@ def test_a_poisonous_message_does_not_keep_other_partitions_waiting(
     assert [letter.value() for letter in kafka_mock.read(group.letters)] == [b"001501"]
 
 
+@pytest.mark.parametrize("by_sweep", [True, False])
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_what_was_claimed_last_beside_others_was_not_alone(
+    kafka_mock: MockKafka, tmp_path: Path, partitions: int, by_sweep: bool
+) -> None:
+    # Given a process that takes one message, and another while it handles the first
+    group = KafkaGroup(kafka_mock, tmp_path, lease=100.0, partitions=partitions, order="none")
+    group.fill(2)
+    source = group.producer().source(group.env("g0"))
+    assert isinstance(source, KafkaSource)
+    opened = source.lease
+    for _ in range(2):
+        assert len(source.receive(1, timeout=5.0)) == 1
+
+    # When it dies
+    crash(source)
+    if by_sweep:
+        group.carry_out(opened, Settlement(rest=RELEASE))
+    else:
+        group.clock.sleep(200.0)
+        group.producer().source(group.env("g1")).close()
+
+    # Then nobody says that one of the two was alone
+    tables = [group.table(number) for number in range(partitions)]
+    assert [each.alone for table in tables for each in table.crashes] == [False]
+
+
 def test_what_nobody_handled_is_never_set_aside(kafka_mock: MockKafka, tmp_path: Path) -> None:
     # Given runs that die whatever they hold, as where a machine has no memory left
     group = KafkaGroup(kafka_mock, tmp_path, lease=100.0, partitions=2)

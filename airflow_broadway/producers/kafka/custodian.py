@@ -18,7 +18,7 @@ from airflow_broadway.producers.kafka.client import Cluster, Committed, Place
 from airflow_broadway.producers.kafka.dead_letters import Why
 from airflow_broadway.producers.kafka.opening import mark_of
 from airflow_broadway.producers.kafka.options import place_of
-from airflow_broadway.producers.kafka.ranges import contains
+from airflow_broadway.producers.kafka.ranges import contains, count
 from airflow_broadway.producers.kafka.register import GenerationFiles, Register, group_files
 from airflow_broadway.producers.kafka.settling import (
     AT_ONCE,
@@ -158,11 +158,12 @@ class KafkaCustodian:
         if work.handled or work.stopped or files.closed():
             return None
         claimed = {
-            place: table.claims[work.generation].at
+            place: table.claims[work.generation]
             for place in work.places
             if (table := register.known(place)) is not None and work.generation in table.claims
         }
-        return max(claimed, key=claimed.__getitem__) if claimed else None
+        work.alone = sum(count(each.ranges) for each in claimed.values()) == 1
+        return max(claimed, key=lambda place: claimed[place].at) if claimed else None
 
     def _settle_place(
         self, register: Register, work: Work, place: Place, failed: list[int], *, crashed: bool

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -263,13 +264,15 @@ class Opening:
 
         self._register.change(place, named)
 
-    def _dead(self, now: float) -> dict[Place, dict[str, bool]]:
-        """The generations whose time is over, by what they hold; and whether they died of it.
+    def _dead(self, now: float) -> dict[Place, dict[str, int]]:
+        """The generations whose time is over, by what they hold; where they died of it with how
+        many messages in hand, in all partitions.
 
         A process that died did so, it seems, of what it had claimed last in all partitions.
         """
-        found: dict[Place, dict[str, bool]] = {}
+        found: dict[Place, dict[str, int]] = {}
         last: dict[str, tuple[float, Place]] = {}
+        held: Counter[str] = Counter()
         for place in self._places:
             table = self._register.read(place)
             if table is None:
@@ -277,22 +280,24 @@ class Opening:
             live = live_claims(self._register, table, now)
             for generation in table.claims.keys() - live.keys():
                 claimed = table.claims[generation]
-                found.setdefault(place, {})[generation] = False
+                found.setdefault(place, {})[generation] = 0
+                held[generation] += count(claimed.ranges)
                 if claimed.ranges:
                     last[generation] = max((claimed.at, place), last.get(generation, (0.0, place)))
         for generation, (_, place) in last.items():
-            found[place][generation] = not self._register.generation(generation).closed()
+            if not self._register.generation(generation).closed():
+                found[place][generation] = held[generation]
         return found
 
-    def _drop(self, place: Place, dead: Mapping[str, bool], now: float) -> None:
+    def _drop(self, place: Place, dead: Mapping[str, int], now: float) -> None:
         """Take what dead generations hold: it comes again, marked."""
 
         def dropped(table: Table | None) -> tuple[Table, None]:
             assert table is not None
             live = live_claims(self._register, table, now)
-            for generation, crashed in dead.items():
+            for generation, held in dead.items():
                 if generation not in live:
-                    table = drop(table, generation, crashed=crashed)
+                    table = drop(table, generation, crashed=held > 0, alone=held == 1)
             return table, None
 
         self._register.change(place, dropped)

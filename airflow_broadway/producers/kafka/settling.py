@@ -130,7 +130,7 @@ def settle(
     :param decisions: The messages that do not get the verdict of the rest, in any order.
     :param crashed: Whether its process died at work, and nobody knows what it handed out.
     :param died: From the first to the last message in batches that a process died of.
-    :param alone: Whether that is the one message that the generation held.
+    :param alone: Whether the generation held one message, here and everywhere.
     :returns: The table, and how many messages are in each class of the account; of those that were
         settled at once with :data:`AT_ONCE` before it.
     """
@@ -182,7 +182,7 @@ def settle(
     )
     ended = _ready_again(_carried_out(ended, made), again)
     if crashed:
-        ended = blame(ended, claimed.last)
+        ended = blame(ended, claimed.last, alone=alone)
     if died is not None:
         ended = blame(ended, died, alone=alone)
     return advanced(ended), counts

@@ -283,17 +283,18 @@ def unclaim(table: Table, generation: str, ranges: Ranges) -> Table:
     return replace(table, claims=claims)
 
 
-def drop(table: Table, generation: str, *, crashed: bool) -> Table:
+def drop(table: Table, generation: str, *, crashed: bool, alone: bool = False) -> Table:
     """Take what a dead generation holds: it comes again, marked.
 
     :param crashed: Whether its process died at work: then what it claimed last is suspect.
+    :param alone: Whether it held one message, here and everywhere.
     """
     dropped = table.claims.get(generation)
     if dropped is None:
         return table
     claims = {key: each for key, each in table.claims.items() if key != generation}
     made = replace(table, claims=claims, marks=union(table.marks, dropped.ranges))
-    return blame(made, dropped.last) if crashed else made
+    return blame(made, dropped.last, alone=alone) if crashed else made
 
 
 def blame(table: Table, last: Range, *, alone: bool | None = None) -> Table:

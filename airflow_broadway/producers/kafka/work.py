@@ -54,7 +54,8 @@ class Work:
             topic, partition, offset = place_of(key)
             low, high = self.died.get((topic, partition), (offset, offset))
             self.died[topic, partition] = min(low, offset), max(high, offset + 1)
-        #: Whether that was the one message that the generation held.
+        #: Whether that was the one message that the generation held; or that it claimed, if nobody
+        #: knows what of it was handled.
         self.alone = settlement.expected == len(settlement.died) == 1
         self.entries: dict[Place, dict[int, Entry]] = {}
         self._names: dict[Place, dict[int, str]] | None = None
