@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -257,7 +258,9 @@ def _again(archive: Folder) -> Mapping[str, set[str]]:
     named: dict[str, set[str]] = {}
     for name in archive.list(AGAIN):
         index, path = read_index(archive, name.partition("-")[0]), f"{AGAIN}/{name}"
-        if index is not None and index.again == path:
+        if index is None or index.again != path:
+            continue
+        with suppress(FileNotFoundError):  # removed just now, with all that it tells of
             for line in archive.read(path).splitlines():
                 message_id, digest = json.loads(line)
                 named.setdefault(message_id, set()).add(digest)

@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.staging.archive.layout import (
+    AGAIN,
     REMOVED,
     hour_of,
     index_path,
@@ -85,6 +86,17 @@ def _remove(archive: Folder, hours: Sequence[int]) -> Removed:
             if index is not None and not any(map(archive.exists, index.files)):
                 archive.remove(index_path(generation))
                 if index.again:
-                    archive.remove(index.again)
-            archive.remove(mark_of(hour, generation))
+                    _remove_again(archive, generation)
+            mark = mark_of(hour, generation)
+            archive.remove(mark)
+            # Who put an index in between has seen the mark, and does not make it again.
+            if index is None and read_index(archive, generation) is not None:
+                archive.create(mark, "")
     return Removed(len(hours), messages)
+
+
+def _remove_again(archive: Folder, generation: str) -> None:
+    """Remove what is said of its dead letters; also by settlers of it that died."""
+    for name in archive.list(AGAIN):
+        if name.startswith(f"{generation}-"):
+            archive.remove(f"{AGAIN}/{name}")

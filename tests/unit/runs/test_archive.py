@@ -406,6 +406,42 @@ def test_an_hour_that_is_removed_while_it_is_archived_leaves_nothing_for_good(
     assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
 
 
+def test_an_hour_whose_index_comes_while_its_mark_is_removed_leaves_nothing_for_good(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a removal that finds no index, which is put before the mark goes: both have looked
+    real, remove, exists = Folder.create, Folder.remove, Folder.exists
+    index: list[tuple[str, str]] = []
+
+    def removed(folder: Folder, path: str) -> None:
+        if path.startswith("hours/") and index:
+            real(folder, *index.pop())
+        remove(folder, path)
+
+    def create(folder: Folder, path: str, text: str) -> bool:
+        if not path.startswith("index/"):
+            return real(folder, path, text)
+        index.append((path, text))
+        purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+        return True
+
+    def there(folder: Folder, path: str) -> bool:
+        return path.startswith("hours/") or exists(folder, path)
+
+    world.minutes(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "create", create)
+        patched.setattr(Folder, "remove", removed)
+        patched.setattr(Folder, "exists", there)
+        world.run("live").all()
+    assert not index
+    assert look(world.archive).messages == 0
+
+    # Then the next removal finds that index
+    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
+
+
 def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_path: Path) -> None:
     world = World(tmp_path, archive={"time": "received_at"})
     world.minutes(1)
@@ -862,7 +898,20 @@ def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
     # Then the same message is there once, as it came the last time; nobody hides another one
     assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 2, 3]
     assert (rows[0]["message_id"], rows[0]["was"]) == (again, letter.message_id)
-    # And what was removed says nothing any more
+    # And what was removed says nothing any more, to whoever reads meanwhile, and afterwards
+    [name] = world.archive.list("again")
+    left = name.rpartition("-")[0] + "-left.jsonl"  # by somebody who died while it settled
+    world.archive.create(f"again/{left}", "")
+    real = Folder.read
+
+    def read(folder: Folder, path: str) -> str:
+        if path == f"again/{name}":
+            raise FileNotFoundError(path)
+        return real(folder, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "read", read)
+        assert sum(table.num_rows for table in tables(world.archive, found, interval)) == 4
     purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
     assert world.archive.list("again") == []
 
