@@ -78,7 +78,11 @@ class Reading:
             with suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(tell, value, error)
 
-        threading.Thread(target=run, name="broadway-reading", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="broadway-reading", daemon=True).start()
+        except BaseException:  # no room for one more: its place is another's
+            self._slots.release()
+            raise
         return ended
 
 

@@ -59,6 +59,22 @@ def readers() -> int:
     return sum(each.name == "broadway-reading" for each in threading.enumerate())
 
 
+def test_a_thread_that_cannot_be_started_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Reading(most=1)
+
+    def fails(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fails)
+            with pytest.raises(RuntimeError, match="can't start"):
+                await made(lambda: "one")
+        return await made(lambda: "two")
+
+    assert asyncio.run(scenario()) == "two"
+
+
 def test_pages_say_so_in_time_and_others_answer_meanwhile(
     site: Site, gate: threading.Event, reading: Reading
 ) -> None:
