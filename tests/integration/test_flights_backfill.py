@@ -22,6 +22,7 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env, home_of
 from scripts.load_flights import flights, load
 from scripts.local_airflow import LocalAirflow, free_port
+from tests.airflow_patience import PATIENCE
 from tests.integration.backfills.truth import rows_of, written
 from tests.waiting import eventually
 
@@ -110,16 +111,13 @@ def began(runs: list[dict[str, Any]]) -> dict[str, str]:
 
 @contextmanager
 def airflow_of(folder: Path) -> Iterator[LocalAirflow]:
-    home = home_of(ROOT, "airflow-test-backfills")
-    # SQLite has others wait for 5 s, which is too short for a month of runs on a busy machine.
-    database = f"sqlite:///{home}/airflow.db?timeout=120"
     env = airflow_env(
-        home=home,
+        home=home_of(ROOT, "airflow-test-backfills"),
         port=free_port(),
         dags=ROOT / "tests" / "integration" / "backfills" / "dags",
         settings={
             "broadway.staging": f"file://{folder / 'staging'}",
-            "database.sql_alchemy_conn": database,
+            **PATIENCE,
         },
     )
     connection = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
