@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, help="of the cases, 0 to 1; else what takes minutes")
     parser.add_argument("--pairs", type=int, default=0, help="of strikes, with --share")
     parser.add_argument("--restarts", type=int, default=0, help="of the broker; of each pipeline")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--jobs", type=int, help="else 2, and 4 where brokers are waited for")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--only", default="", help="just this case of --pipeline, as it is reported"
@@ -29,12 +29,13 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="where the sums are written, as JSON")
     given = parser.parse_args()
     plans = plans_of(given.broker)
+    jobs = given.jobs or (2 if given.broker.startswith("sqlite") else 4)
     if given.share is not None:
         plans = [plan._replace(share=given.share, pairs=given.pairs) for plan in plans]
     wanted = given.pipeline or PIPELINES
     plans = [plan._replace(restarts=given.restarts) for plan in plans if plan.pipeline in wanted]
     told = []
-    every = campaigns(given.broker, plans, jobs=given.jobs, seed=given.seed, only=given.only)
+    every = campaigns(given.broker, plans, jobs=jobs, seed=given.seed, only=given.only)
     for plan, found in every:
         for sums in found:
             tell(given.broker, plan.pipeline, sums)
