@@ -1,7 +1,7 @@
 """A process that drains a Pub/Sub subscription run by run, and may be killed at any instant.
 
-``python -m tests.faults.pubsub_worker FOLDER HOST SUBSCRIPTION DEAD LEASE MAX_MESSAGES KEYED``:
-what ``rabbitmq_worker`` does, at another broker.
+``python -m tests.faults.pubsub_worker FOLDER HOST SUBSCRIPTION DEAD LEASE MAX_MESSAGES KEYED
+MESSAGES``: what ``rabbitmq_worker`` does, at another broker, until MESSAGES have come to an end.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ class PubSubWorker(Worker):
             receive_concurrency=4,
             max_number_of_messages=50,
             on_failure="retry",
+            # No message is to blame for these deaths.
+            max_crashes=1_000_000,
             **Remote(host).options,
         )
 
 
 def main() -> int:
-    folder, host, subscription, dead, lease, most, keyed = sys.argv[1:]
+    folder, host, subscription, dead, lease, most, keyed, messages = sys.argv[1:]
     worker = PubSubWorker(
         Path(folder), host, subscription, dead, float(lease), int(most), keyed == "keyed"
     )
-    drain(worker, float(lease))
+    drain(worker, float(lease), int(messages))
     return 0
 
 

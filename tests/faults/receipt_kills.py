@@ -20,7 +20,14 @@ from airflow_broadway.core.custody.verdicts import Action
 from scripts.airflow_env import ROOT
 from tests.faults.rabbitmq_worker import verdict_on
 
-__all__ = ["Handled", "Workers", "check_order", "check_published", "dead_letters_of"]
+__all__ = [
+    "Handled",
+    "Workers",
+    "check_order",
+    "check_published",
+    "dead_letters_of",
+    "ended",
+]
 
 
 class Handled(NamedTuple):
@@ -79,7 +86,11 @@ class Workers(NamedTuple):
                 worker.kill()
                 worker.wait()
                 killed += 1
-        assert self.spawn().wait(timeout=300) == 0
+        last = self.spawn()
+        try:
+            assert last.wait(timeout=300) == 0
+        finally:
+            last.kill()
         return killed
 
 
@@ -95,6 +106,11 @@ def executions(folder: Path) -> list[list[Handled]]:
     ]
 
 
+def ended(folder: Path) -> set[int]:
+    """The numbers that some execution has published with a verdict that ends them."""
+    return {each.number for execution in executions(folder) for each in execution if each.final}
+
+
 def check_published(folder: Path, messages: int, left: Callable[[], Iterable[int]] = list) -> None:
     """Nothing is lost; what was handled again at the same attempt says so.
 
@@ -103,8 +119,7 @@ def check_published(folder: Path, messages: int, left: Callable[[], Iterable[int
     marks: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for each in (each for execution in executions(folder) for each in execution):
         marks[each.number, each.attempt].append(each.redelivered)
-    done = {number for number, attempt in marks if Handled(number, attempt, False).final}
-    missing = sorted(set(range(messages)) - done)
+    missing = sorted(set(range(messages)) - ended(folder))
     if missing:
         there = set(missing) & set(left())
         pytest.fail(f"{len(missing)} came to no end, {len(there)} of them wait: {missing[:10]}")

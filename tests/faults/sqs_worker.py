@@ -1,7 +1,7 @@
 """A process that drains an SQS queue run by run, and may be killed at any instant.
 
-``python -m tests.faults.sqs_worker FOLDER ENDPOINT QUEUE LEASE MAX_MESSAGES``: what
-``rabbitmq_worker`` does, at another broker.
+``python -m tests.faults.sqs_worker FOLDER ENDPOINT QUEUE LEASE MAX_MESSAGES MESSAGES``: what
+``rabbitmq_worker`` does, at another broker, until MESSAGES have come to an end.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class SqsWorker(Worker):
             receive_concurrency=4,
             on_failure="retry",
             dead_letter=f"dead-{queue}",
+            # No message is to blame for these deaths.
+            max_crashes=1_000_000,
         )
 
 
 def main() -> int:
-    folder, endpoint, queue, lease, most = sys.argv[1:]
+    folder, endpoint, queue, lease, most, messages = sys.argv[1:]
     worker = SqsWorker(Path(folder), endpoint, queue, float(lease), int(most))
-    drain(worker, float(lease))
+    drain(worker, float(lease), int(messages))
     return 0
 
 

@@ -53,7 +53,7 @@ def fill(server: PubSubServer, *, keyed: bool, **settings: Any) -> Place:
 def kill_workers(folder: Path, place: Place, *, seed: int) -> None:
     """Kill most of some workers, and let the last one finish."""
     arguments = [place.server.host, place.subscription, place.topic_of_dead]
-    arguments += [str(LEASE), "400", "keyed" if place.keyed else "plain"]
+    arguments += [str(LEASE), "400", "keyed" if place.keyed else "plain", str(MESSAGES)]
     workers = Workers(folder, "tests.faults.pubsub_worker", arguments, {})
     assert workers.kill_now_and_then(KILLS, within=(0.05, 1.5), seed=seed) >= KILLS * 2 // 3
 

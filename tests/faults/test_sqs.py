@@ -46,7 +46,7 @@ def kill_workers(folder: Path, server: SqsServer, queue: str, *, seed: int) -> N
     workers = Workers(
         folder,
         "tests.faults.sqs_worker",
-        [server.url, queue, str(LEASE), "150"],
+        [server.url, queue, str(LEASE), "150", str(MESSAGES)],
         {name.upper(): value for name, value in KEY.items()},
     )
     assert workers.kill_now_and_then(KILLS, within=(0.1, 5.0), seed=seed) >= KILLS // 2
