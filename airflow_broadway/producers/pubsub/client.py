@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.producers.kit.checks import warn_of_plain_http
-from airflow_broadway.producers.pubsub.credentials import identity_of, project_of
-from airflow_broadway.producers.pubsub.errors import translated, words_of
+from airflow_broadway.producers.pubsub.credentials import identity_of, login_of, project_of
+from airflow_broadway.producers.pubsub.errors import shown, translated, words_of
 from airflow_broadway.producers.pubsub.options import PubSubOptions
 
 if TYPE_CHECKING:
@@ -44,10 +44,18 @@ class Client:
     :param name: The subscription's full name.
     :param where: The endpoint, for people.
     :param timeout: Seconds that a request other than a pull may take.
+    :param login: Called before each request: there is a token when it returns.
     :raises BroadwayError: From every call, in the words of ``errors``.
     """
 
-    def __init__(self, channel: Any, name: str, where: str, timeout: float) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        name: str,
+        where: str,
+        timeout: float,
+        login: Callable[[], None] = lambda: None,
+    ) -> None:
         from google.pubsub_v1 import PublisherClient, SubscriberClient
         from google.pubsub_v1.services.publisher.transports import PublisherGrpcTransport
         from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
@@ -55,6 +63,7 @@ class Client:
         self.name = name
         self.where = where
         self.timeout = timeout
+        self._login = login
         self._channel = channel
         self._subscriber: SubscriberClient = SubscriberClient(
             transport=SubscriberGrpcTransport(channel=channel)
@@ -92,11 +101,12 @@ class Client:
 
         request = PullRequest(subscription=self.name, max_messages=count)
         try:
+            self._login()
             answer = self._subscriber.pull(request=request, retry=None, timeout=wait)
         except DeadlineExceeded:  # there was nothing
             return ()
         except Exception as error:
-            raise self._translated(error, "Pull") from error
+            raise self._translated(error, "Pull") from shown(error)
         # Google's wrapper of a message takes longer to read than all the rest.
         found: Sequence[Any] = PullResponse.pb(answer).received_messages
         return found
@@ -119,12 +129,13 @@ class Client:
 
     def _confirmed(self, action: str, call: Callable[..., Any], request: Any) -> Mapping[str, str]:
         try:
+            self._login()
             call(request=request, retry=None, timeout=self.timeout)
         except Exception as error:
             words = words_of(error)
             if words:
                 return words
-            raise self._translated(error, action) from error
+            raise self._translated(error, action) from shown(error)
         return {}
 
     def settings(self) -> Any:
@@ -172,9 +183,10 @@ class Client:
 
     def _asked(self, action: str, name: str, call: Callable[[], Any]) -> Any:
         try:
+            self._login()
             return call()
         except Exception as error:
-            raise translated(error, action, name, self.where) from error
+            raise translated(error, action, name, self.where) from shown(error)
 
     def _translated(self, error: Exception, action: str) -> Exception:
         return translated(error, action, self.name, self.where)
@@ -208,8 +220,10 @@ def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
         identity = identity_of(producer, env)
         name = _full_name(producer, identity.project)
         where = producer.endpoint or _GLOBAL
-        channel = _secure(where, identity.credentials, identity.quota_project)
-        return Client(channel, name, where, producer.request_timeout)
+        credentials = _paid_by(identity.credentials, identity.quota_project)
+        timeout = producer.request_timeout
+        login = login_of(credentials, where, timeout)
+        return Client(_secure(where, credentials), name, where, timeout, login)
     except ImportError as error:
         raise ConnectionMissing(
             f"Pub/Sub needs Google's client, and {error.name} is not installed: install"
@@ -219,7 +233,8 @@ def open_client(producer: PubSubOptions, env: ProducerEnv) -> Client:
         raise
     except Exception as error:
         where = producer.endpoint or _GLOBAL
-        raise translated(error, "opening a client", producer.subscription, where) from error
+        name = producer.subscription
+        raise translated(error, "opening a client", name, where) from shown(error)
 
 
 def open_metrics(producer: PubSubOptions, env: ProducerEnv) -> Any:
@@ -273,12 +288,16 @@ def _plain(host: str) -> Any:
     return grpc.insecure_channel(host, options=_CHANNEL)
 
 
-def _secure(host: str, credentials: Any, quota_project: str | None) -> Any:
+def _paid_by(credentials: Any, quota_project: str | None) -> Any:
+    """The credentials by which a project's quota is used, if one is named."""
+    if quota_project is None or not hasattr(credentials, "with_quota_project"):
+        return credentials
+    return credentials.with_quota_project(quota_project)
+
+
+def _secure(host: str, credentials: Any) -> Any:
     from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 
     return SubscriberGrpcTransport.create_channel(
-        host if ":" in host else f"{host}:443",
-        credentials=credentials,
-        quota_project_id=quota_project,
-        options=_CHANNEL,
+        host if ":" in host else f"{host}:443", credentials=credentials, options=_CHANNEL
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from airflow_broadway.core.custody.producer import Connection
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.pubsub.options import PubSubOptions
 
-__all__ = ["Identity", "identity_of"]
+__all__ = ["Identity", "identity_of", "login_of"]
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,20 @@ def identity_of(producer: PubSubOptions, env: ProducerEnv) -> Identity:
         raise ConnectionMissing(_unusable(connection, error)) from None
     project = extra.get("project") or found
     return Identity(credentials, project or None, extra.get("quota_project_id") or None)
+
+
+def login_of(credentials: Any, where: str, timeout: float) -> Callable[[], None]:
+    """Makes sure that there is a token, asking for one where that is due.
+
+    gRPC would ask for it in a thread of its own, and call what Google refuses an outage.
+
+    :param timeout: Seconds that it may take.
+    :raises GoogleAuthError: From what is returned, if there is no token.
+    """
+    from google.auth.transport.requests import Request
+
+    request = partial(cast(Any, Request)(), timeout=timeout)
+    return lambda: credentials.before_request(request, "POST", where, {})
 
 
 def project_of(producer: PubSubOptions, env: ProducerEnv) -> str | None:

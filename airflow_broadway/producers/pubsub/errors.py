@@ -11,7 +11,7 @@ from airflow_broadway.core.errors import ConnectionMissing, ProducerError, Produ
 from airflow_broadway.core.text import cut
 from airflow_broadway.producers.kit.receipts.batch_requests import Refused
 
-__all__ = ["Denied", "Expired", "Missing", "translated", "words_of"]
+__all__ = ["Denied", "Expired", "Missing", "shown", "translated", "words_of"]
 
 #: The permission that each call needs.
 PERMISSIONS: Final = {
@@ -28,6 +28,8 @@ PERMISSIONS: Final = {
 _MAX_TEXT: Final = 300
 #: What Google's token server says of an assertion whose instants are not its own.
 _SKEW_TEXTS: Final = ("iat", "reasonable timeframe", "token used too early", "clock")
+#: How gRPC begins what google-auth raised in a thread of gRPC's own.
+_OF_LOGIN: Final = "Getting metadata from plugin failed"
 
 
 class Missing(ProducerError):
@@ -54,6 +56,14 @@ def words_of(error: Exception) -> dict[str, str]:
         if isinstance(detail, ErrorInfo):
             words.update(detail.metadata)
     return {key: word for key, word in words.items() if word.startswith(("PERM", "TRANSIENT"))}
+
+
+def shown(error: Exception) -> Exception | None:
+    """The error as a traceback may show it; ``None``: it may quote a key, or a token server."""
+    from google.auth.exceptions import GoogleAuthError
+
+    of_login = isinstance(error, GoogleAuthError) or _OF_LOGIN in str(error)
+    return None if of_login else error
 
 
 def translated(error: Exception, action: str, name: str, where: str) -> Exception:
@@ -98,6 +108,11 @@ def translated(error: Exception, action: str, name: str, where: str) -> Exceptio
             f"Pub/Sub refuses {action} on {name!r} as it is now: {cut(text, _MAX_TEXT)}; it must be"
             " a pull subscription that is not detached"
         )
+    if text.startswith(_OF_LOGIN):
+        return _of_token(text, action, name) or ProducerUnavailable(
+            f"there is no token for {action} on {name!r} just now: if it lasts, look at the"
+            " credentials of the connection, and whether Google's token server can be reached"
+        )
     if isinstance(error, (of.ServerError, of.Aborted, of.Cancelled)):
         return ProducerUnavailable(
             f"Pub/Sub cannot be reached for {action} on {name!r} at {where}:"
@@ -134,13 +149,9 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
             " Credentials"
         )
     if isinstance(error, auth.RefreshError):
-        # Its text quotes the answer of a token server: only what it is about is told.
-        text = str(error).lower()
-        if any(part in text for part in _SKEW_TEXTS):
-            return ProducerError(
-                f"Google refuses a token for {action} on {name!r}: this machine's clock differs"
-                " from Google's by more than it allows; set the clock (NTP) and run again"
-            )
+        of_clock = _of_token(str(error), action, name)
+        if of_clock is not None:
+            return of_clock
         if error.retryable:
             return ProducerUnavailable(f"Google gives no token for {action} on {name!r} just now")
         return Expired(
@@ -151,6 +162,19 @@ def _of_auth(error: Exception, action: str, name: str) -> Exception:
         return ProducerUnavailable(f"Google's token server cannot be reached for {name!r}")
     return ConnectionMissing(
         f"the credentials for {action} on {name!r} cannot be used: {type(error).__name__}"
+    )
+
+
+def _of_token(text: str, action: str, name: str) -> Exception | None:
+    """The error where a token is refused for this machine's clock; ``None``: for something else.
+
+    :param text: It quotes the answer of a token server: only what it is about is told.
+    """
+    if not any(part in text.lower() for part in _SKEW_TEXTS):
+        return None
+    return ProducerError(
+        f"Google refuses a token for {action} on {name!r}: this machine's clock differs from"
+        " Google's by more than it allows; set the clock (NTP) and run again"
     )
 
 

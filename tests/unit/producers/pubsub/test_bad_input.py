@@ -21,7 +21,7 @@ from airflow_broadway.core.errors import (
     ProducerUnavailable,
 )
 from airflow_broadway.producers.kit import checks
-from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.pubsub import PubSubProducer, inspect
 from airflow_broadway.producers.pubsub.client import open_client
 from airflow_broadway.producers.pubsub.errors import Denied, Expired, translated
 from tests.pubsub_server import PROJECT
@@ -163,6 +163,22 @@ def test_a_permission_that_is_lacking_is_named(call: str, tmp_path: Path) -> Non
         run.source.stop()
         at.clock.advance(600.0)
         assert at.left() >= 1  # what could not be done is still there
+
+
+def test_a_permission_that_a_command_lacks_is_named_too(tmp_path: Path) -> None:
+    denied = Refused("PERMISSION_DENIED", f"User is not authorized, {SECRET}.")
+    with place(tmp_path) as at:
+        at.put("a")
+        producer, env = (run := at.begin()).producer, run.env
+        at.broker.answer = lambda asked, _: denied
+        with pytest.raises(Denied, match=r"denies Seek on .*: allow pubsub.subscriptions.consume"):
+            inspect.seek(producer, env, time=at.clock.now())
+        with pytest.raises(
+            Denied, match=r"denies GetSubscription on .*: allow .*tions.get"
+        ) as said:
+            inspect.look(producer, env)
+        assert SECRET not in str(said.value)
+        assert at.left() == 1
 
 
 def test_who_may_not_look_at_the_subscription_may_pull_all_the_same(tmp_path: Path) -> None:
@@ -323,6 +339,25 @@ def test_a_key_of_the_connection_is_used_and_names_the_project(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("nowhere")
+def test_application_default_credentials_are_used_where_there_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "key.json"
+    file.write_text(json.dumps(service_account()))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+
+    class Nothing:
+        def get(self, conn_id: str) -> Connection:
+            raise ConnectionMissing(f"there is no connection {conn_id!r}")
+
+    none = ProducerEnv(connections=Nothing())
+    for env, options in ((none, {}), (none, {"conn_id": None}), (env_of(), {"conn_id": "gcp"})):
+        client = open_client(PubSubProducer(subscription="orders", **options), env)
+        assert client.name == "projects/key-project/subscriptions/orders"
+        client.close()
+
+
+@pytest.mark.usefixtures("nowhere")
 def test_a_chain_of_impersonation_ends_at_its_last() -> None:
     from airflow_broadway.producers.pubsub.credentials import identity_of
 
@@ -355,6 +390,25 @@ def test_a_token_that_is_not_given_is_said_without_the_servers_text(
     from google.auth.exceptions import RefreshError
 
     error = translated(RefreshError(text), "Pull", "projects/p/subscriptions/s", "here")  # type: ignore[no-untyped-call]
+    assert isinstance(error, expected)
+    assert words in str(error)
+    assert SECRET not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "words"),
+    [
+        ("Invalid JWT: check your iat and exp values", ProducerError, "clock"),
+        (f"Token has been revoked {SECRET}", ProducerUnavailable, "there is no token for ListTime"),
+    ],
+)
+def test_what_grpc_says_of_a_token_is_said_without_the_servers_text(
+    text: str, expected: type[BroadwayError], words: str
+) -> None:
+    from google.api_core.exceptions import ServiceUnavailable
+
+    said = f"Getting metadata from plugin failed with error: ('invalid_grant: {text}', {{}})"
+    error = translated(ServiceUnavailable(said), "ListTimeSeries", "projects/p", "here")  # type: ignore[no-untyped-call]
     assert isinstance(error, expected)
     assert words in str(error)
     assert SECRET not in str(error)

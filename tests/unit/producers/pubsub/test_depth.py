@@ -37,6 +37,7 @@ def test_what_waits_is_what_is_not_acknowledged_and_not_held_by_runs(
         depth = other.producer.depth(other.env)
 
         assert depth is not None
+        # Google's age is of all that is not acknowledged, though the oldest may be among the held.
         assert (depth.ready, depth.leased, depth.oldest_age) == (7, 3, 4711.0)
         at.clock.advance(600.0)  # the lease has lapsed, and nobody has settled
         later = other.producer.depth(other.env)

@@ -596,18 +596,44 @@ def test_a_short_outage_is_waited_out(tmp_path: Path) -> None:
         assert run.settle(found) == SettleReport(acked=1)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("UNAVAILABLE", "cannot be reached for Acknowledge"),
+        ("RESOURCE_EXHAUSTED", "throttles Acknowledge on .*, a quota is used up"),
+        ("UNAUTHENTICATED", "does not accept the credentials for Acknowledge"),
+    ],
+)
 def test_an_outage_that_lasts_ends_a_settlement_which_goes_on_when_it_is_over(
-    tmp_path: Path,
+    code: str, words: str, tmp_path: Path
 ) -> None:
     with place(tmp_path) as at:
         at.put("a", "b")
         run = at.begin()
         found = run.take()
-        at.broker.answer = lambda call, _: Refused("UNAVAILABLE", "down")
-        with pytest.raises(ProducerUnavailable, match="cannot be reached for Acknowledge"):
+        at.broker.answer = lambda call, _: Refused(code, "down")
+        with pytest.raises(ProducerUnavailable, match=words):
             run.settle(found)
         at.broker.answer = lambda call, _: None
         assert run.settle(found, by=run.other()) == SettleReport(acked=2)
+
+
+@pytest.mark.parametrize("code", ["DEADLINE_EXCEEDED", "UNAVAILABLE"])
+def test_what_a_lost_answer_brought_comes_again_by_the_subscriptions_own_deadline(
+    code: str, tmp_path: Path
+) -> None:
+    with place(tmp_path, ack_deadline_seconds=20) as at:
+        at.put("a")
+        lost = [Refused(code, "too late", done=True)]
+        at.broker.answer = lambda call, _: lost.pop() if call == "Pull" and lost else None
+
+        assert at.begin().take() == []
+
+        assert lost == []
+        assert at.begin().take() == []
+        at.clock.advance(20.0)
+        # Nobody has seen it.
+        assert redelivery(at.begin().take()) == {"a": (1, False)}
 
 
 def test_one_id_that_pubsub_does_not_take_does_not_fail_the_others(tmp_path: Path) -> None:

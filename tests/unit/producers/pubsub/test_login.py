@@ -1,0 +1,185 @@
+"""By TLS, with a token of Google's own client: what a run asks with, and what it says without."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+import grpc
+import pytest
+from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
+
+from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
+from airflow_broadway.producers.pubsub import PubSubProducer
+from airflow_broadway.producers.pubsub.errors import Expired
+from tests.pubsub_server import StubServer
+from tests.pubsub_witness import Witness
+from tests.tls import Authority
+from tests.unit.producers.pubsub.kit import Generation, service_account
+
+SECRET = "swordfish-4711"
+REFUSED = {"error": "invalid_grant", "error_description": f"Token has been revoked: {SECRET}"}
+SKEWED = {"error": "invalid_grant", "error_description": f"check your iat and exp, {SECRET}"}
+
+
+class Tokens:
+    """Google's token server: gives tokens that are due again at once, or what ``refusal`` says."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self.refusal: tuple[int, dict[str, str]] | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                status, answer = outer.refusal or (200, outer.token())
+                body = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}/token"
+
+    def token(self) -> dict[str, Any]:
+        self.given += 1
+        return {"access_token": f"token-{self.given}", "expires_in": 1, "token_type": "Bearer"}
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def tokens() -> Iterator[Tokens]:
+    made = Tokens()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def stub() -> Iterator[StubServer]:
+    with StubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def google(stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
+    """The stub, met with TLS."""
+    authority = Authority.make(tmp_path, "authority")
+    trusted = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    real = SubscriberGrpcTransport.create_channel
+
+    def create_channel(host: str, **given: Any) -> Any:
+        return real(host, **given, ssl_credentials=trusted)
+
+    monkeypatch.setattr(SubscriberGrpcTransport, "create_channel", create_channel)
+    with Witness(stub, authority) as made:
+        yield made
+
+
+account = cache(service_account)  # a key takes long to make
+
+
+def begin(google: Witness, stub: StubServer, token_uri: str, **extra: str) -> Generation:
+    """A run with Airflow's connection to Google, over one message."""
+    topic = stub.topic()
+    name = stub.subscription(topic)
+    stub.publish(topic, [b"a"])
+    about = {"keyfile_dict": {**account(), "token_uri": token_uri}, **extra}
+
+    class Connections:
+        def get(self, conn_id: str) -> Connection:
+            return Connection(conn_id=conn_id, conn_type="google_cloud_platform", extra=about)
+
+    producer = PubSubProducer(
+        subscription=name, endpoint=google.host, receive_timeout=5.0, request_timeout=0.5
+    )
+    return Generation(producer, ProducerEnv(connections=Connections()))
+
+
+def test_each_request_bears_a_token_of_the_connections_key_and_who_pays(
+    google: Witness, stub: StubServer, tokens: Tokens
+) -> None:
+    run = begin(google, stub, tokens.uri, quota_project_id="payer")
+    found = run.take(1)
+    assert run.settle(found) == SettleReport(acked=1)
+    run.close()
+
+    assert {each.call for each in google.asked} >= {
+        *("GetSubscription", "Pull", "ModifyAckDeadline", "Acknowledge")
+    }
+    for each in google.asked:
+        assert str(each.metadata["authorization"]).startswith("Bearer token-")
+        assert each.metadata["x-goog-user-project"] == "payer"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected", "words"),
+    [
+        ((400, REFUSED), Expired, "gives no token for GetSubscription on .*: the credentials are"),
+        ((400, SKEWED), ProducerError, "this machine's clock differs from Google's"),
+    ],
+)
+def test_a_token_that_is_refused_is_one_sentence_and_no_outage(
+    refusal: tuple[int, dict[str, str]],
+    expected: type[BroadwayError],
+    words: str,
+    google: Witness,
+    stub: StubServer,
+    tokens: Tokens,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokens.refusal = refusal
+
+    with pytest.raises(expected, match=words) as told:
+        begin(google, stub, tokens.uri)
+
+    assert "\n" not in str(told.value)
+    assert SECRET not in "".join(format_exception(told.value)) + caplog.text
+    assert google.asked == []
+
+
+def test_a_token_server_that_is_out_of_reach_is_an_outage(
+    google: Witness, stub: StubServer, tokens: Tokens
+) -> None:
+    tokens.stop()
+    with pytest.raises(ProducerUnavailable, match="token server cannot be reached") as told:
+        begin(google, stub, tokens.uri)
+    assert not isinstance(told.value, Expired)
+
+
+def test_a_token_that_expires_while_a_run_is_at_work_loses_nothing(
+    google: Witness, stub: StubServer, tokens: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begin(google, stub, tokens.uri)
+    found = run.take(1)
+    tokens.refusal = (400, REFUSED)
+
+    with pytest.raises(Expired, match="gives no token for Acknowledge"):
+        run.settle(found)
+
+    tokens.refusal = None
+    assert run.settle(found, by=run.other()) == SettleReport(acked=1)
+    assert SECRET not in caplog.text
+    run.close()
