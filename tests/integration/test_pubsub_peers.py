@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_broadway.testing import ManualClock
+from tests.conformance import units_pubsub
 from tests.pubsub_server import Emulator, PubSubServer, StubServer
 from tests.pubsub_stub.errors import Refused
 
@@ -314,3 +317,10 @@ def test_a_retry_policy_puts_off_what_was_nacked() -> None:
             assert server.pull(subscription) == []
             clock.advance(0.1)
         assert len(server.pull(subscription)) == 1
+
+
+@pytest.mark.parametrize("name", units_pubsub.AT_ANY)
+def test_the_emulator_is_asked_as_broadways_cases_say(name: str, pubsub_emulator: Emulator) -> None:
+    file = Path(units_pubsub.__file__).with_name("cases.json")
+    cases = {case["id"]: case for case in json.loads(file.read_text("utf-8"))["cases"]}
+    units_pubsub.AT_ANY[name](cases[name], pubsub_emulator)
