@@ -63,7 +63,7 @@ class Witness(PubSubServer):
         self.asked.append(Asked(call, read, metadata))
 
 
-class _Through(grpc.GenericRpcHandler):
+class _Through(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Hands bytes on, both ways."""
 
     def __init__(
