@@ -174,6 +174,12 @@ FOUND = {
         "one task",
         "one/run/1 COMMIT #2: answer lost [retry, traffic]",
     ),
+    "a message before a suspect of its ordering key waits for that, and that for it": (
+        "pubsub ordered",
+        "at once",
+        "one/process/1 handle_message #8: killed before, then one/process/2 create"
+        " staging/AtOnce/crashes/one/<11>/.tmp- #2: killed after [clear]",
+    ),
     "a callback fails before it has told what it was given": (
         "sqlite",
         "one task",

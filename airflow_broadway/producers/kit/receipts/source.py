@@ -91,6 +91,8 @@ class ReceiptSource(ReceiptService):
         self._requests = requests
         #: Received and not handed out yet, each with the instant from which it is held.
         self._ready: list[tuple[float, Received]] = []
+        #: Of these, what was chosen when it looked for what processes died of.
+        self._chosen: set[str] = set()
         #: Receipts of messages that are not for this run any more: given back at the end.
         self._spare: dict[str, str] = {}
         #: Handed out by the last receive, not yet secured.
@@ -213,8 +215,8 @@ class ReceiptSource(ReceiptService):
     def _messages(self, demand: int) -> list[Message]:
         if self._searches:
             here = {each.key: each for _, each in self._ready if each.key not in self._spare}
-            kept = self._isolated(here, self._clock.now())
-            self._ready = [each for each in self._ready if each[1].key in kept]
+            self._chosen = set(self._isolated(here, self._clock.now()))
+            self._ready = [each for each in self._ready if each[1].key in self._chosen]
         taken, self._ready = self._ready[:demand], self._ready[demand:]
         if not taken:
             return []
@@ -245,13 +247,23 @@ class ReceiptSource(ReceiptService):
             oldest = min(oldest, at)
         # Handed out before, it is being handled, and settled by its newest receipt.
         self._hold(newer, {}, oldest)
-        fresh = self._isolated(fresh, now)
+        fresh = self._fit(fresh, now)
         made = self._made(fresh, now)
         if not made:
             return []
         handles = {each.message_id: fresh[each.message_id].receipt for each in made}
         self._unsecured = handles, self._groups(fresh), oldest
         return made
+
+    def _fit(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
+        """What of it this run may handle now."""
+        chosen = self._chosen
+        if not chosen:
+            return self._isolated(fresh, now)
+        # That is not asked about again: others of its group were put off, to come after it.
+        others = {key: each for key, each in fresh.items() if key not in chosen}
+        kept = self._isolated(others, now)
+        return {key: each for key, each in fresh.items() if key in chosen or key in kept}
 
     def _isolated(self, fresh: dict[str, Received], now: datetime) -> dict[str, Received]:
         """Without what this run must not handle beside others, or at all."""
