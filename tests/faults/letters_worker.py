@@ -18,6 +18,7 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.pubsub import letters as pubsub_letters
 from airflow_broadway.producers.sqs import letters as sqs_letters
 from tests.faults.dags import killed_pipeline
 
@@ -33,7 +34,8 @@ PIPELINES = {
     "kafka": killed_pipeline.KilledKafka,
     "pubsub": killed_pipeline.KilledPubSub,
 }
-#: Seconds for which SQS hides what was looked at by somebody who was killed; else it is minutes.
+#: Seconds for which SQS and Pub/Sub hide what was looked at by somebody who was killed; else it is
+#: minutes.
 _HIDDEN = 5
 
 
@@ -97,6 +99,7 @@ def requeue(broker: str, folder: Path) -> int:
     from airflow_broadway.cli.app import main as command  # it loads Airflow
 
     sqs_letters._HIDDEN_SECONDS = _HIDDEN  # type: ignore[misc]
+    pubsub_letters.HIDDEN_SECONDS = 2 * _HIDDEN  # type: ignore[misc]
     own = PIPELINES[broker]
     producer: Any = own.producer
     # What takes long and moves nothing comes first: nobody is to be killed at that.
