@@ -70,6 +70,7 @@ class Failures:
         """
         if failures:
             self._write(day_of(now), failures)
+            _add(self._known, failures)
 
     def of(self, ids: Iterable[str], now: datetime) -> dict[str, int]:
         """The failures on record of those of ``ids`` that have any.

@@ -69,6 +69,15 @@ def test_the_deaths_of_a_generation_are_counted_once_however_often_it_is_settled
     assert Deaths(files, 1).everything(NOW, 5) == {"a": 2, "b": 1}
 
 
+def test_who_settles_two_generations_in_a_row_counts_both() -> None:
+    files = MemoryFiles()
+    one = Deaths(files, 1)
+    one.count("g1", ["a"], NOW)
+    one.count("g2", ["a"], NOW)
+
+    assert Deaths(files, 1).of(["a"], NOW, 5) == {"a": 2}
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_no_number_of_deaths_among_others_sets_a_message_aside(merged: bool) -> None:
     """Runs beside each other know of no suspects of the other, and options change."""

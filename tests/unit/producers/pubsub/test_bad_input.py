@@ -377,38 +377,32 @@ def test_without_a_project_a_short_name_is_refused(monkeypatch: pytest.MonkeyPat
         PubSubProducer(subscription="orders").source(ProducerEnv())
 
 
+REVOKED = f"Token has been revoked {SECRET}"
+WRONG_CLOCK = "Invalid JWT: check your iat and exp values"
+
+
 @pytest.mark.parametrize(
-    ("text", "expected", "words"),
+    ("by_grpc", "text", "expected", "words"),
     [
-        ("invalid_grant: Invalid JWT: check your iat and exp values", ProducerError, "clock"),
-        (f"invalid_grant: Token has been revoked {SECRET}", Expired, "expired, revoked"),
+        (False, WRONG_CLOCK, ProducerError, "clock"),
+        (False, REVOKED, Expired, "expired, revoked"),
+        (True, WRONG_CLOCK, ProducerError, "clock"),
+        (True, REVOKED, ProducerUnavailable, "there is no token for ListTimeSeries"),
     ],
 )
 def test_a_token_that_is_not_given_is_said_without_the_servers_text(
-    text: str, expected: type[BroadwayError], words: str
+    by_grpc: bool, text: str, expected: type[BroadwayError], words: str
 ) -> None:
+    """Asked for by the client itself, and by gRPC in a thread of its own."""
+    from google.api_core.exceptions import ServiceUnavailable
     from google.auth.exceptions import RefreshError
 
-    error = translated(RefreshError(text), "Pull", "projects/p/subscriptions/s", "here")  # type: ignore[no-untyped-call]
-    assert isinstance(error, expected)
-    assert words in str(error)
-    assert SECRET not in str(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected", "words"),
-    [
-        ("Invalid JWT: check your iat and exp values", ProducerError, "clock"),
-        (f"Token has been revoked {SECRET}", ProducerUnavailable, "there is no token for ListTime"),
-    ],
-)
-def test_what_grpc_says_of_a_token_is_said_without_the_servers_text(
-    text: str, expected: type[BroadwayError], words: str
-) -> None:
-    from google.api_core.exceptions import ServiceUnavailable
-
-    said = f"Getting metadata from plugin failed with error: ('invalid_grant: {text}', {{}})"
-    error = translated(ServiceUnavailable(said), "ListTimeSeries", "projects/p", "here")  # type: ignore[no-untyped-call]
+    raised: Any = RefreshError
+    said = f"invalid_grant: {text}"
+    if by_grpc:
+        raised = ServiceUnavailable
+        said = f"Getting metadata from plugin failed with error: ('{said}', {{}})"
+    error = translated(raised(said), "ListTimeSeries", "projects/p", "here")
     assert isinstance(error, expected)
     assert words in str(error)
     assert SECRET not in str(error)
