@@ -35,6 +35,8 @@ class Harness(ABC):
     groups: int = 0
     #: Of the producers that are made from now on.
     max_crashes: int = 5
+    #: Whether the broker also marks as redelivered what it sent ahead and nobody was given.
+    marks_unseen: bool = False
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -18,6 +18,8 @@ __all__ = ["RabbitHarness"]
 
 
 class RabbitHarness(Harness):
+    marks_unseen = True
+
     def __init__(
         self,
         url: str,

@@ -383,7 +383,7 @@ class KafkaSource:
         self._stopped = True
         if self._assigned:
             for reader in self._readers.values():
-                self._tell_of_open_transaction(reader)
+                self._tell_of_unread(reader)
                 reader.finish()
             # A broker that does not wait before it answers is asked no more.
             self._cluster.assign({})
@@ -401,13 +401,13 @@ class KafkaSource:
             )
         return []
 
-    def _tell_of_open_transaction(self, reader: PartitionReader) -> None:
-        """Say so if a run ends early because somebody has not ended his transaction."""
+    def _tell_of_unread(self, reader: PartitionReader) -> None:
+        """Say so if a run ends before what there is: somebody may not have ended a transaction."""
         behind = self._cluster.known_end(reader.place) - reader.end
         if reader.at_end and behind > 0:
-            log.warning(
-                "%s of %s-%d may not be read yet: they are behind a transaction that is still open,"
-                " at %d.",
+            log.info(
+                "%s of %s-%d, from %d on, wait for the next run: they came as this one ended, or"
+                " are behind a transaction that is still open.",
                 many(behind, "offset"),
                 *reader.place,
                 reader.end,
