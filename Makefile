@@ -6,7 +6,7 @@ ARGS ?=
 JOBS ?= 3
 RUN := scripts/run.sh
 # The longest files begin, in the order of tests/order.py; what is quick fills the rest.
-PYTEST = $(RUN) --rabbitmq --airflow airflow-test \
+PYTEST = $(RUN) --rabbitmq --quick-spark --airflow airflow-test \
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
@@ -31,7 +31,7 @@ test-all: ## All tests, the slow ones too, but for those in a browser
 	@$(PYTEST) -m "not browser" $(ARGS)
 
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
-	@$(RUN) --browser --rabbitmq --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
+	@$(RUN) --browser --rabbitmq --quick-spark --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
 
 lint: ## ruff, its formatter, the arrows between rooms and mypy --strict
 	@$(RUN) ruff check .
@@ -43,7 +43,7 @@ bench: ## Messages per second of each stage and of the whole; build/bench.json
 	@$(RUN) --airflow airflow-bench python -m tests.benchmarks $(ARGS)
 
 faults: ## Kill tasks at random instants and count every message; build/faults.json
-	@$(RUN) --rabbitmq --airflow airflow-faults python -m tests.faults $(ARGS)
+	@$(RUN) --rabbitmq --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
 
 lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
 	@for name in requirements-build requirements; do \

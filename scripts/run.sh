@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Run a command in this checkout, set up first if it is not yet:
 #
-#   scripts/run.sh [--rabbitmq] [--browser] [--airflow NAME] COMMAND [ARGUMENT...]
+#   scripts/run.sh [--rabbitmq] [--browser] [--quick-spark] [--airflow NAME] COMMAND [ARGUMENT...]
 #
 #   --rabbitmq      the command wants a RabbitMQ to be installed
 #   --browser       the command wants Chromium and its driver to be installed
+#   --quick-spark   the command starts Spark many times, which may have taken a minute to prepare
 #   --airflow NAME  the command uses Airflow's metadata database; its AIRFLOW_HOME is build/NAME
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-home=
+home='' quick_spark=''
 setup=(bash scripts/setup.sh)
 while :; do
     case ${1:-} in
         --rabbitmq | --browser) setup+=("$1") ;;
+        --quick-spark) setup+=("$1"); quick_spark=$PWD/build/setup/spark.jsa ;;
         --airflow) home=$2; shift ;;
         *) break ;;
     esac
@@ -21,6 +23,9 @@ while :; do
 done
 "${setup[@]}"
 . scripts/env.sh "${home:-airflow}"
+if [ -r "$quick_spark" ]; then
+    export SPARK_SUBMIT_OPTS="-XX:SharedArchiveFile=$quick_spark -Xlog:disable ${SPARK_SUBMIT_OPTS:-}"
+fi
 if [ -n "$home" ]; then
     python -m scripts.local_airflow
 fi
