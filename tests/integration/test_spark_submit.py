@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,3 +140,39 @@ def test_an_application_that_dies_says_how_and_leaves_the_rest_to_a_retry(
     text = str(found.value)
     assert "1 of 1 batch has no outcome; the others stand." in text
     assert "every task and the driver must see the same staging root" in text
+
+
+# ------------------------------------------------------------------------- an archive of classes
+def spark_version(options: str) -> subprocess.CompletedProcess[str]:
+    """Start Spark's launcher alone, with options of Java."""
+    env = {**os.environ, "SPARK_SUBMIT_OPTS": options}
+    command = ["spark-submit", "--version"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_sparks_classes_come_from_an_archive(tmp_path: Path) -> None:
+    options = os.environ.get("SPARK_SUBMIT_OPTS", "")
+    if "SharedArchiveFile" not in options:
+        pytest.skip("this Python was not started by make, which has one made")
+    log = tmp_path / "classes"
+
+    done = spark_version(f"{options} -Xlog:class+load:file={log}")
+
+    assert done.returncode == 0, done.stderr
+    # What is made of lambdas only now is no file's.
+    files = [
+        line
+        for line in log.read_text().splitlines()
+        if "org.apache.spark." in line and "$Lambda$" not in line
+    ]
+    mapped = [line for line in files if "source: shared objects file (top)" in line]
+    assert len(mapped) > 0.8 * len(files) > 10
+
+
+def test_an_archive_that_does_not_fit_is_done_without(tmp_path: Path) -> None:
+    archive = tmp_path / "other.jsa"
+    archive.write_bytes(b"of another Java")
+
+    done = spark_version(f"-XX:SharedArchiveFile={archive}")
+
+    assert done.returncode == 0, done.stderr
