@@ -195,10 +195,12 @@ def test_a_run_leaves_bundles_that_another_run_has_taken(
     caplog.set_level(logging.WARNING)
 
     with place.source("g1") as one, place.source("g2") as two:
-        assert len(one.receive(100, timeout=5.0)) == 10
+        left = len(sent)
+        while left:
+            taken = one.receive(100, timeout=5.0)
+            assert taken
+            left -= len(taken)
         assert list(two.receive(100, timeout=0.2)) == []
-
-    assert len(sent) == 10
 
 
 def test_a_bundle_of_suspects_waits_for_a_generation_of_its_own_without_a_dam(
