@@ -2,8 +2,8 @@
 SHELL := /bin/bash
 ARGS ?=
 # Tests run in so many processes, a file in one of them; 0 for all in one, as a debugger wants it.
-# One more than two processors: what waits for a broker or a scheduler leaves them free.
-JOBS ?= 3
+# Twice two processors: half of them wait for a broker or a scheduler.
+JOBS ?= 4
 RUN := scripts/run.sh
 # The longest files begin, in the order of tests/order.py; what is quick fills the rest.
 PYTEST = $(RUN) --rabbitmq --quick-spark --airflow airflow-test \
