@@ -10,7 +10,7 @@ import json
 import random
 import time
 from base64 import b64decode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,12 +229,19 @@ class _Past:
             )
 
     def _check_failed(self, wanted: set[int]) -> None:
-        """What failed in the backfill is kept beside the archive, once."""
+        """What failed in a backfill is kept beside the archive, once for each run that it took."""
         folder = self._case.folder / "staging" / self._archive.path / "failed"
         lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
-        failed = Counter(int(b64decode(json.loads(line)["payload"])) for line in lines)
-        if failed != Counter(wanted):
-            self._found.mistakes.append(f"{failed.total()} failed, not {len(wanted)}")
+        failed: dict[str, Counter[int]] = defaultdict(Counter)
+        for letter in map(json.loads, lines):
+            failed[letter["run_id"]][int(b64decode(letter["payload"]))] += 1
+        if not failed:
+            self._found.mistakes.append("nothing failed in the backfill")
+        for run_id, numbers in failed.items():
+            if numbers != Counter(wanted):
+                self._found.mistakes.append(
+                    f"{numbers.total()} failed in {run_id}, not {len(wanted)}"
+                )
 
     def _check_reports(self) -> None:
         for path in (self._case.folder / "staging").rglob("report.json"):
