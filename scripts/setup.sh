@@ -191,18 +191,18 @@ setup_java() {
 # An archive of Spark's classes as Java has them in memory, which it maps instead of reading them anew:
 # Spark starts with 60 % of the processor time.  Java checks that it fits, and does without if not.
 setup_quick_spark() {
-    local stamp=build/setup/spark-classes archive=build/setup/spark.jsa made java
+    local stamp=build/setup/spark-classes archive=build/setup/spark.jsa new=build/setup/spark.$$.jsa made java
     java=$(sed -n 2p build/setup/java)
     made="$java $("$java/bin/java" -Xinternalversion) $(grep '^pyspark==' requirements.lock) $root"
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$made" ] && [ -r "$archive" ]; then
-        return
-    fi
+    [ "$(cat "$stamp" 2>/dev/null)" != "$made" ] || return 0
     say "Making an archive of Spark's classes, so that the many Sparks of this target start quickly."
     rm -f "$stamp" "$archive"
+    # Under a name of its own, for two of these may be at it at once.
     env -u SPARK_HOME JAVA_HOME="$java" PATH="$root/.venv/bin:$PATH" \
-        SPARK_SUBMIT_OPTS="-XX:ArchiveClassesAtExit=$archive -XX:TieredStopAtLevel=1 -Xlog:disable" \
+        SPARK_SUBMIT_OPTS="-XX:ArchiveClassesAtExit=$new -XX:TieredStopAtLevel=1 -Xlog:disable" \
         .venv/bin/spark-submit scripts/spark_classes.py >build/setup/spark-classes.log 2>&1 || true
-    [ -r "$archive" ] || say "It could not be made (build/setup/spark-classes.log): they start as always."
+    mv -f "$new" "$archive" 2>/dev/null \
+        || say "It could not be made (build/setup/spark-classes.log): they start as always."
     printf '%s\n' "$made" >"$stamp"
 }
 
