@@ -25,6 +25,7 @@ from airflow_broadway.staging.store import Store
 from tests.kafka_fixtures import on_peers
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import RETENTION, TRANSACTIONS, KafkaServer, MockKafka
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
@@ -196,7 +197,7 @@ def test_an_open_transaction_ends_a_run_early_and_loses_nothing(
     producer.flush(30)
     group.fill(5, start=10)
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         first = group.drain()
     producer.commit_transaction(30)
     second = group.drain()
@@ -204,6 +205,23 @@ def test_an_open_transaction_ends_a_run_early_and_loses_nothing(
     assert offsets(first) == list(range(10))
     assert [m.data for m in second] == [b"open", *(b"%06d" % n for n in range(10, 15))]
     assert "a transaction that is still open" in caplog.text
+
+
+def test_what_comes_as_a_run_ends_is_not_called_an_open_transaction(
+    kafka: KafkaServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = KafkaGroup(kafka, tmp_path, order="none")
+    group.fill(3)
+    with caplog.at_level(logging.WARNING), group.source() as source:
+        assert len(group.take(source)) == 3
+        group.fill(2)
+        # The client hears of them, and the run asks no more.
+        place = (group.topic, 0)
+        eventually(lambda: source._cluster.known_end(place) == 5)
+        source.stop()
+
+    assert "a transaction" not in caplog.text
+    assert offsets(group.drain()) == [3, 4]
 
 
 def test_messages_that_come_while_a_run_waits_are_taken(kafka: KafkaServer, tmp_path: Path) -> None:

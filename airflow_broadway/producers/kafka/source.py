@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
-from airflow_broadway.core.errors import LeaseLapsed, ProducerError
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.text import many
 from airflow_broadway.producers.kafka.backfill import BackfillOpening, folder_of, milliseconds
@@ -383,7 +384,7 @@ class KafkaSource:
         self._stopped = True
         if self._assigned:
             for reader in self._readers.values():
-                self._tell_of_unread(reader)
+                self._tell_of_open_transaction(reader)
                 reader.finish()
             # A broker that does not wait before it answers is asked no more.
             self._cluster.assign({})
@@ -401,13 +402,17 @@ class KafkaSource:
             )
         return []
 
-    def _tell_of_unread(self, reader: PartitionReader) -> None:
-        """Say so if a run ends before what there is: somebody may not have ended a transaction."""
+    def _tell_of_open_transaction(self, reader: PartitionReader) -> None:
+        """Say so if a run ends early because somebody has not ended his transaction."""
         behind = self._cluster.known_end(reader.place) - reader.end
-        if reader.at_end and behind > 0:
-            log.info(
-                "%s of %s-%d, from %d on, wait for the next run: they came as this one ended, or"
-                " are behind a transaction that is still open.",
+        if not reader.at_end or behind <= 0 or self._env.stopping():
+            return
+        with suppress(BroadwayError):  # it ends without a word then
+            if self._cluster.ends(reader.place)[1] > reader.end:
+                return  # they may be read: they came as the run ended
+            log.warning(
+                "%s of %s-%d may not be read yet: they are behind a transaction that is still open,"
+                " at %d.",
                 many(behind, "offset"),
                 *reader.place,
                 reader.end,
