@@ -17,7 +17,6 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
-from tests.airflow_patience import PATIENCE
 
 __all__ = ["USERS", "Run", "Site", "site_in"]
 
@@ -133,7 +132,6 @@ def site_in(folder: Path) -> Iterator[Site]:
             "core.simple_auth_manager_all_admins": "False",
             "core.simple_auth_manager_users": ",".join(":".join(item) for item in USERS.items()),
             "core.simple_auth_manager_passwords_file": str(passwords),
-            **PATIENCE,
             "broadway.staging": f"file://{folder / 'staging'}",
             "broadway.spark_history": f"http://127.0.0.1:{spark_history}",
         },

@@ -12,7 +12,6 @@ from typing import Any
 
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.airflow_patience import PATIENCE
 from tests.faults.accounts import account
 from tests.faults.broker import Broker
 from tests.faults.brokers import BROKERS
@@ -24,7 +23,6 @@ __all__ = ["SETTINGS", "Case", "airflow_for", "run_case"]
 DAGS = ROOT / "tests" / "faults" / "dags"
 
 SETTINGS = {
-    **PATIENCE,
     # A task whose supervisor is dead is missed within seconds, not after five minutes.
     "scheduler.task_instance_heartbeat_timeout": "12",
     "scheduler.task_instance_heartbeat_timeout_detection_interval": "2",

@@ -22,7 +22,6 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env, home_of
 from scripts.load_flights import flights, load
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.airflow_patience import PATIENCE
 from tests.integration.backfills.truth import rows_of, written
 from tests.waiting import eventually
 
@@ -115,10 +114,7 @@ def airflow_of(folder: Path) -> Iterator[LocalAirflow]:
         home=home_of(ROOT, "airflow-test-backfills"),
         port=free_port(),
         dags=ROOT / "tests" / "integration" / "backfills" / "dags",
-        settings={
-            "broadway.staging": f"file://{folder / 'staging'}",
-            **PATIENCE,
-        },
+        settings={"broadway.staging": f"file://{folder / 'staging'}"},
     )
     connection = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
     env["AIRFLOW_CONN_FLIGHTS_QUEUE"] = json.dumps(connection)
