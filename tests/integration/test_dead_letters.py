@@ -12,6 +12,7 @@ import pytest
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
 from tests.cli_runs import ran
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import MockKafka
@@ -134,6 +135,31 @@ def test_rabbitmqs_letters_are_counted_and_shown_in_pages_and_then_others_again(
     assert (found["total"], found["matching"], found["whole"]) == (3, 3, True)
     assert found["reasons"] == [{"count": 3, "stage": "process", "reason": "ValueError: why"}]
     assert len(found["letters"]) == 1
+
+
+@pytest.mark.parametrize("look", ["list", "delete", "requeue"])
+def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_closed(
+    place: Place, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
+    chosen = Choice(reason="nothing like it")
+    open_still: list[ConnectionThread] = []
+    letters = place.producer().dead_letters(place.env())
+    with monkeypatch.context() as slow:
+        # Given a broker that is slow to notice: as if nothing closed
+        slow.setattr(ConnectionThread, "close", open_still.append)
+        slow.setattr(Channel, "close", lambda self: None)
+
+        if look == "list":
+            assert list(letters.letters(chosen)) == []
+        else:
+            assert getattr(letters, look)(chosen).count == 0
+
+        assert letters.count() == 3
+    for connection in open_still:
+        connection.close()
 
 
 # -- Kafka -----------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """The dead letters of a RabbitMQ producer, for people.
 
-Letters are got one at a time, and those that stay go back into their place when the channel closes:
-while they are looked at nobody else sees them.  One is acknowledged once its message is confirmed
-in the queue that it came from, so that whoever is killed leaves it in both at most.  What is sent
-back carries its mark, and is received as redelivered, on its first attempt, under its id.
+Letters are got one at a time, and those that stay go back into their place in the end, or when the
+connection dies: while they are looked at nobody else sees them.  One is acknowledged once its
+message is confirmed in the queue that it came from, so that whoever is killed leaves it in both at
+most.  What is sent back carries its mark, and is received as redelivered, on its first attempt,
+under its id.
 """
 
 from __future__ import annotations
@@ -94,9 +95,13 @@ class RabbitDeadLetters:
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         for place in self._places:
             with _connected(place) as connection:
-                for _, letter in _each(Getter(connection, place.queue), connection, place):
-                    if choice.takes(letter):
-                        yield letter
+                getter = Getter(connection, place.queue)
+                try:
+                    for _, letter in _each(getter, connection, place):
+                        if choice.takes(letter):
+                            yield letter
+                finally:
+                    getter.give_back()
 
     def requeue(self, choice: Choice = EVERY) -> Moved:
         moving = Moving(choice)
@@ -119,7 +124,7 @@ class RabbitDeadLetters:
                         if kept % ACKS_AT_ONCE == 0:
                             getter.ack()
                 getter.ack()
-                getter.close()
+                getter.give_back()
         return moving.result()
 
     def close(self) -> None:
@@ -184,7 +189,7 @@ class _Requeueing:
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:
                     self._confirm(getter)
         self._confirm(getter)
-        getter.close()
+        getter.give_back()
 
     def _send(self, delivered: Delivered, letter: DeadLetter) -> None:
         key = letter.message_id

@@ -106,6 +106,20 @@ class Getter:
         """Close the channel, and wait for it: what was acknowledged is."""
         self._channel.flush_and_close()
 
+    def give_back(self) -> None:
+        """Put what was got and not acknowledged into its place, and close the channel.
+
+        A queue may notice a channel that has closed only later: whoever looks at once finds less.
+        """
+        raw = self._channel.raw
+
+        def run() -> None:
+            if raw.is_open:
+                raw.basic_nack(0, multiple=True, requeue=True)
+
+        self._connection.post(run)
+        self.close()
+
     def _answer(self, delivered: Delivered | None) -> None:
         # pika keeps waiting for the message itself unless it is told.
         self._channel.raw._on_getok_callback = None
