@@ -146,10 +146,14 @@ def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
     chosen = Choice(reason="nothing like it")
     open_still: list[ConnectionThread] = []
+
+    def stays(connection: ConnectionThread) -> None:
+        open_still.append(connection)
+
     letters = place.producer().dead_letters(place.env())
     with monkeypatch.context() as slow:
         # Given a broker that is slow to notice: as if nothing closed
-        slow.setattr(ConnectionThread, "close", open_still.append)
+        slow.setattr(ConnectionThread, "close", stays)
         slow.setattr(Channel, "close", lambda self: None)
 
         if look == "list":
