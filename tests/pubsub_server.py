@@ -150,12 +150,14 @@ class Emulator(PubSubServer):
     """Google's own, in a process of its own; its clock is the machine's.
 
     :param folder: For its log.
+    :param heap: What it may use of memory, as Java says it.
     """
 
     kind = "emulator"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, heap: str = "512m") -> None:
         self.folder = folder
+        self.heap = heap
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -177,7 +179,7 @@ class Emulator(PubSubServer):
                 stderr=log,
                 # A script that starts Java: both end by their group.
                 start_new_session=True,
-                env={**os.environ, "JAVA_TOOL_OPTIONS": "-Xmx512m -XX:TieredStopAtLevel=1"},
+                env={**os.environ, "JAVA_TOOL_OPTIONS": f"-Xmx{self.heap} -XX:TieredStopAtLevel=1"},
             )
         end = time.monotonic() + wait
         while not self._answers():

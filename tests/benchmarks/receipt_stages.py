@@ -16,6 +16,7 @@ from tests.benchmarks.figures import Figures, Took, median
 
 __all__ = [
     "Counted",
+    "added",
     "apart",
     "processor",
     "rates",
@@ -115,9 +116,13 @@ def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
 
 def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
     """What both stages took together, beside what each took."""
-    one, two = took["process"], took["settle"]
+    return {**took, "run": added(took["process"], took["settle"])}
+
+
+def added(one: Took, two: Took) -> Took:
+    """One thing after the other, with the same messages."""
     seconds, cpu = one.seconds + two.seconds, one.cpu + two.cpu
-    return {**took, "run": Took(one.messages, seconds, cpu, one.requests + two.requests)}
+    return Took(one.messages, seconds, cpu, one.requests + two.requests)
 
 
 def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:

@@ -69,7 +69,7 @@ def _staged(folder: str, pipeline: Pipeline) -> Any:
 def _process(
     folder: str, ref: dict[str, Any], index: int = 0, max_messages: int | None = None
 ) -> Any:
-    import pyarrow.parquet  # noqa: F401 - what is loaded lazily is loaded before the clock starts
+    import pyarrow.parquet
 
     from airflow_broadway.core.stages.receiving import Budget
     from airflow_broadway.runs.process import Process
@@ -84,7 +84,9 @@ def _process(
         clock=SystemClock(),
         staging=f"{run.store.uri}/{pipeline.name}",
     )
+    # What is loaded lazily is loaded before the clock starts; pandas is by the first array.
     pipeline.producer.custodian(env).close()
+    pyarrow.array([""])
     return lambda: Process(run, pipeline, env=env, budget=Budget(max_messages=max_messages)).run()
 
 

@@ -166,9 +166,11 @@ class Deaths:
 
         :raises StagingError: If they cannot be read.
         """
-        wanted = list(ids)
-        keys = [f"{each}{key}" for key in wanted for each in ("", _ALONE, _DONE)]
-        return _that_count(wanted, self._counts.of(keys, now), max_crashes)
+        known = self._counts.of(ids, now)
+        if not known:  # as nearly always
+            return {}
+        more = self._counts.of([f"{each}{key}" for key in known for each in (_ALONE, _DONE)], now)
+        return _that_count(known, {**known, **more}, max_crashes)
 
     def everything(self, now: datetime, max_crashes: int) -> dict[str, int]:
         """The deaths of all messages that have any, and that are not known to be done with.
