@@ -214,7 +214,12 @@ class ReceiptSource(ReceiptService):
 
     def _messages(self, demand: int) -> list[Message]:
         if self._searches:
-            here = {each.key: each for _, each in self._ready if each.key not in self._spare}
+            here: dict[str, Received] = {}
+            for _, each in self._ready:
+                if each.key in self._spare:
+                    self._spare[each.key] = each.receipt  # delivered again: by the newest only
+                else:
+                    here[each.key] = each
             self._chosen = set(self._isolated(here, self._clock.now()))
             self._ready = [each for each in self._ready if each[1].key in self._chosen]
         taken, self._ready = self._ready[:demand], self._ready[demand:]

@@ -462,6 +462,30 @@ def test_what_is_left_over_goes_back_when_the_run_ends(tmp_path: Path) -> None:
         assert sorted(at.waiting()) == list("abcdef")[:6]
 
 
+def test_what_comes_again_while_suspects_are_looked_for_goes_back_by_its_newest_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        for generation in ("g1", "g2"):
+            run.custodian._folder.deaths.count(generation, ["another"], at.clock.now())
+        run = at.begin()
+
+        def unreadable(each: Any, **named: Any) -> Message:
+            raise ValueError("unreadable")
+
+        monkeypatch.setattr(run.source, "_message", unreadable)
+        assert run.take() == []  # put aside, for the end of the run
+        at.clock.advance(601.0)
+        assert run.take() == []  # delivered again, since its lease was over
+        assert at.waiting() == []
+
+        run.source.close()
+
+        assert at.waiting() == ["a"]
+
+
 def test_without_its_files_a_run_settles_nothing_and_all_of_it_comes_again(tmp_path: Path) -> None:
     with place(tmp_path) as at:
         at.put("a", "b")
