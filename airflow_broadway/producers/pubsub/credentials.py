@@ -60,7 +60,7 @@ def identity_of(producer: PubSubOptions, env: ProducerEnv) -> Identity:
     try:
         credentials, found = _credentials(connection, extra, scopes)
         chain = _listed(extra.get("impersonation_chain"))
-        if chain:
+        if chain and not any(extra.get(name) for name in _PROVIDERS):  # which impersonates itself
             credentials = _impersonated(credentials, chain, scopes)
     except ConnectionMissing:
         raise

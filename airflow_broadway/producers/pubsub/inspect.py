@@ -114,6 +114,9 @@ def _kind_of(settings: Any) -> str | None:
         return "BigQuery"
     if settings.cloud_storage_config.bucket:
         return "Cloud Storage"
+    # Older clients do not know it.
+    if getattr(settings, "bigtable_config", None) and settings.bigtable_config.table:
+        return "Bigtable"
     return None
 
 

@@ -219,7 +219,7 @@ class PubSubOptions(Producer):
         """The action as text: ``("nack", 30)`` as ``nack(30)``, and with 0 as ``nack``."""
         if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "nack":
             delay = value[1]
-            if type(delay) in (int, float) and delay == int(delay):
+            if type(delay) in (int, float) and math.isfinite(delay) and delay == int(delay):
                 value = f"nack({int(delay)})"
         if value == "nack(0)":
             value = "nack"

@@ -8,11 +8,13 @@ where the subscription's deadline is at least as long there is nothing to do.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.producers.kit.receipts.polls import Answer, Received
 from airflow_broadway.producers.pubsub.batch_requests import Held, modifying, portions
+from airflow_broadway.producers.pubsub.limits import SHORTEST_DEADLINE
 
 if TYPE_CHECKING:
     from airflow_broadway.core.clock import Clock
@@ -43,6 +45,8 @@ class Pulls:
         self._most = producer.max_number_of_messages
         self._seconds = producer.seconds
         self._extends = deadline < producer.seconds
+        self._deadline = deadline or SHORTEST_DEADLINE
+        self._ordered = producer.message_ordering
         self._clock = clock
 
     def receive(self, count: int) -> Answer:
@@ -79,10 +83,34 @@ class Pulls:
         for request in portions(entries):
             refused = hold([entry for _, entry in request])
             gone.update(request[place][0] for place in refused)
-        if gone:
-            log.warning(
-                "Pub/Sub took back %d of %d messages as they came: they come again",
-                len(gone),
-                len(answer.messages),
-            )
-        return Answer(at, [each for each in answer.messages if each.receipt not in gone])
+        if self._clock.now().timestamp() >= at + self._deadline:
+            # An outage outlasted Pub/Sub's own deadline, and it takes an old id without a word.
+            gone = {each.receipt for each in answer.messages}
+        if not gone:
+            return Answer(at, answer.messages)
+        kept, behind = self._without(answer.messages, gone)
+        for request in portions((receipt, Held(receipt)) for receipt in behind):
+            hold([entry for _, entry in request])
+        log.warning(
+            "Pub/Sub took back %d of %d messages as they came: they come again",
+            len(gone),
+            len(answer.messages),
+        )
+        return Answer(at, kept)
+
+    def _without(
+        self, messages: Sequence[Received], gone: Collection[str]
+    ) -> tuple[list[Received], list[str]]:
+        """What is left; and the receipts of what follows one that is gone in its ordering key."""
+        kept: list[Received] = []
+        behind: list[str] = []
+        keys: set[str] = set()
+        for each in messages:
+            key = each.raw.message.ordering_key if self._ordered else ""
+            if each.receipt in gone:
+                keys.update([key] if key else [])
+            elif key in keys:
+                behind.append(each.receipt)
+            else:
+                kept.append(each)
+        return kept, behind

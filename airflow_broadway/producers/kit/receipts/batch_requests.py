@@ -77,7 +77,8 @@ class BatchRequests:
     ) -> None:
         self._concurrency = concurrency
         self._clock = clock
-        self._portions = portions
+        #: As given.
+        self.portions = portions
         self._name = name
         self._pool: ThreadPoolExecutor | None = None
 
@@ -97,7 +98,7 @@ class BatchRequests:
         :raises ProducerUnavailable: If the broker could not be reached or throttles: what was sent
             until then is done.
         """
-        return self.send_requests(call, self._portions(entries))
+        return self.send_requests(call, self.portions(entries))
 
     def send_requests(self, call: Call, requests: Iterable[list[Keyed]]) -> dict[str, Refusal]:
         """The same with the requests made."""

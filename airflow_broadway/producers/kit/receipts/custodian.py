@@ -115,6 +115,9 @@ class ReceiptCustodian(ABC):
         if due and now + seconds > until + 1:
             self._warn_of_limit(lease, last, now)
             self._renew(receipts, due, seconds)
+            after = self._clock.now().timestamp()
+            if after >= until and after >= self._until_by_now(lease, receipts):
+                return None  # an outage outlasted it: the broker may take that without a word
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
                 return None

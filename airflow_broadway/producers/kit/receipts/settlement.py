@@ -137,6 +137,8 @@ class ReceiptSettlement(ABC):
         self._until = 0.0
         #: Whether a settlement before this one was killed on its way.
         self._resumed = receipts.resumed
+        #: Whether it may have asked of this wave already.
+        self._asked_before = False
         self._errors: list[str] = []
         #: What it has done so far: message id → action.
         self.done: dict[str, Action] = {}
@@ -210,6 +212,7 @@ class ReceiptSettlement(ABC):
             if note and start and receipts.ended():
                 break  # another has settled it meanwhile: what it reports stands
             wave = keys[start : start + self._wave]
+            self._asked_before = self._resumed and not start
             fresh = self._carry_out({key: verdicts[key] for key in wave})
             if in_waves:
                 receipts.note_done(fresh)
@@ -373,7 +376,8 @@ class ReceiptSettlement(ABC):
             # It was done, though the answer never came: the message is gone for good.
             return earlier
         if action in REMOVES:
-            return action if self.removes_once and refusal.unclear else None
+            asked = refusal.unclear or self._asked_before
+            return action if self.removes_once and asked else None
         # An earlier settlement, killed since, gave it back, or the one before it in its group
         # brought it along: it is in flight no more.
         along = self.hides_behind and self._receipts.groups.get(key) in self._receipts.blocked

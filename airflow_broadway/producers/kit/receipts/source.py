@@ -401,7 +401,10 @@ class ReceiptSource(ReceiptService):
         if not spare:
             return
         try:
-            self._hide_call()([self._hidden(each.receipt, 0) for each in spare])
+            call = self._hide_call()
+            entries = ((each.key, self._hidden(each.receipt, 0)) for each in spare)
+            for request in self._requests.portions(entries):
+                call([entry for _, entry in request])
         except BroadwayError as error:
             log.warning("Could not give back %s unused: %s", many(len(spare), "message"), error)
 

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import sys
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from airflow_broadway.core.errors import (
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.pubsub import PubSubProducer, inspect
 from airflow_broadway.producers.pubsub.client import open_client
+from airflow_broadway.producers.pubsub.credentials import identity_of
 from airflow_broadway.producers.pubsub.errors import Denied, Expired, translated
 from tests.pubsub_server import PROJECT
 from tests.pubsub_stub.errors import Refused
@@ -37,6 +40,7 @@ SECRET = "swordfish-4711"
         ({"push_config": {"push_endpoint": "https://example.com"}}, {}, "is a push subscription"),
         ({"bigquery_config": {"table": "p.d.t"}}, {}, "is a BigQuery subscription"),
         ({"cloud_storage_config": {"bucket": "b-1"}}, {}, "is a Cloud Storage subscription"),
+        ({"bigtable_config": {"table": "p/i/t"}}, {}, "is a Bigtable subscription"),
         ({"enable_message_ordering": True}, {}, "give the producer message_ordering=True"),
         ({}, {"message_ordering": True}, "needs a subscription that delivers in order"),
         ({}, {"on_failure": "retry"}, "there is no topic for dead letters"),
@@ -359,8 +363,6 @@ def test_application_default_credentials_are_used_where_there_is_no_connection(
 
 @pytest.mark.usefixtures("nowhere")
 def test_a_chain_of_impersonation_ends_at_its_last() -> None:
-    from airflow_broadway.producers.pubsub.credentials import identity_of
-
     producer = PubSubProducer(subscription="orders", conn_id="gcp")
     chain = "a@p.iam.gserviceaccount.com, b@p.iam.gserviceaccount.com"
     found = identity_of(
@@ -368,6 +370,30 @@ def test_a_chain_of_impersonation_ends_at_its_last() -> None:
     ).credentials
     assert found.service_account_email == "b@p.iam.gserviceaccount.com"
     assert found._delegates == ["a@p.iam.gserviceaccount.com"]
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_what_the_google_provider_has_impersonated_is_not_impersonated_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its hook reads the connection's chain, and whom it ends at may not impersonate itself."""
+    made = object()
+
+    class Hook:
+        def __init__(self, gcp_conn_id: str) -> None:
+            assert gcp_conn_id == "gcp"
+
+        def get_credentials_and_project_id(self) -> tuple[object, str]:
+            return made, "p-12345"
+
+    names = "google", "google.common", "google.common.hooks", "google.common.hooks.base_google"
+    for name in names:
+        module = ModuleType(f"airflow.providers.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.__dict__["GoogleBaseHook"] = Hook
+    producer = PubSubProducer(subscription="orders", conn_id="gcp")
+    env = env_of(key_secret_name="s", impersonation_chain="b@p.iam.gserviceaccount.com")
+    assert identity_of(producer, env).credentials is made
 
 
 def test_without_a_project_a_short_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,6 +517,8 @@ def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(
         ({"subscription": "orders", "on_failure": "foo"}, "on_failure"),
         ({"subscription": "orders", "on_failure": ("nack", 601)}, "on_failure"),
         ({"subscription": "orders", "on_failure": ("nack", 1.5)}, "on_failure"),
+        ({"subscription": "orders", "on_failure": ("nack", float("inf"))}, "on_failure"),
+        ({"subscription": "orders", "on_failure": ("nack", float("nan"))}, "on_failure"),
         ({"subscription": "orders", "on_failure": "nack(601)"}, "on_failure"),
         ({"subscription": "orders", "on_success": ("ack", 1)}, "on_success"),
         ({"subscription": "orders", "dead_letter": "projects/p-12345/subscriptions/x"}, "topic"),

@@ -138,6 +138,44 @@ def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_pat
         assert at.broker.requests["Acknowledge"] == 1
 
 
+def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path: Path) -> None:
+    """Pub/Sub has handed it to others by then, and takes the old id without a word."""
+    with place(tmp_path, ack_deadline_seconds=10) as at:
+        at.put("a")
+        run = at.begin()
+        down = [Refused("UNAVAILABLE", "down")]
+
+        def late(call: str, _: object) -> Refused | None:
+            if call != "ModifyAckDeadline" or not down:
+                return None
+            at.clock.advance(10.0)
+            return down.pop()
+
+        at.broker.answer = late
+        assert run.source.receive(10, timeout=0) == []
+        assert at.waiting() == ["a"]
+
+
+def test_a_renewal_that_an_outage_held_up_beyond_the_lease_renews_nothing(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        found = run.take()
+        at.clock.advance(590.0)
+        down = [Refused("UNAVAILABLE", "down")]
+
+        def late(call: str, _: object) -> Refused | None:
+            if call != "ModifyAckDeadline" or not down:
+                return None
+            at.clock.advance(20.0)
+            return down.pop()
+
+        at.broker.answer = late
+        assert run.custodian.renew(run.source.lease) is None
+        assert run.settle(found) == SettleReport(lapsed=1)
+        assert at.left() == 1
+
+
 # ---------------------------------------------------------------------------------- attempts
 
 
@@ -249,6 +287,16 @@ def test_a_late_answer_does_not_give_back_what_the_run_holds(tmp_path: Path) -> 
         [again] = run.source._receive(1).messages
         run.source._release_late([again])
         assert at.waiting() == []
+
+
+def test_a_late_answer_of_long_ids_is_given_back_whole(tmp_path: Path) -> None:
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        [a] = run.source._receive(1).messages
+        long = [a._replace(key=str(n), receipt=f"{at.name}:{n:01000d}") for n in range(999)]
+        run.source._release_late([*long, a])
+        assert at.waiting() == ["a"]
 
 
 def test_nothing_is_secured_while_a_newer_execution_gives_it_back(
@@ -566,6 +614,31 @@ def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: P
 
         assert at.broker.requests["Acknowledge"] == 2
         assert at.left() == 0
+
+
+def test_what_a_killed_settlement_had_acknowledged_is_no_lapse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between the request and its note."""
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        client = run.custodian._client
+        acknowledge = client.acknowledge
+
+        def killed(ids: list[str]) -> None:
+            acknowledge(ids)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "acknowledge", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.settle(found)
+        assert at.left() == 0
+        run.source.close()
+        at.broker.confirm = lambda _: "PERMANENT_FAILURE_INVALID_ACK_ID"
+
+        assert run.settle(found, by=run.other()) == SettleReport(acked=2)
 
 
 def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_path: Path) -> None:

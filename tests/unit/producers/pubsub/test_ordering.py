@@ -153,6 +153,30 @@ def test_an_acknowledgement_waits_for_those_before_it_in_its_key(
         assert at.waiting() == ["a2", "a3"]
 
 
+@pytest.mark.parametrize("word", ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"])
+def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
+    word: str, tmp_path: Path
+) -> None:
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        lost: list[str] = []
+
+        def confirm(ack_id: str) -> str | None:
+            held = at.broker.subscriptions[at.name].flying.get(ack_id)
+            if lost or held is None or held.message.data != b"a2":
+                return None
+            lost.append(ack_id)
+            return word
+
+        at.broker.confirm = confirm
+        found = [each.data.decode() for each in at.begin(message_ordering=True).take()]
+
+        assert lost
+        assert [each for each in found if each[0] == "b"] == ["b1", "b2", "b3"]
+        assert [each for each in found if each[0] == "a"] == ["a1"]
+
+
 def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
     with place(tmp_path, enable_message_ordering=True) as at:
         at.put("x", "y", "z")
