@@ -496,6 +496,25 @@ def test_a_dead_letter_keeps_the_message_and_as_much_of_the_reason_as_fits(
             assert len(letter.attributes["broadway_reason"].encode()) == 1024
 
 
+def test_dead_letters_that_are_too_large_for_one_request_are_sent_in_several(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path) as at:
+        dead = at.server.topic()
+        for _ in range(2):
+            at.server.publish_all(at.topic, [{"data": b"x" * 6_000_000}])
+        run = at.begin(dead_letter=dead, on_failure="dead_letter")
+        verdict = Verdict(Action.DEAD_LETTER, 0.0, "bad", "batch")
+        asked: list[str] = []
+        at.broker.answer = lambda call, _: asked.append(call)
+        entries = [entry_of(each, verdict) for each in run.take()]
+        settled = Settlement(rest=RELEASE, entries=lambda: iter(entries), expected=2)
+        report = run.custodian.settle(run.source.lease, settled)
+        assert report == SettleReport(dead_lettered=2)
+        assert asked.count("Publish") == 2
+        assert at.left() == 0
+
+
 # ---------------------------------------------------------------------------------- options
 
 

@@ -641,6 +641,36 @@ def test_what_a_killed_settlement_had_acknowledged_is_no_lapse(
         assert run.settle(found, by=run.other()) == SettleReport(acked=2)
 
 
+def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put(*map(str, range(5000)))
+        run = at.begin()
+        found = run.take()
+        client = run.custodian._client
+        acknowledge = client.acknowledge
+
+        def once(ids: list[str]) -> dict[str, str]:
+            monkeypatch.setattr(client, "acknowledge", killed)
+            return dict(acknowledge(ids))
+
+        def killed(ids: list[str]) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "acknowledge", once)
+        with pytest.raises(KeyboardInterrupt):
+            run.settle(found)
+        assert at.left() == 2500
+        run.source.close()
+        at.broker.entries.clear()
+
+        assert run.settle(found, by=run.other()) == SettleReport(acked=5000)
+
+        assert at.broker.entries["Acknowledge"] == 2500
+        assert at.left() == 0
+
+
 def test_an_acknowledgement_of_which_nobody_knows_marks_what_comes_again(tmp_path: Path) -> None:
     """An id that is void at the second try was acknowledged by the first, or taken away."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
@@ -674,6 +704,10 @@ def test_a_message_that_is_taken_away_while_a_lease_is_renewed_is_marked_elsewhe
 
         assert "holds 1 of 2 messages no longer" in caplog.text
         assert redelivery(at.begin().take()) == {"a": (1, True)}
+        at.clock.advance(300.0)
+        at.broker.entries.clear()
+        assert run.custodian.renew(run.source.lease) is not None
+        assert at.broker.entries["ModifyAckDeadline"] == 1  # the void id is not asked for again
         report = run.settle(found)
         assert (report.acked, report.lapsed) == (1, 1)
 
