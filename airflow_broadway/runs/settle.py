@@ -76,13 +76,13 @@ def settle(
         if not release_damaged:
             raise
         log.error("Generation %s is given back whole: %s", record.generation, error)
-        settlement, progress = Settlement(rest=RELEASE), Progress()
+        settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
     if void:
         settlement = Settlement(
             rest=RELEASE,
             expected=settlement.expected,
             settled_now=settlement.settled_now,
-            died=settlement.died,
+            damaged=settlement.damaged,
         )
     return _carry_out(run, record, custodian, settlement, progress)
 
@@ -138,7 +138,14 @@ def _carry_out(
     progress: Progress,
 ) -> Settled:
     def archive(report: SettleReport) -> None:
-        manifest = run.manifest(record.generation)
+        try:
+            manifest = run.manifest(record.generation)
+        except StagingDamaged as error:
+            if not settlement.damaged:
+                raise
+            # All of it comes again, but what callbacks settled at once.
+            log.error("Nothing of generation %s is archived: %s", record.generation, error)
+            return
         if manifest is not None and manifest.archived:
             publish(run, record, manifest, report)
 

@@ -122,6 +122,8 @@ class Settlement:
         to its report; ``None``: the caller keeps no such account.
     :param died: Ids of messages without an outcome, in batches that a process died of: a custodian
         that tells what kills from its neighbours counts one death for each.
+    :param damaged: Whether a manifest was published, of which nobody can say any more what it came
+        to: all is released then, and nobody died.
     """
 
     rest: Verdict
@@ -130,6 +132,7 @@ class Settlement:
     expected: int | None = None
     settled_now: SettleReport | None = None
     died: frozenset[str] = frozenset()
+    damaged: bool = False
 
 
 class QueueDepth(NamedTuple):

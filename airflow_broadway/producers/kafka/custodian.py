@@ -155,7 +155,7 @@ class KafkaCustodian:
 
     def _suspect(self, register: Register, work: Work, files: GenerationFiles) -> Place | None:
         """Where a process died at work: in what it claimed last; ``None``: it did not."""
-        if work.handled or work.stopped or files.closed():
+        if work.handled or work.settlement.damaged or work.stopped or files.closed():
             return None
         claimed = {
             place: table.claims[work.generation]

@@ -109,8 +109,10 @@ def dying(
     """Of what a generation holds, the messages that count a death when it is settled.
 
     All, if the process died that received: nobody else leaves no manifest.  With a manifest, those
-    of batches that a process died of.
+    of batches that a process died of; none, if it is damaged.
     """
+    if settlement.damaged:
+        return []
     if settlement.expected is None and settlement.everything is None:
         return [] if is_open_here(generation) else list(held())
     return [each for each in held() if each in settlement.died] if settlement.died else []

@@ -117,7 +117,7 @@ class RabbitCustodian:
             if report is not None:
                 return report
             held = False
-        crashed = expected is None and not is_open_here(lease.generation)
+        crashed = expected is None and not settlement.damaged and not is_open_here(lease.generation)
         return work.by_bundles(settlement, held=held, crashed=crashed)
 
     def _without_manifest(self, lease: Lease) -> SettleReport:

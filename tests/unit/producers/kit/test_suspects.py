@@ -5,8 +5,10 @@ from operator import attrgetter
 
 import pytest
 
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.producers.kit.state_files import MemoryFiles
-from airflow_broadway.producers.kit.suspects import Deaths, divide, portion_limit
+from airflow_broadway.producers.kit.suspects import Deaths, divide, dying, portion_limit
 from airflow_broadway.producers.rabbitmq.bundle import Held
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -57,6 +59,11 @@ def test_only_who_crashed_alone_is_set_aside() -> None:
     assert [m.message_id for m in portion.crashed] == ["m1"]
     assert [m.message_id for m in portion.take] == ["m2"]
     assert [m.message_id for m in portion.later] == ["m3"]
+
+
+def test_who_left_no_manifest_died_and_who_left_one_that_is_damaged_did_not() -> None:
+    assert dying("g", Settlement(rest=RELEASE), lambda: ["a"]) == ["a"]
+    assert dying("g", Settlement(rest=RELEASE, damaged=True), lambda: ["a"]) == []
 
 
 def test_the_deaths_of_a_generation_are_counted_once_however_often_it_is_settled() -> None:
