@@ -70,11 +70,12 @@ def sweep(
                 continue
             dead[other.run_id] = other
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
-        # but what somebody began to settle is finished.
+        # but what somebody began to settle is finished.  Its batchers may still be ending, so that
+        # nobody can say which of them died: who is tried again in this run counts that.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
         with log_ids(generation=record.generation):
             settled = record.state == SETTLED or _settle(
-                other, record, pipeline, custodians.of(record), void=void
+                other, record, pipeline, custodians.of(record), void=void, over=not own
             )
         if settled and not other.files.exists(paths.generation(record.generation)):
             unrecorded.append((other, record.generation))
@@ -112,11 +113,15 @@ def _settle(
     custodian: Custodian,
     *,
     void: bool,
+    over: bool,
 ) -> bool:
-    """Settle what a dead execution holds; whether it is settled."""
+    """Settle what a dead execution holds; whether it is settled.
+
+    :param over: Whether no process of the run is at work any more.
+    """
     try:
         settled = settle(
-            run, record, pipeline, lambda: custodian, void=void, over=True, release_damaged=True
+            run, record, pipeline, lambda: custodian, void=void, over=over, release_damaged=True
         )
     except Exception as error:
         # Not in the way of this run: the lease lapses by itself.

@@ -213,6 +213,24 @@ def test_what_a_dead_run_left_is_counted_by_whoever_sweeps(tmp_path: Path) -> No
     assert runs.last.dead() == [11]
 
 
+def test_a_batcher_that_is_ending_while_process_is_cleared_has_not_died(tmp_path: Path) -> None:
+    # Given a batcher at work, of a run whose process task somebody clears
+    run = Run(tmp_path)
+    run.send(NUMBERS[:5])
+    reference = run.process()
+    plan = plan_batches(
+        run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
+    )
+    about = json.dumps({"version": 1, "plans": [plan.path], "marked": False})
+    begin_try(run.staged.files, "batch.default", lambda _: about, TRIES)
+
+    # When it is tried again before the batcher has said that it ended
+    run.process(try_number=2)
+
+    # Then no message counts a death
+    assert not list(tmp_path.rglob("deaths/**/*"))
+
+
 # ------------------------------------------------------------------------------------ who has died
 @pytest.fixture
 def open_run(tmp_path: Path) -> tuple[Run, OpenPlans]:
