@@ -8,10 +8,11 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +28,7 @@ from airflow_broadway.staging.archive.layout import (
     put_index,
 )
 from airflow_broadway.staging.archive.reader import look, tables
-from airflow_broadway.staging.archive.writer import by_hour
+from airflow_broadway.staging.archive.writer import by_hour, id_column
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, instants
@@ -140,8 +141,20 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise RequestRefused(f"{path} is no Parquet file: {error}") from None
 
 
+@contextmanager
+def _text_of(path: Path) -> Iterator[TextIO]:
+    """A file of text; what spreadsheets write before its first character is no part of it."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            yield file
+        except UnicodeDecodeError as error:
+            raise RequestRefused(
+                f"{path} is no text in UTF-8 ({error.reason}): nothing was imported"
+            ) from None
+
+
 def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with _text_of(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
@@ -153,11 +166,19 @@ def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
-            if None in row or None in row.values():
-                raise RequestRefused(f"{path}, line {number}, has not as many columns as the first")
-            yield row
+    with _text_of(path) as file:
+        rows = csv.DictReader(file)
+        try:
+            for number, row in enumerate(rows, 2):
+                if None in row or None in row.values():
+                    raise RequestRefused(
+                        f"{path}, line {number}, has not as many columns as the first"
+                    )
+                yield row
+        except csv.Error as error:
+            raise RequestRefused(
+                f"{path}, line {rows.line_num + 1}, is no CSV: {error}: nothing was imported"
+            ) from None
 
 
 _READERS: Final[Mapping[str, Callable[[Path], Iterator[Mapping[str, Any]]]]] = {
@@ -187,7 +208,7 @@ def _table(
     count = len(rows)
     columns: dict[str, Any] = {
         "time": instants(times),
-        "message_id": ids,
+        "message_id": id_column(ids),
         "payload": payloads,
         "form": pa.nulls(count, pa.string()),
         "metadata": pa.repeat("{}", count),
@@ -228,12 +249,12 @@ def _time(row: Mapping[str, Any], chosen: Chosen, where: str) -> datetime:
             found = datetime.fromtimestamp(value, UTC)
         else:
             found = datetime.fromisoformat(str(value))
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError, OSError):
         raise RequestRefused(
             f"{where}: {value!r:.80} in the column {chosen.time!r} is no instant: nothing was"
             " imported"
         ) from None
-    return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
 
 
 def _payload(row: Mapping[str, Any], name: str | None, where: str) -> bytes:

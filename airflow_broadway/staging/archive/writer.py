@@ -307,4 +307,5 @@ def id_column(ids: list[str]) -> Any:
     try:
         return array_of(ids, pa.string())
     except UnicodeEncodeError:
-        return [each.encode("utf-8", "backslashreplace").decode("utf-8") for each in ids]
+        escaped = [each.encode("utf-8", "backslashreplace").decode("utf-8") for each in ids]
+        return array_of(escaped, pa.string())

@@ -118,6 +118,42 @@ def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported
     assert look(world.archive).messages == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("latin.csv", "at,who\n2013-01-01,J\xfcrgen\n".encode("latin-1"), "is no text in UTF-8"),
+        ("latin.jsonl", '{"at": "J\xfcrgen"}\n'.encode("latin-1"), "is no text in UTF-8"),
+        ("long.csv", b"at,x\n2013-01-01," + b"x" * 200_000, "line 2, is no CSV: field larger"),
+        ("early.jsonl", b'{"at": "0001-01-01T00:00:00+05:00"}', "is no instant"),
+    ],
+)
+def test_a_file_that_cannot_be_read_as_it_is_said_to_be_is_one_sentence(
+    world: World, run: Command, tmp_path: Path, name: str, data: bytes, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+
+    code, out = run("import", str(path), "--time", "at")
+
+    assert code == 2
+    assert said in out
+    assert "nothing was imported" in out
+    assert look(world.archive).messages == 0
+
+
+def test_a_file_of_a_spreadsheet_and_ids_that_are_no_unicode_are_imported(
+    world: World, run: Command, tmp_path: Path
+) -> None:
+    sheet, odd = tmp_path / "sheet.csv", tmp_path / "odd.jsonl"
+    sheet.write_bytes(b"\xef\xbb\xbfat,minute\r\n2013-01-01T09:00:00Z,1\r\n")
+    odd.write_text('{"at": "2013-01-01T09:01:00Z", "id": "half \\ud83d"}\n')
+
+    run.json("import", str(sheet), "--time", "at")
+    run.json("import", str(odd), "--time", "at", "--id", "id")
+
+    assert [each["message_id"] for each in run.json("show", *NINE_TO_TEN)][1] == "half \\ud83d"
+
+
 def test_odd_files_are_refused(world: World, run: Command, tmp_path: Path) -> None:
     csv, other = tmp_path / "odd.csv", tmp_path / "odd.txt"
     csv.write_text("at,minute\n2013-01-01\n")
