@@ -287,16 +287,33 @@ def _age(record: GenerationRecord) -> tuple[Any, ...]:
 
 
 def iter_open(
-    store: Store, pipeline: str, dag_id: str, clock: Clock | None = None
+    store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """All generations of all runs of a Dag that are not settled, or whose run nobody has accounted
     for since they were; oldest first.
 
     However many runs there are, this costs one listing, and for each such generation a read and
     another listing.
+
+    :param dag_id: ``None``: of all Dags of the pipeline, each of which costs a listing.
     """
-    folder = dag_folder(store, pipeline, dag_id)
     found: list[tuple[StagedRun, GenerationRecord]] = []
+    for folder in _dag_folders(store, pipeline, dag_id):
+        found += _open_in(folder, pipeline, clock)
+    yield from sorted(found, key=lambda each: (each[1].opened_at, each[1].generation))
+
+
+def _dag_folders(store: Store, pipeline: str, dag_id: str | None) -> list[Folder]:
+    if dag_id is not None:
+        return [dag_folder(store, pipeline, dag_id)]
+    folder = store.folder(encode_name(pipeline))
+    names = [name for name in folder.list("") if name[0] not in "._"]
+    return [store.folder(f"{folder.path}/{name}") for name in names]
+
+
+def _open_in(
+    folder: Folder, pipeline: str, clock: Clock | None
+) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     for name in generations_in(folder.list(OPEN)):
         path = f"{OPEN}/{name}.json"
         try:
@@ -307,13 +324,18 @@ def iter_open(
             # It must not stop the others, or a run: its lease lapses by itself.
             log.error("an unsettled generation is passed over: %s", error)
             continue
-        run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=record.run_id, clock=clock)
-        found.append((run, dataclasses.replace(record, state=run.state(record.generation))))
-    yield from sorted(found, key=lambda each: (each[1].opened_at, each[1].generation))
+        run = StagedRun(
+            folder.store,
+            pipeline=pipeline,
+            dag_id=record.dag_id,
+            run_id=record.run_id,
+            clock=clock,
+        )
+        yield run, dataclasses.replace(record, state=run.state(record.generation))
 
 
 def iter_unsettled(
-    store: Store, pipeline: str, dag_id: str, clock: Clock | None = None
+    store: Store, pipeline: str, dag_id: str | None, clock: Clock | None = None
 ) -> Iterator[tuple[StagedRun, GenerationRecord]]:
     """Those of :func:`iter_open` that are not settled."""
     for run, record in iter_open(store, pipeline, dag_id, clock):

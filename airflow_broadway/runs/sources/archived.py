@@ -32,7 +32,13 @@ from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import DEFAULT, Message
 from airflow_broadway.core.model.pipeline_options import Archive
-from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
+from airflow_broadway.core.model.run_source import (
+    ARCHIVE,
+    DEAD_LETTERS,
+    LIVE,
+    Interval,
+    RunSource,
+)
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.plain import load, load_key
 from airflow_broadway.core.text import many
@@ -198,11 +204,13 @@ def found_in(env: ProducerEnv, interval: Interval, options: Archive) -> tuple[Fo
 
 
 def _unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> list[str]:
-    """What live runs of the Dag have received, and nobody has settled yet: it may be of it."""
-    dag_id = str(env.owner.get("dag_id"))
+    """What live runs have received, and nobody has settled yet: it may be of it.
+
+    Of any Dag: the archive is the pipeline's, whichever fills it.
+    """
     count = 0
-    for _, record in iter_unsettled(env.store, env.pipeline, dag_id):
-        live = not record.source
+    for _, record in iter_unsettled(env.store, env.pipeline, None):
+        live = RunSource.from_json(record.source).kind in (LIVE, DEAD_LETTERS)
         early = datetime.fromisoformat(record.opened_at) < interval.end
         count += live and (early or options.time != "received_at")
     if not count:

@@ -121,7 +121,9 @@ def _begin(archive: Folder, record: GenerationRecord) -> None:
 
 
 def _put_again(archive: Folder, record: GenerationRecord, files: Collection[str]) -> str:
-    """Write down which messages were dead letters, each with the digest of its payload."""
+    """Write down which messages were dead letters: each with the digest of its payload, and the
+    file that it is in.
+    """
     path = f"{AGAIN}/{record.generation}-{uuid.uuid4().hex[:8]}.jsonl"
     archive.write_lines(path, _again(archive, files))
     return path
@@ -133,7 +135,7 @@ def _again(archive: Folder, files: Collection[str]) -> Iterator[str]:
             for group in range(file.groups):
                 table = file.read(group, ["was", "payload"])
                 for row in table.filter(pc.is_valid(table["was"])).to_pylist():
-                    yield json.dumps([row["was"], digest_of(row["payload"])])
+                    yield json.dumps([row["was"], digest_of(row["payload"]), path])
 
 
 def _index(

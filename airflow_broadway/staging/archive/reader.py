@@ -260,10 +260,16 @@ def _again(archive: Folder) -> Mapping[str, set[str]]:
         index, path = read_index(archive, name.partition("-")[0]), f"{AGAIN}/{name}"
         if index is None or index.again != path:
             continue
+        there: dict[str, bool] = {}
         with suppress(FileNotFoundError):  # removed just now, with all that it tells of
             for line in archive.read(path).splitlines():
-                message_id, digest = json.loads(line)
-                named.setdefault(message_id, set()).add(digest)
+                message_id, digest, *files = json.loads(line)  # an earlier release named no file
+                for each in files:
+                    if each not in there:
+                        there[each] = archive.exists(each)
+                # Of an hour that was removed it is not there once more.
+                if all(there[each] for each in files):
+                    named.setdefault(message_id, set()).add(digest)
     return named
 
 

@@ -140,8 +140,14 @@ class Run:
         )
         self.references: list[dict[str, Any]] = []
 
+    def in_dag(self, dag_id: str) -> None:
+        """Make it a run of another Dag."""
+        self.staged = StagedRun(
+            self.world.store, pipeline=self.pipeline.name, dag_id=dag_id, run_id=self.run_id
+        )
+
     def task(self, task_id: str, index: int = -1) -> Task:
-        return Task(dag_id="d", run_id=self.run_id, task_id=task_id, map_index=index)
+        return Task(dag_id=self.staged.dag_id, run_id=self.run_id, task_id=task_id, map_index=index)
 
     def process(self, index: int = 0) -> dict[str, Any]:
         made = ProcessTask(

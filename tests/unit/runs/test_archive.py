@@ -143,6 +143,29 @@ def test_what_the_queue_delivers_again_is_archived_by_the_run_that_settles_it(
     assert world.rows("again") == [1, 2]
 
 
+@pytest.mark.parametrize("damaged", ["manifest.json", "failed-*.jsonl"])
+def test_a_damaged_file_keeps_no_message_out_of_the_archive_and_no_run_unsettled(
+    world: World, damaged: str
+) -> None:
+    # Given a run that is over, and of which nobody can say any more what it came to
+    world.send({"minute": 1, "fails": "process"}, {"minute": 2})
+    dead = world.run("dead")
+    dead.process()
+    world.over.add("dead")
+    [path] = (world.folder / "staging").rglob(damaged)
+    path.write_text(path.read_text().replace('"received": 2', '"received": 1').replace("sour", ""))
+
+    # When the next run sweeps
+    world.run("next").all()
+    world.run("last").all()
+
+    # Then all of it went back, and was handled and archived once
+    assert [each.state for each in dead.staged.generations()] == ["settled"]
+    assert look(world.archive).messages == 2
+    # And nobody died of a message
+    assert not list((world.folder / "staging").rglob("deaths/*"))
+
+
 def test_a_run_that_died_before_its_manifest_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +485,19 @@ def test_what_live_runs_have_not_settled_yet_is_told(world: World) -> None:
     world.run("slow").process()
 
     assert "1 execution of live runs are not settled yet" in notes(world.backfill("again"))
+
+
+def test_what_live_runs_of_another_dag_have_not_settled_yet_is_told(world: World) -> None:
+    """A Dag of its own may run past intervals, of what another one receives."""
+    world.minutes(1)
+    world.run("live").all()
+    world.minutes(2)
+    world.run("slow").process()
+
+    again = world.run("again", of_minutes(0, 60))
+    again.in_dag("daily")
+
+    assert "1 execution of live runs are not settled yet" in notes(again.all())
 
 
 def test_a_gap_is_refused_before_anything_is_handled_where_the_user_asks_for_it(
@@ -898,8 +934,16 @@ def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
     # Then the same message is there once, as it came the last time; nobody hides another one
     assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 2, 3]
     assert (rows[0]["message_id"], rows[0]["was"]) == (again, letter.message_id)
-    # And what was removed says nothing any more, to whoever reads meanwhile, and afterwards
+    # And where the later one was removed, but not all of its execution, the first is read again
     [name] = world.archive.list("again")
+    [gone] = [path for path in found.hours[hour_of(NINE)] if name.partition("-")[0] in path]
+    place = Path(world.store.root) / world.archive.path / gone
+    kept = place.read_bytes()
+    place.unlink()
+    rest = tables(world.archive, look(world.archive, interval), interval)
+    assert sum(table.num_rows for table in rest) == 2
+    place.write_bytes(kept)
+    # And what was removed says nothing any more, to whoever reads meanwhile, and afterwards
     left = name.rpartition("-")[0] + "-left.jsonl"  # by somebody who died while it settled
     world.archive.create(f"again/{left}", "")
     real = Folder.read
