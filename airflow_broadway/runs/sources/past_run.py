@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds of a lease that nobody renews.
 _SECONDS: Final = 86_400.0
+#: What the positions of two generations are apart that become one: none has as many messages.
+_APART: Final = 2**40
 
 
 class _RunProducer(PastProducer):
@@ -176,6 +178,7 @@ class PastRun:
             rows=[[low + offset, high + offset] for low, high in batch.rows],
             redelivered=batch.size,
             sources={self._env.generation: batch.size},
+            part=batch.part and [[0, source * _APART + at] for source, at in batch.part],
         )
 
     def _link(self, plan: BatchPlan, path: str) -> list[str]:
@@ -230,7 +233,10 @@ def _by_batcher(chosen: Sequence[StagedBatch]) -> dict[str, list[StagedBatch]]:
 
 
 def _renumbered(table: pa.Table, offset: int) -> pa.Table:
+    # Each generation counted its own: a part of a batch that was split goes by source and position.
+    before = pc.multiply(table["source"].cast(pa.int64()), _APART)
     for name, column in (
+        ("position", pc.add(table["position"], before)),
         ("source", array_of([0] * table.num_rows, pa.int32())),
         ("batch", pc.add(table["batch"], offset)),
     ):

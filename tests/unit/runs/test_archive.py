@@ -25,15 +25,17 @@ from airflow_broadway.core.errors import (
 from airflow_broadway.core.model.run_source import LOG
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.sources.archived import PastProducer
 from airflow_broadway.runs.sources.pipelines import with_source
 from airflow_broadway.runs.sources.prepare import prepare_sink
-from airflow_broadway.runs.tasks import ProcessTask
+from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import hour_of
 from airflow_broadway.staging.archive.reader import hours_of, look, tables
 from airflow_broadway.staging.archive.removal import purge
 from airflow_broadway.staging.disk import Disk
+from airflow_broadway.staging.isolation import split
 from airflow_broadway.staging.store import Folder
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
 
@@ -607,6 +609,28 @@ def test_a_past_run_of_several_producers_is_one_generation_of_the_new_one(world:
     assert {each["batch_id"]: each["rows"] for each in world.sink("again")} == {
         each["batch_id"]: each["rows"] for each in world.sink("past")
     }
+
+
+def test_a_past_run_whose_batch_was_split_is_run_again_in_the_same_parts(world: World) -> None:
+    # Given a batch of two producers that was split, since processes died of it
+    run = world.run("past")
+    for index, minutes in enumerate(((1, 2, 3), (4,))):
+        world.minutes(*minutes)
+        run.process(index)
+    made = BatchTask(run.staged, run.pipeline, run.task("batch"), run.ports, batcher="default")
+    plan = made.plan(run.references, label="1")
+    assert plan is not None
+    [(head, batch)] = OpenPlans(run.staged, [plan.path]).open_batches()
+    split(run.staged, head, batch, by="the test")
+    made.handle(plan)
+    run.ack()
+
+    report = world.run("again", of_run("past")).all()
+
+    assert report["totals"]["acked"] == 4
+    parts = [(each["batch_id"], each["rows"]) for each in world.sink("again")]
+    assert parts == [(each["batch_id"], each["rows"]) for each in world.sink("past")]
+    assert [len(rows) for _, rows in parts] == [2, 2]
 
 
 def test_a_past_run_that_was_cleared_midway_has_plans_that_are_joined(world: World) -> None:
