@@ -116,6 +116,16 @@ class Poison(ContractBase):
             assert len(messages) == 25
             self.settle(harness, lease, settlement_of(messages, rest=RELEASE))
 
+    def test_a_generation_whose_manifest_is_damaged_counts_no_death(self, harness: Harness) -> None:
+        """It is given back whole: its process came to its end, and said so."""
+        harness.max_crashes = 2
+        harness.send(bodies(25))
+        for number in range(4):
+            lease, messages = self.hold(harness, f"g{number}")
+            assert len(messages) == 25
+            report = self.settle(harness, lease, Settlement(rest=RELEASE, damaged=True))
+            assert (report.released, report.lapsed) == (25, 0)
+
     def test_a_run_that_was_given_up_in_order_counts_no_death(self, harness: Harness) -> None:
         """Three of them, and all is taken together all the same."""
         harness.max_crashes = 2
