@@ -85,21 +85,32 @@ def _cut(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
         start = end
 
 
-def acknowledging(client: Client, clock: Clock) -> Call:
-    """One ``Acknowledge``."""
+def _always() -> bool:
+    return True
+
+
+def acknowledging(client: Client, clock: Clock, held: Callable[[], bool] = _always) -> Call:
+    """One ``Acknowledge``.
+
+    :param held: Whether what it is about is held still; asked before it is sent again.
+    """
 
     def call(ids: Sequence[str]) -> Mapping[int, Refusal]:
-        return _refusals(ids, *tried_again(lambda: client.acknowledge(ids), client.timeout, clock))
+        words = tried_again(lambda: client.acknowledge(ids), client.timeout, clock, held)
+        return _refusals(ids, *words)
 
     return call
 
 
-def modifying(client: Client, clock: Clock) -> Call:
-    """One ``ModifyAckDeadline``; all entries have one deadline."""
+def modifying(client: Client, clock: Clock, held: Callable[[], bool] = _always) -> Call:
+    """One ``ModifyAckDeadline``; all entries have one deadline.
+
+    :param held: Whether what it is about is held still; asked before it is sent again.
+    """
 
     def call(entries: Sequence[Held]) -> Mapping[int, Refusal]:
         ids, seconds = [held.ack_id for held in entries], entries[0].seconds
-        words = tried_again(lambda: client.modify(ids, seconds), client.timeout, clock)
+        words = tried_again(lambda: client.modify(ids, seconds), client.timeout, clock, held)
         return _refusals(ids, *words)
 
     return call
@@ -115,9 +126,15 @@ def publishing(client: Client, topic: str, clock: Clock) -> Call:
     return call
 
 
-def tried_again(call: Callable[[], Any], timeout: float, clock: Clock) -> tuple[Any, bool]:
+def tried_again(
+    call: Callable[[], Any],
+    timeout: float,
+    clock: Clock,
+    useful: Callable[[], bool] = _always,
+) -> tuple[Any, bool]:
     """What a request brings, tried for so long; and whether it was sent more than once.
 
+    :param useful: Whether to send it again.
     :raises ProducerUnavailable: If Pub/Sub is out of reach for longer.
     """
     end, pause, again = clock.monotonic() + timeout, _AGAIN_INTERVAL, False
@@ -128,6 +145,8 @@ def tried_again(call: Callable[[], Any], timeout: float, clock: Clock) -> tuple[
             if isinstance(error, Expired) or clock.monotonic() + pause >= end:
                 raise
             clock.sleep(pause)
+            if not useful():
+                raise
             pause, again = min(2 * pause, _LONGEST_INTERVAL), True
 
 

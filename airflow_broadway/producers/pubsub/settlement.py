@@ -61,13 +61,13 @@ class SubscriptionSettlement(ReceiptSettlement):
         self._folder.failures.note(failures, self._clock.now())
 
     def _remove_call(self) -> Call:
-        return acknowledging(self._client, self._clock)
+        return acknowledging(self._client, self._clock, self._is_held)
 
     def _removed(self, receipt: str) -> str:
         return receipt
 
     def _hide_call(self) -> Call:
-        return modifying(self._client, self._clock)
+        return modifying(self._client, self._clock, self._is_held)
 
     def _hidden(self, receipt: str, seconds: int) -> Held:
         return Held(receipt, seconds)

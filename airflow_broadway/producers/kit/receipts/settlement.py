@@ -306,14 +306,18 @@ class ReceiptSettlement(ABC):
         """The request, as long as the lease lasts; then every entry of it has lapsed."""
 
         def checked(entries: Sequence[Any]) -> Mapping[int, Refusal]:
-            now = self._clock.now().timestamp()
-            if now >= self._until:
-                self._until = self._held_until()
-            if now < self._until:
+            if self._is_held():
                 return call(entries)
             return dict.fromkeys(range(len(entries)), LAPSED)
 
         return checked
+
+    def _is_held(self) -> bool:
+        """Whether the lease lasts still, by its newest note."""
+        now = self._clock.now().timestamp()
+        if now >= self._until:
+            self._until = self._held_until()
+        return now < self._until
 
     def _send_letters(self, verdicts: dict[str, Verdict]) -> dict[str, Refusal]:
         try:

@@ -138,6 +138,32 @@ def test_a_settlement_that_is_held_up_beyond_its_lease_asks_nothing_more(tmp_pat
         assert at.broker.requests["Acknowledge"] == 1
 
 
+def test_what_an_outage_held_up_beyond_its_lease_is_not_acknowledged_any_more(
+    tmp_path: Path,
+) -> None:
+    """Pub/Sub would take the old id, and end a message that another run has by then."""
+    with place(tmp_path) as at:
+        at.put("a")
+        run = at.begin()
+        found = run.take()
+        at.clock.advance(590.0)
+
+        def late(call: str, _: object) -> Refused | None:
+            if call != "Acknowledge":
+                return None
+            at.clock.advance(20.0)
+            return Refused("UNAVAILABLE", "down")
+
+        at.broker.answer = late
+        with pytest.raises(ProducerUnavailable, match="cannot be reached for Acknowledge"):
+            run.settle(found)
+
+        assert at.broker.requests["Acknowledge"] == 1
+        at.broker.answer = lambda call, _: None
+        assert run.settle(found, by=run.other()) == SettleReport(lapsed=1)
+        assert at.left() == 1
+
+
 def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path: Path) -> None:
     """Pub/Sub has handed it to others by then, and takes the old id without a word."""
     with place(tmp_path, ack_deadline_seconds=10) as at:
@@ -526,7 +552,7 @@ def test_what_comes_again_while_suspects_are_looked_for_goes_back_by_its_newest_
         monkeypatch.setattr(run.source, "_message", unreadable)
         assert run.take() == []  # put aside, for the end of the run
         at.clock.advance(601.0)
-        assert run.take() == []  # delivered again, since its lease was over
+        assert run.take_more() == []  # delivered again, since its lease was over
         assert at.waiting() == []
 
         run.source.close()
