@@ -29,6 +29,9 @@ class ApiError(LocalAirflowError):
     def __init__(self, method: str, path: str, status: int, body: str) -> None:
         super().__init__(f"{method} {path}: {status} {body}")
         self.status = status
+        #: Whether the database failed it, SQLite mostly because others had its file: nothing was
+        #: done.
+        self.undone = status == http.client.INTERNAL_SERVER_ERROR and "Database error" in body
 
 
 class AirflowApi:
@@ -69,15 +72,17 @@ class AirflowApi:
         url = f"{self.url}/api/v2{path}"
         if query:
             url += "?" + urllib.parse.urlencode(query, doseq=True)
-        if self._jwt is None:
-            self._jwt = self.token_for(self._login)
-        try:
-            return _call(method, url, body, self._jwt)
-        except ApiError as error:
-            if error.status != http.client.UNAUTHORIZED:
-                raise
-        self._jwt = self.token_for(self._login)
-        return _call(method, url, body, self._jwt)
+        for again in (True, True, False):
+            if self._jwt is None:
+                self._jwt = self.token_for(self._login)
+            try:
+                return _call(method, url, body, self._jwt)
+            except ApiError as error:
+                if not again or (error.status != http.client.UNAUTHORIZED and not error.undone):
+                    raise
+                if error.status == http.client.UNAUTHORIZED:
+                    self._jwt = None
+        raise AssertionError("the last try returns or raises")
 
     def token_for(self, login: tuple[str, str] | None) -> str:
         """Log in, and return the token that Airflow hands out."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.receipts.batch_requests import Call
-from airflow_broadway.producers.kit.receipts.settlement import Letters, ReceiptSettlement, Work
+from airflow_broadway.producers.kit.receipts.batch_requests import Call, Letters
+from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement, Work
 from airflow_broadway.producers.pubsub import dead_letters
 from airflow_broadway.producers.pubsub.batch_requests import (
     Held,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.text import many
-from airflow_broadway.producers.kit.receipts.batch_requests import Call
-from airflow_broadway.producers.kit.receipts.settlement import Letters, ReceiptSettlement
+from airflow_broadway.producers.kit.receipts.batch_requests import Call, Letters
+from airflow_broadway.producers.kit.receipts.settlement import ReceiptSettlement
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import call_of
 from airflow_broadway.producers.sqs.client import Queue

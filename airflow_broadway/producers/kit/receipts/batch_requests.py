@@ -16,10 +16,11 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.core.log_context import keep_ids
 
-__all__ = ["LAPSED", "BatchRequests", "Call", "Keyed", "Refusal", "Refused"]
+__all__ = ["LAPSED", "BatchRequests", "Call", "Keyed", "Letters", "Refusal", "Refused"]
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,21 @@ LAPSED: Final = Refusal("LeaseLapsed", "the lease has lapsed", gone=True)
 Call = Callable[[Sequence[Any]], Mapping[int, Refusal]]
 #: An entry with the key that refusals go by.
 Keyed = tuple[str, Any]
+
+
+class Letters(NamedTuple):
+    """How dead letters are sent.
+
+    :param make: Makes the letter of one message.
+    :param requests: Divides letters, by message id, into requests.
+    :param call: One request.
+    :param action: The broker's name of it.
+    """
+
+    make: Callable[[Entry], Any]
+    requests: Callable[[Mapping[str, Any]], Iterable[list[Keyed]]]
+    call: Call
+    action: str
 
 
 class BatchRequests:

@@ -27,12 +27,13 @@ from airflow_broadway.producers.kit.receipts.batch_requests import (
     BatchRequests,
     Call,
     Keyed,
+    Letters,
     Refusal,
 )
 from airflow_broadway.producers.kit.receipts.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.kit.reports import report_of
 
-__all__ = ["REMOVES", "Letters", "ReceiptSettlement", "Work", "work_of"]
+__all__ = ["REMOVES", "ReceiptSettlement", "Work", "work_of"]
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +83,6 @@ def work_of(receipts: Receipts, lease: Lease, settlement: Settlement) -> Work:
         errors = (error,)
     lapsed = max(len(plan.gone | lost), missing + len(lost))
     return Work(plan.verdicts, plan.entries, lapsed, errors)
-
-
-class Letters(NamedTuple):
-    """How dead letters are sent.
-
-    :param make: Makes the letter of one message.
-    :param requests: Divides letters, by message id, into requests.
-    :param call: One request.
-    :param action: The broker's name of it.
-    """
-
-    make: Callable[[Entry], Any]
-    requests: Callable[[Mapping[str, Any]], Iterable[list[Keyed]]]
-    call: Call
-    action: str
 
 
 #: Asks for some verdicts; returns what was refused.
