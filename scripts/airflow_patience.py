@@ -3,7 +3,8 @@ request, or a scheduler, fails with ``database is locked``.  Airflow imports wha
 
 The API server writes its audit log from within its event loop.  Whoever has the file then may need
 that very loop to come to its end, so that both would wait for each other: so who asks from a loop
-waits for those 5 seconds only, and is answered with an error of the database (``airflow_api`` asks again).
+waits for those 5 seconds only, and is answered with an error of the database: ``airflow_api`` then
+asks again.
 """
 
 from __future__ import annotations
