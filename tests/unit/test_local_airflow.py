@@ -64,7 +64,9 @@ class _Answers(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     _Answers.left, _Answers.asked = [], []
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         yield made
         made.shutdown()
 
