@@ -72,17 +72,20 @@ class AirflowApi:
         url = f"{self.url}/api/v2{path}"
         if query:
             url += "?" + urllib.parse.urlencode(query, doseq=True)
-        for again in (True, True, False):
-            if self._jwt is None:
-                self._jwt = self.token_for(self._login)
+        for _ in range(2):
             try:
-                return _call(method, url, body, self._jwt)
+                return self._asked(method, url, body)
             except ApiError as error:
-                if not again or (error.status != http.client.UNAUTHORIZED and not error.undone):
-                    raise
                 if error.status == http.client.UNAUTHORIZED:
                     self._jwt = None
-        raise AssertionError("the last try returns or raises")
+                elif not error.undone:
+                    raise
+        return self._asked(method, url, body)
+
+    def _asked(self, method: str, url: str, body: Any) -> Any:
+        if self._jwt is None:
+            self._jwt = self.token_for(self._login)
+        return _call(method, url, body, self._jwt)
 
     def token_for(self, login: tuple[str, str] | None) -> str:
         """Log in, and return the token that Airflow hands out."""

@@ -18,13 +18,26 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.generation_log import GenerationLog
 from airflow_broadway.producers.pubsub.inspect import seek
 from tests.pubsub_stub.errors import Refused
-from tests.unit.producers.pubsub.kit import place, settlement
+from tests.unit.producers.pubsub.kit import Place, place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
 
 
 def later(seconds: float) -> Verdict:
     return RETRY._replace(delay=seconds)
+
+
+def hold_up(at: Place, call: str, seconds: float) -> None:
+    """The next such request fails after so long; those after it are answered."""
+    down = [Refused("UNAVAILABLE", "down")]
+
+    def answer(asked: str, _: object) -> Refused | None:
+        if asked != call or not down:
+            return None
+        at.clock.advance(seconds)
+        return down.pop()
+
+    at.broker.answer = answer
 
 
 def redelivery(found: list) -> dict[str, tuple[int, bool]]:  # type: ignore[type-arg]
@@ -147,19 +160,12 @@ def test_what_an_outage_held_up_beyond_its_lease_is_not_acknowledged_any_more(
         run = at.begin()
         found = run.take()
         at.clock.advance(590.0)
+        hold_up(at, "Acknowledge", 20.0)
 
-        def late(call: str, _: object) -> Refused | None:
-            if call != "Acknowledge":
-                return None
-            at.clock.advance(20.0)
-            return Refused("UNAVAILABLE", "down")
-
-        at.broker.answer = late
         with pytest.raises(ProducerUnavailable, match="cannot be reached for Acknowledge"):
             run.settle(found)
 
         assert at.broker.requests["Acknowledge"] == 1
-        at.broker.answer = lambda call, _: None
         assert run.settle(found, by=run.other()) == SettleReport(lapsed=1)
         assert at.left() == 1
 
@@ -169,15 +175,8 @@ def test_what_an_outage_kept_from_being_held_in_time_is_not_handed_out(tmp_path:
     with place(tmp_path, ack_deadline_seconds=10) as at:
         at.put("a")
         run = at.begin()
-        down = [Refused("UNAVAILABLE", "down")]
+        hold_up(at, "ModifyAckDeadline", 10.0)
 
-        def late(call: str, _: object) -> Refused | None:
-            if call != "ModifyAckDeadline" or not down:
-                return None
-            at.clock.advance(10.0)
-            return down.pop()
-
-        at.broker.answer = late
         assert run.source.receive(10, timeout=0) == []
         assert at.waiting() == ["a"]
 
@@ -188,15 +187,8 @@ def test_a_renewal_that_an_outage_held_up_beyond_the_lease_renews_nothing(tmp_pa
         run = at.begin()
         found = run.take()
         at.clock.advance(590.0)
-        down = [Refused("UNAVAILABLE", "down")]
+        hold_up(at, "ModifyAckDeadline", 20.0)
 
-        def late(call: str, _: object) -> Refused | None:
-            if call != "ModifyAckDeadline" or not down:
-                return None
-            at.clock.advance(20.0)
-            return down.pop()
-
-        at.broker.answer = late
         assert run.custodian.renew(run.source.lease) is None
         assert run.settle(found) == SettleReport(lapsed=1)
         assert at.left() == 1
