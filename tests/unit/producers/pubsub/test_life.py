@@ -601,6 +601,18 @@ def test_an_id_that_is_refused_for_good_is_lapsed_and_the_others_are_settled(
         assert redelivery(at.begin().take()) == {found[3].data.decode(): (1, True)}
 
 
+def test_a_full_request_may_be_refused_for_each_of_its_ids(tmp_path: Path) -> None:
+    """What is said of them is far more than gRPC takes as metadata by itself."""
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put(*map(str, range(2500)))
+        run = at.begin()
+        found = run.take()
+        at.broker.confirm = lambda _: "PERMANENT_FAILURE_INVALID_ACK_ID"
+
+        assert run.settle(found).lapsed == 2500
+        assert at.broker.requests["Acknowledge"] == 1
+
+
 def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path: Path) -> None:
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b", "c")
@@ -634,29 +646,37 @@ def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: P
         assert at.left() == 0
 
 
-def test_what_a_killed_settlement_had_acknowledged_is_no_lapse(
+def test_what_a_killed_settlement_had_acknowledged_is_no_lapse_and_what_it_never_asked_for_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed between the request and its note."""
+    """It was killed between its first request and the note of that."""
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
-        at.put("a", "b")
+        at.put(*map(str, range(5000)))
         run = at.begin()
         found = run.take()
         client = run.custodian._client
         acknowledge = client.acknowledge
+        void: list[str] = []
 
         def killed(ids: list[str]) -> None:
+            void.extend(ids)
             acknowledge(ids)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(client, "acknowledge", killed)
         with pytest.raises(KeyboardInterrupt):
             run.settle(found)
-        assert at.left() == 0
+        assert at.left() == len(void) == 2500
         run.source.close()
-        at.broker.confirm = lambda _: "PERMANENT_FAILURE_INVALID_ACK_ID"
+        never = next(each for each in at.broker.subscriptions[at.name].flying if each not in void)
+        gone = {*void, never}
+        at.broker.confirm = lambda each: (
+            "PERMANENT_FAILURE_INVALID_ACK_ID" if each in gone else None
+        )
 
-        assert run.settle(found, by=run.other()) == SettleReport(acked=2)
+        report = run.settle(found, by=run.other())
+
+        assert (report.acked, report.lapsed, report.failed) == (4999, 1, 0)
 
 
 def test_a_settlement_that_was_killed_between_waves_asks_for_the_rest_alone(
