@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 #: The variable that Google's own libraries go by.
 EMULATOR: Final = "PUBSUB_EMULATOR_HOST"
 _GLOBAL: Final = "pubsub.googleapis.com:443"
-#: A message may be 10 MB, and an answer holds a thousand.  What is said of each id of an exactly-once
-#: subscription is metadata: Google's own channels have as much room.  What is silent for long is
+#: A message may be 10 MB, and an answer holds a thousand.  What an exactly-once subscription says
+#: of each id is metadata: Google's own channels have as much room.  What is silent for long is
 #: dropped by some networks.
 _CHANNEL: Final = (
     ("grpc.max_send_message_length", -1),
