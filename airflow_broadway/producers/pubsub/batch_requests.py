@@ -160,5 +160,5 @@ def _refusals(ids: Sequence[str], words: Mapping[str, str], again: bool) -> dict
 
 def _refusal(word: str, again: bool) -> Refusal:
     if word.startswith("TRANSIENT_"):
-        return Refusal(word, "Pub/Sub could not do it just now", again=True)
+        return Refusal(word, "Pub/Sub could not do it just now", again=True, unclear=again)
     return Refusal(word, "the ack id is valid no longer", gone=True, unclear=again)

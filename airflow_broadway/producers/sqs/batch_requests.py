@@ -60,12 +60,14 @@ def call_of(send: Callable[[Sequence[Any]], BatchAnswer]) -> Call:
 def _refusal(said: dict[str, Any] | None) -> Refusal:
     """What SQS said of an entry that it did not name as done."""
     if said is None:
-        return Refusal("NoAnswer", "SQS did not say what became of it", again=True)
+        return Refusal("NoAnswer", "SQS did not say what became of it", again=True, unclear=True)
     code, text = str(said.get("Code", "")), str(said.get("Message", ""))
     gone = code in GONE
     again = not gone and retryable(code, bool(said.get("SenderFault", False)))
     # Said of a visibility timeout that is too long, too.
-    return Refusal(code, text, gone=gone and "Total VisibilityTimeout" not in text, again=again)
+    gone = gone and "Total VisibilityTimeout" not in text
+    # An entry that failed within SQS may have been carried out.
+    return Refusal(code, text, gone=gone, again=again, unclear=again)
 
 
 def _tens(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:

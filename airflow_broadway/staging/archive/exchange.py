@@ -6,7 +6,9 @@ import base64
 import csv
 import hashlib
 import json
+import re
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -40,6 +42,9 @@ FORMATS: Final = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", 
 #: Rows that are read at a time, and hours whose files are open at a time.
 _ROWS: Final = 16_384
 _OPEN: Final = 32
+#: Text that says seconds; of eight digits, it is a day of ISO 8601.
+_SECONDS: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_DAY_DIGITS: Final = 8
 
 
 class Chosen(NamedTuple):
@@ -169,6 +174,11 @@ def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
     with _text_of(path) as file:
         rows = csv.DictReader(file)
         try:
+            twice = [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]
+            if twice:
+                raise RequestRefused(
+                    f"{path} has more than one column {twice[0]!r}: nothing was imported"
+                )
             for number, row in enumerate(rows, 2):
                 if None in row or None in row.values():
                     raise RequestRefused(
@@ -245,10 +255,12 @@ def _time(row: Mapping[str, Any], chosen: Chosen, where: str) -> datetime:
     try:
         if isinstance(value, datetime):
             found = value
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             found = datetime.fromtimestamp(value, UTC)
+        elif _SECONDS.fullmatch(text := str(value).strip()) and len(text) != _DAY_DIGITS:
+            found = datetime.fromtimestamp(float(text), UTC)
         else:
-            found = datetime.fromisoformat(str(value))
+            found = datetime.fromisoformat(text)
         return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
     except (ValueError, OverflowError, OSError):
         raise RequestRefused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,9 @@ def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported
         ("latin.csv", "at,who\n2013-01-01,J\xfcrgen\n".encode("latin-1"), "is no text in UTF-8"),
         ("latin.jsonl", '{"at": "J\xfcrgen"}\n'.encode("latin-1"), "is no text in UTF-8"),
         ("long.csv", b"at,x\n2013-01-01," + b"x" * 200_000, "line 2, is no CSV: field larger"),
+        ("twice.csv", b"at,x,x\n2013-01-01,1,2\n", "has more than one column 'x'"),
+        ("millis.csv", b"at,x\n1357030800000000,1\n", "is no instant"),
+        ("true.jsonl", b'{"at": true}', "is no instant"),
         ("early.jsonl", b'{"at": "0001-01-01T00:00:00+05:00"}', "is no instant"),
     ],
 )
@@ -152,6 +155,30 @@ def test_a_file_of_a_spreadsheet_and_ids_that_are_no_unicode_are_imported(
     run.json("import", str(odd), "--time", "at", "--id", "id")
 
     assert [each["message_id"] for each in run.json("show", *NINE_TO_TEN)][1] == "half \\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (f"{NINE.timestamp():.0f}", NINE),
+        (f" {NINE.timestamp():.3f} ", NINE),
+        ("-1.5", datetime(1969, 12, 31, 23, 59, 58, 500_000, UTC)),
+        ("20130101", datetime(2013, 1, 1, tzinfo=UTC)),
+        ("20130101T0900", NINE),
+        ("2013-01-01T04:00:00-05:00", NINE),
+    ],
+)
+def test_a_spreadsheet_may_say_its_times_as_seconds_or_by_iso_8601(
+    world: World, run: Command, tmp_path: Path, written: str, read: datetime
+) -> None:
+    sheet = tmp_path / "sheet.csv"
+    sheet.write_text(f"at,minute\n{written},1\n")
+
+    run.json("import", str(sheet), "--time", "at")
+
+    hour = read.replace(minute=0, second=0, microsecond=0)
+    around = ("--start", hour.isoformat(), "--end", (hour + timedelta(hours=1)).isoformat())
+    assert [each["time"] for each in run.json("show", *around)] == [read.isoformat()]
 
 
 def test_odd_files_are_refused(world: World, run: Command, tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class Refusal(NamedTuple):
     :param code: The broker's word for it.
     :param gone: Whether the receipt holds the message no longer.
     :param again: Whether sending the entry again may help.
-    :param unclear: Whether the entry was sent before, and may have been carried out then.
+    :param unclear: Whether the entry may have been carried out all the same: its answer was lost,
+        this time or an earlier one.
     """
 
     code: str
@@ -178,17 +179,19 @@ class BatchRequests:
 
     def _request(self, call: Call, request: list[Keyed]) -> dict[str, Refusal]:
         refused: dict[str, Refusal] = {}
+        unclear: set[str] = set()
         left = request
         pause = _RESEND_INTERVAL
         for attempt in range(1, _MOST_SENDS + 1):
             again = []
             for place, refusal in call([entry for _, entry in left]).items():
+                key = left[place][0]
+                if refusal.unclear:
+                    unclear.add(key)
                 if attempt < _MOST_SENDS and refusal.again:
                     again.append(left[place])
                 else:
-                    refused[left[place][0]] = refusal._replace(
-                        unclear=refusal.unclear or attempt > 1
-                    )
+                    refused[key] = refusal._replace(unclear=key in unclear)
             if not again:
                 return refused
             left = again

@@ -93,6 +93,8 @@ class ReceiptSource(ReceiptService):
         self._ready: list[tuple[float, Received]] = []
         #: Of these, what was chosen when it looked for what processes died of.
         self._chosen: set[str] = set()
+        #: Groups of which one was lost here before it was handed out: what follows it waits too.
+        self._overtaken: set[str] = set()
         #: Receipts of messages that are not for this run any more: given back at the end.
         self._spare: dict[str, str] = {}
         #: Handed out by the last receive, not yet secured.
@@ -295,15 +297,29 @@ class ReceiptSource(ReceiptService):
     def _still_held(self, taken: list[tuple[float, Received]]) -> list[tuple[float, Received]]:
         """``taken`` with what has waited here for long held anew, if it still can be."""
         now, stale = self._clock.now().timestamp(), _STALE_PART * self._seconds
-        if now - taken[0][0] <= stale:
+        if now - taken[0][0] <= stale and not self._overtaken:
             return taken
         old = {each.receipt for at, each in taken if now - at > stale}
-        refused = self._hide(((each, each) for each in old), self._seconds)
-        return [
-            (now if each.receipt in old else at, each)
-            for at, each in taken
-            if each.receipt not in refused
-        ]
+        refused = self._hide(((each, each) for each in old), self._seconds) if old else {}
+        if refused or self._overtaken:
+            taken = self._in_order(taken, refused)
+        return [(now if each.receipt in old else at, each) for at, each in taken]
+
+    def _in_order(
+        self, taken: list[tuple[float, Received]], refused: Mapping[str, Refusal]
+    ) -> list[tuple[float, Received]]:
+        """``taken`` without what was refused, and without what follows such a one in its group."""
+        groups = self._groups({each.key: each for _, each in taken})
+        kept = []
+        for at, each in taken:
+            group = groups.get(each.key)
+            if each.receipt in refused:
+                self._overtaken.update([] if group is None else [group])
+            elif group in self._overtaken and not self._receipts.knows(each.key):
+                self._spare[each.key] = each.receipt
+            else:
+                kept.append((at, each))
+        return kept
 
     def _made(self, fresh: Mapping[str, Received], now: datetime) -> list[Message]:
         attempts = self._attempts(fresh, now)

@@ -630,6 +630,37 @@ def test_what_is_refused_for_now_is_sent_again_and_alone(tmp_path: Path) -> None
         assert at.left() == 0
 
 
+def test_what_is_void_after_it_was_refused_for_now_has_lapsed(tmp_path: Path) -> None:
+    """Pub/Sub said of each time that it had not acknowledged it."""
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a", "b")
+        run = at.begin()
+        found = run.take()
+        lapsed = run.source._receipts.handles[found[1].message_id]
+        words = ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"]
+        at.broker.confirm = lambda ack_id: words.pop() if ack_id == lapsed else None
+
+        report = run.settle(found)
+
+        assert (report.acked, report.lapsed, report.failed) == (1, 1, 0)
+        assert at.left() == 1
+
+
+def test_an_answer_that_was_lost_before_one_was_refused_for_now_makes_no_lapse(
+    tmp_path: Path,
+) -> None:
+    with place(tmp_path, enable_exactly_once_delivery=True) as at:
+        at.put("a")
+        run = at.begin()
+        found = run.take()
+        lost = [Refused("UNAVAILABLE", "connection reset", done=True)]
+        at.broker.answer = lambda call, _: lost.pop() if call == "Acknowledge" and lost else None
+        words = [None, "TRANSIENT_FAILURE_OTHER", "PERMANENT_FAILURE_INVALID_ACK_ID"]
+        at.broker.confirm = lambda _: words[at.broker.requests["Acknowledge"] - 1]
+
+        assert run.settle(found) == SettleReport(acked=1)
+
+
 def test_an_answer_that_was_lost_does_not_make_what_was_done_a_lapse(tmp_path: Path) -> None:
     with place(tmp_path, enable_exactly_once_delivery=True) as at:
         at.put("a", "b")

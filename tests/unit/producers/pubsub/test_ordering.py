@@ -1,6 +1,7 @@
 """Ordering keys: what comes again holds back what follows it in its key, and nothing else."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,30 @@ def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
         assert lost
         assert [each for each in found if each[0] == "b"] == ["b1", "b2", "b3"]
         assert [each for each in found if each[0] == "a"] == ["a1"]
+
+
+def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        came = run.source._pulls.receive(6)
+        run.source._ready = [(came.at, each) for each in came.messages]
+        at.clock.advance(0.4 * run.producer.lease)
+        [a2] = [each.receipt for each in came.messages if each.raw.message.data == b"a2"]
+        at.broker.confirm = lambda each: "PERMANENT_FAILURE_INVALID_ACK_ID" if each == a2 else None
+
+        # It is lost in one portion, and followed in the next.
+        portions = [list(run.source.secure(run.source.receive(n, timeout=0))) for n in (2, 4)]
+
+        bodies = [[each.data.decode() for each in portion] for portion in portions]
+        assert bodies == [["a1"], ["b1", "b2", "b3"]]
+        assert run.settle([*chain(*portions)]) == SettleReport(acked=4)
+        run.source.close()
+        at.clock.advance(run.producer.lease)
+        assert at.waiting() == ["a2", "a3"]
 
 
 def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:
