@@ -1,14 +1,16 @@
 """Pub/Sub: what a run gets of Google's client's own speed, and what it costs in requests.
 
 ``pubsub.ceiling`` is Google's client alone, in threads that pull and acknowledge, and do nothing
-with a message; ``pubsub.process`` and ``pubsub.settle`` are this package's stages with as many
-threads, ``pubsub.run`` both together; ``pubsub.made_up`` is the process stage on a source that
-makes the same messages up: what of ``pubsub.process`` is not Pub/Sub's.  A run acknowledges nothing
-before its work is done, and so holds all that it took: ``pubsub.ceiling.held`` is the same of
-Google's client alone, which first pulls everything.  All at Google's emulator, which gives a
-hundred messages a pull where Pub/Sub gives up to a thousand, and is slower the more of them are
-held; ``pubsub.requests`` counts them as the client sent them.  ``.cpu`` is the client's processor
-time for a message, with all of its threads, and the ratio how much of it the bare client takes.
+with a message; ``pubsub.run`` is what a DAG does, with as many threads: runs of 20,000 messages,
+each received, staged and settled before the next begins.  ``pubsub.process`` and ``pubsub.settle``
+are the stages of a single run of all, ``pubsub.run.whole`` both together; ``pubsub.made_up`` is the
+process stage on a source that makes the same messages up: what of ``pubsub.process`` is not
+Pub/Sub's.  A run acknowledges nothing before its work is done, and so holds all that it took:
+``pubsub.ceiling.held`` is the same of Google's client alone, which first pulls everything.  All at
+Google's emulator, which gives a hundred messages a pull where Pub/Sub gives up to a thousand, and
+is slower the more of them are held; ``pubsub.requests`` counts them as the client sent them.
+``.cpu`` is the client's processor time for a message, with all of its threads, and the ratio how
+much of it the bare client takes.
 Messages have 200 bytes; callbacks are trivial.  Tries are interleaved, so that what else the
 machine does falls on all of them, and who of the two begins changes from try to try: an emulator
 that has just been started is slower.  Figures are medians, and so are the ratios, each to the
@@ -35,6 +37,8 @@ from tests.pubsub_server import Emulator, PubSubServer
 __all__ = ["bench_pubsub"]
 
 MESSAGES = 100_000
+#: Of these messages: 20,000 each.
+RUNS = 5
 THREADS = 4
 MADE_UP = "tests.benchmarks.made_up:OnNothing"
 
@@ -44,6 +48,7 @@ OF = {
     "process": "ceiling.pull",
     "settle": "ceiling.acknowledge",
     "run": "ceiling",
+    "run.whole": "ceiling",
     "ceiling.held": "ceiling",
 }
 
@@ -66,19 +71,34 @@ def bench_pubsub(messages: int = MESSAGES, tries: int = 7) -> Figures:
 def one_try(server: PubSubServer, count: int, *, ours_first: bool = False) -> dict[str, Took]:
     """Each in a process of its own."""
     topic = server.topic()
-    subscriptions = [server.subscription(topic, ack_deadline_seconds=600) for _ in range(3)]
+    subscriptions = [server.subscription(topic, ack_deadline_seconds=600) for _ in range(4)]
     server.publish(topic, list(repeat(BODY, count)))
     given = {"host": server.host, "messages": count, "threads": THREADS}
-    took: dict[str, Took] = {}
-    with folder_of_its_own() as folder:
-        bare = "bare", {"subscriptions": subscriptions[:2]}
-        ours = "ours", {"subscriptions": subscriptions[2:], "folder": str(folder)}
-        for name, more in (ours, bare) if ours_first else (bare, ours):
-            took |= apart(WORKER, name, **more, **given)
+
+    def bare() -> dict[str, Took]:
+        took = apart(WORKER, "bare", subscriptions=subscriptions[:2], **given)
+        held = added(took["ceiling.pull"], took["ceiling.acknowledge"])
+        return {**took, "ceiling.held": held}
+
+    def ours(subscription: str, runs: int) -> dict[str, Took]:
+        with folder_of_its_own() as folder:
+            more = {"subscriptions": [subscription], "folder": str(folder), "runs": runs}
+            return apart(WORKER, "ours", **more, **given)
+
+    def all_runs() -> dict[str, Took]:
+        return {"run": with_run(ours(subscriptions[2], RUNS))["run"]}
+
+    def one_run() -> dict[str, Took]:
+        took = with_run(ours(subscriptions[3], 1))
+        return {"run.whole": took.pop("run"), **took}
+
+    turns = [bare, all_runs, one_run]
+    took = {
+        name: each for turn in turns[:: -1 if ours_first else 1] for name, each in turn().items()
+    }
     for each in subscriptions:
         server.subscriber.delete_subscription(subscription=each)
-    held = added(took["ceiling.pull"], took["ceiling.acknowledge"])
-    return {**with_run(took), "ceiling.held": held, "made_up": made_up(count)}
+    return {**took, "made_up": made_up(count)}
 
 
 def made_up(count: int) -> Took:

@@ -126,15 +126,16 @@ def ours(
     messages: int,
     threads: int,
     folder: str,
+    runs: int,
 ) -> dict[str, Took]:
-    """The stages of a run that use Pub/Sub."""
+    """The stages of one or more runs that use Pub/Sub."""
     options = {
         "subscription": subscriptions[0],
         "conn_id": None,
         "endpoint": f"http://{host}",
         "receive_concurrency": threads,
     }
-    return stages(requests, PIPELINE, options, folder, messages)
+    return stages(requests, PIPELINE, options, folder, messages, runs=runs)
 
 
 def main() -> None:

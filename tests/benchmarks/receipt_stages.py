@@ -40,11 +40,14 @@ def stages(
     producer: Mapping[str, Any],
     folder: str,
     messages: int,
+    *,
+    runs: int = 1,
     **env_of: Any,
 ) -> dict[str, Took]:
     """The stages of a run that use the broker.
 
     :param producer: The producer's options.
+    :param runs: In so many runs, of as many messages each; one is settled before the next begins.
     :param env_of: What the producer is opened in, beside what every run has.
     """
     import pyarrow.parquet
@@ -62,38 +65,49 @@ def stages(
     reference = {"class": pipeline_class, "options": {"producer": producer}}
     pipeline = load_ref(reference, RunInfo())
     store = Store.open(f"file://{folder}/staging")
-    run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id="bench")
-    owner = {"dag_id": "bench", "run_id": "bench", "task_id": "process"}
-    env = ProducerEnv(
-        pipeline=pipeline.name,
-        generation=uuid.uuid4().hex,
-        owner={**owner, "map_index": 0, "try_number": 1},
-        staging=f"{store.uri}/{pipeline.name}",
-        **env_of,
-    )
+    each = messages // runs
+
+    def env_for(run_id: str) -> ProducerEnv:
+        owner = {"dag_id": "bench", "run_id": run_id, "task_id": "process"}
+        return ProducerEnv(
+            pipeline=pipeline.name,
+            generation=uuid.uuid4().hex,
+            owner={**owner, "map_index": 0, "try_number": 1},
+            staging=f"{store.uri}/{pipeline.name}",
+            **env_of,
+        )
+
+    def one_run(run_id: str) -> dict[str, Took]:
+        run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id=run_id)
+        env = env_for(run_id)
+        results: dict[str, Any] = {}
+
+        def process() -> None:
+            budget = Budget(max_messages=each)
+            results.update(Process(run, pipeline, env=env, budget=budget).run())
+
+        def settle() -> None:
+            [record] = run.generations()
+            # As another process: nothing is left of what this one held in memory.
+            custodian = pipeline.producer.custodian(env)
+            report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=each))
+            custodian.close()
+            if report.acked != each:
+                raise RuntimeError(f"settled {report}")
+
+        took = {"process": timed(requests, each, process)}
+        if results["received"] != each:
+            raise RuntimeError(f"received {results['received']} of {each}")
+        return {**took, "settle": timed(requests, each, settle)}
+
     # What is loaded lazily is loaded before the clock starts, as it is of the other; so is pandas,
     # by the first array of a process.
-    pipeline.producer.source(env).close()
+    pipeline.producer.source(env_for("warm")).close()
     pyarrow.array([""])
-    results: dict[str, Any] = {}
-
-    def process() -> None:
-        budget = Budget(max_messages=messages)
-        results.update(Process(run, pipeline, env=env, budget=budget).run())
-
-    def settle() -> None:
-        [record] = run.generations()
-        # As another process: nothing is left of what this one held in memory.
-        custodian = pipeline.producer.custodian(env)
-        report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=messages))
-        custodian.close()
-        if report.acked != messages:
-            raise RuntimeError(f"settled {report}")
-
-    took = {"process": timed(requests, messages, process)}
-    if results["received"] != messages:
-        raise RuntimeError(f"received {results['received']} of {messages}")
-    return {**took, "settle": timed(requests, messages, settle)}
+    first, *others = [one_run(f"run-{number}") for number in range(runs)]
+    for more in others:
+        first = {name: joined(took, more[name]) for name, took in first.items()}
+    return first
 
 
 def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
@@ -121,8 +135,17 @@ def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
 
 def added(one: Took, two: Took) -> Took:
     """One thing after the other, with the same messages."""
-    seconds, cpu = one.seconds + two.seconds, one.cpu + two.cpu
-    return Took(one.messages, seconds, cpu, one.requests + two.requests)
+    return joined(one, two)._replace(messages=one.messages)
+
+
+def joined(one: Took, two: Took) -> Took:
+    """One thing after the other, with other messages."""
+    return Took(
+        one.messages + two.messages,
+        one.seconds + two.seconds,
+        one.cpu + two.cpu,
+        one.requests + two.requests,
+    )
 
 
 def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
