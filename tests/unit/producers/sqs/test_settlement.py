@@ -59,6 +59,26 @@ def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: b
         assert run.clock.monotonic() > began  # it was waited for
 
 
+@pytest.mark.parametrize("code", ["InternalError", None])
+def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(code: str | None) -> None:
+    with halves() as run:
+        messages = run.take_new(["a"])
+        said = [code, "AWS.SimpleQueueService.MessageNotInflight"]
+
+        def answer(asked: str, arguments: dict[str, Any]) -> Any:
+            if asked != "ChangeMessageVisibility":
+                return None
+            word = said.pop(0)
+            entries = [] if word is None else arguments["Entries"]
+            failed = [{"Id": each["Id"], "Code": word, "SenderFault": False} for each in entries]
+            return {"Successful": [], "Failed": failed}
+
+        run.fake.answer = answer
+
+        assert run.settle(messages, {"a": RELEASE}) == SettleReport(released=1)
+        assert said == []
+
+
 def test_an_entry_that_goes_on_failing_is_reported_and_comes_back() -> None:
     with halves() as run:
         messages = run.take_new(["a"])
