@@ -7,6 +7,8 @@ PATH="$PWD/.venv/bin:$PATH"
 JAVA_HOME=$(sed -n 2p build/setup/java)
 export PATH JAVA_HOME
 unset VIRTUAL_ENV PYTHONHOME SPARK_HOME
+# A target starts hundreds of Pythons: without bytecode each would compile this checkout anew.
+unset PYTHONDONTWRITEBYTECODE
 if [ "${CI:-}" = true ]; then
     export AIRFLOW_BROADWAY_CI=1
 fi
