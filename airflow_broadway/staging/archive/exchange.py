@@ -42,9 +42,8 @@ FORMATS: Final = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", 
 #: Rows that are read at a time, and hours whose files are open at a time.
 _ROWS: Final = 16_384
 _OPEN: Final = 32
-#: Text that says seconds; of eight digits, it is a day of ISO 8601.
-_SECONDS: Final = re.compile(r"-?[0-9]+(\.[0-9]+)?")
-_DAY_DIGITS: Final = 8
+#: Text that says seconds; of 4, 6, 8 or 12 digits it is a year, a month, a day or a minute.
+_SECONDS: Final = re.compile(r"(?!([0-9]{4}|[0-9]{6}|[0-9]{8}|[0-9]{12})$)-?[0-9]+(\.[0-9]+)?")
 
 
 class Chosen(NamedTuple):
@@ -257,7 +256,7 @@ def _time(row: Mapping[str, Any], chosen: Chosen, where: str) -> datetime:
             found = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
             found = datetime.fromtimestamp(value, UTC)
-        elif _SECONDS.fullmatch(text := str(value).strip()) and len(text) != _DAY_DIGITS:
+        elif _SECONDS.fullmatch(text := str(value).strip()):
             found = datetime.fromtimestamp(float(text), UTC)
         else:
             found = datetime.fromisoformat(text)
