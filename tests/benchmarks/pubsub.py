@@ -12,7 +12,7 @@ is slower the more of them are held; ``pubsub.requests`` counts them as the clie
 ``.cpu`` is the client's processor time for a message, with all of its threads, and the ratio how
 much of it the bare client takes.
 Messages have 200 bytes; callbacks are trivial.  Tries are interleaved, so that what else the
-machine does falls on all of them, and who of the two begins changes from try to try: an emulator
+machine does falls on all of them, and which of them begins changes from try to try: an emulator
 that has just been started is slower.  Figures are medians, and so are the ratios, each to the
 ceiling of the same try.
 """

@@ -301,22 +301,24 @@ class ReceiptSource(ReceiptService):
             return taken
         old = {each.receipt for at, each in taken if now - at > stale}
         refused = self._hide(((each, each) for each in old), self._seconds) if old else {}
-        if refused or self._overtaken:
-            taken = self._in_order(taken, refused)
-        return [(now if each.receipt in old else at, each) for at, each in taken]
+        anew = old - refused.keys()
+        taken = self._in_order(taken, refused)
+        return [(now if each.receipt in anew else at, each) for at, each in taken]
 
     def _in_order(
         self, taken: list[tuple[float, Received]], refused: Mapping[str, Refusal]
     ) -> list[tuple[float, Received]]:
-        """``taken`` without what was refused, and without what follows such a one in its group."""
+        """``taken`` without what was refused and what follows it in its group: these come again."""
         groups = self._groups({each.key: each for _, each in taken})
         kept = []
         for at, each in taken:
-            group = groups.get(each.key)
-            if each.receipt in refused:
-                self._overtaken.update([] if group is None else [group])
-            elif group in self._overtaken and not self._receipts.knows(each.key):
-                self._spare[each.key] = each.receipt
+            group, refusal = groups.get(each.key), refused.get(each.receipt)
+            if refusal is not None and group is not None:
+                self._overtaken.add(group)
+            if refusal is not None and (refusal.gone or group is None):
+                continue  # it comes again by itself
+            if group in self._overtaken and not self._receipts.knows(each.key):
+                self._spare[each.key] = each.receipt  # a refused one too, if hidden still
             else:
                 kept.append((at, each))
         return kept

@@ -10,7 +10,7 @@ import pytest
 from airflow_broadway.core.custody.in_process import entry_of
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, LEAVE, RELEASE, Action, Verdict
-from tests.unit.producers.pubsub.kit import Place, place, settlement
+from tests.unit.producers.pubsub.kit import Generation, Place, place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
@@ -178,28 +178,64 @@ def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
         assert [each for each in found if each[0] == "a"] == ["a1"]
 
 
+def waiting(run: Generation, wait: float) -> dict[bytes, str]:
+    """Lets a run pull everything, which then waits in its process; receipts, by body."""
+    came = run.source._pulls.receive(6)
+    run.source._ready += [(came.at, each) for each in came.messages]
+    run.source._clock.sleep(wait)
+    return {each.raw.message.data: each.receipt for each in came.messages}
+
+
+@pytest.mark.parametrize("word", ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"])
 def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
-    tmp_path: Path,
+    word: str, tmp_path: Path
 ) -> None:
     settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
     with place(tmp_path, **settings) as at:
         put(at)
         run = at.begin(message_ordering=True)
-        came = run.source._pulls.receive(6)
-        run.source._ready = [(came.at, each) for each in came.messages]
-        at.clock.advance(0.4 * run.producer.lease)
-        [a2] = [each.receipt for each in came.messages if each.raw.message.data == b"a2"]
-        at.broker.confirm = lambda each: "PERMANENT_FAILURE_INVALID_ACK_ID" if each == a2 else None
+        a2 = waiting(run, 0.4 * run.producer.lease)[b"a2"]
+        at.broker.confirm = lambda each: word if each == a2 else None
 
         # It is lost in one portion, and followed in the next.
         portions = [list(run.source.secure(run.source.receive(n, timeout=0))) for n in (2, 4)]
 
         bodies = [[each.data.decode() for each in portion] for portion in portions]
         assert bodies == [["a1"], ["b1", "b2", "b3"]]
-        assert run.settle([*chain(*portions)]) == SettleReport(acked=4)
+        entries = [entry_of(each, ACK) for each in chain(*portions)]
+        assert run.custodian.settle_now(run.source.lease, entries) == SettleReport(acked=4)
+        if word.startswith("PERMANENT_"):  # both come again, in this run, and wait still
+            at.clock.advance(run.producer.lease)
+            assert run.take() == []
+        at.broker.confirm = lambda _: None
         run.source.close()
-        at.clock.advance(run.producer.lease)
         assert at.waiting() == ["a2", "a3"]
+
+
+def test_what_a_run_holds_is_kept_though_one_of_its_key_was_taken_back(tmp_path: Path) -> None:
+    """It is settled by its newest receipt, and not given back."""
+    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
+    with place(tmp_path, **settings) as at:
+        put(at)
+        run = at.begin(message_ordering=True)
+        a2 = waiting(run, 0.4 * run.producer.lease)[b"a2"]
+        word = "PERMANENT_FAILURE_INVALID_ACK_ID"
+        at.broker.confirm = lambda each: word if each == a2 else None
+        found = run.take()
+        at.clock.advance(run.producer.lease + 1.0)  # nobody renewed it
+        pulled = at.clock.now().timestamp()
+        again = waiting(run, 0.4 * run.producer.lease)
+        at.broker.confirm = lambda each: "TRANSIENT_FAILURE_OTHER" if each == again[b"b1"] else None
+
+        assert run.take() == []
+
+        receipts = run.source._receipts
+        assert {each.data: receipts.handles[each.message_id] for each in found} == {
+            each.data: again[each.data] for each in found
+        }
+        # The hold of b1 is as old as its pull.
+        assert receipts._spans[-1][0] == pulled + run.producer.lease
+        assert {*run.source._spare.values()} == {again[b"a2"], again[b"a3"]}
 
 
 def test_messages_without_a_key_go_alone(tmp_path: Path) -> None:

@@ -238,6 +238,26 @@ def test_what_waited_long_in_this_process_is_held_anew_before_it_is_handed_out()
         assert until == run.clock.now().timestamp() + 600
 
 
+@pytest.mark.parametrize("code", ["ReceiptHandleIsInvalid", "InternalError"])
+def test_what_cannot_be_held_anew_is_not_handed_out(code: str) -> None:
+    with halves() as run:
+        now = run.clock.now().timestamp()
+        run.source._ready = [(now, each) for each in received(run.fake)]
+        run.clock.advance(200.0)
+
+        def answer(asked: str, arguments: dict[str, Any]) -> Any:
+            entries = arguments.get("Entries", []) if asked == "ChangeMessageVisibility" else []
+            failed = [{"Id": each["Id"], "Code": code, "SenderFault": False} for each in entries]
+            return {"Successful": [], "Failed": failed} if failed else None
+
+        run.fake.answer = answer
+
+        assert run.take() == []
+        run.fake.answer = lambda asked, arguments: None
+        run.clock.advance(400.0)  # its hold is over
+        assert [each.data for each in run.source.receive(1, timeout=5.0)] == [b"more"]
+
+
 def received(fake: FakeSqs) -> list[Received]:
     fake.put(["more"])
     answer = fake.receive_message(QueueUrl=URL, MaxNumberOfMessages=1, VisibilityTimeout=600)
