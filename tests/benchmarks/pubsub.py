@@ -1,20 +1,19 @@
 """Pub/Sub: what a run gets of Google's client's own speed, and what it costs in requests.
 
 ``pubsub.ceiling`` is Google's client alone, in threads that pull and acknowledge, and do nothing
-with a message; ``pubsub.run`` is what a DAG does, with as many threads: runs of 20,000 messages,
-each received, staged and settled before the next begins.  ``pubsub.process`` and ``pubsub.settle``
-are the stages of a single run of all, ``pubsub.run.whole`` both together; ``pubsub.made_up`` is the
-process stage on a source that makes the same messages up: what of ``pubsub.process`` is not
-Pub/Sub's.  A run acknowledges nothing before its work is done, and so holds all that it took:
-``pubsub.ceiling.held`` is the same of Google's client alone, which first pulls everything.  All at
-Google's emulator, which gives a hundred messages a pull where Pub/Sub gives up to a thousand, and
-is slower the more of them are held; ``pubsub.requests`` counts them as the client sent them.
-``.cpu`` is the client's processor time for a message, with all of its threads, and the ratio how
-much of it the bare client takes.
-Messages have 200 bytes; callbacks are trivial.  Tries are interleaved, so that what else the
-machine does falls on all of them, and which of them begins changes from try to try: an emulator
-that has just been started is slower.  Figures are medians, and so are the ratios, each to the
-ceiling of the same try.
+with a message; ``pubsub.run`` is what the runs of a DAG do, one after another in one process and
+without Airflow, with as many threads: 20,000 messages each are received, staged and settled.
+``pubsub.process`` and ``pubsub.settle`` are the stages of a single run of all, ``pubsub.run.whole``
+both together; ``pubsub.made_up`` is the process stage on a source that makes the same messages up:
+what of ``pubsub.process`` is not Pub/Sub's.  A run acknowledges nothing before its work is done,
+and so holds all that it took: ``pubsub.ceiling.held`` is the same of Google's client alone, which
+first pulls everything.  All at Google's emulator, which gives a hundred messages a pull where
+Pub/Sub gives up to a thousand, and is slower the more of them are held; ``pubsub.requests`` counts
+them as the client sent them.  ``.cpu`` is the client's processor time for a message, with all of
+its threads, and the ratio how much of it the bare client takes.  Messages have 200 bytes; callbacks
+are trivial.  Tries are interleaved, so that what else the machine does falls on all of them, and
+which of them begins changes from try to try: an emulator that has just been started is slower.
+Figures are medians, and so are the ratios, each to the ceiling of the same try.
 """
 
 from __future__ import annotations

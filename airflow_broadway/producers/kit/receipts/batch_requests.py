@@ -41,8 +41,8 @@ class Refusal(NamedTuple):
     :param code: The broker's word for it.
     :param gone: Whether the receipt holds the message no longer.
     :param again: Whether sending the entry again may help.
-    :param unclear: Whether the entry may have been carried out all the same: its answer was lost,
-        this time or an earlier one.
+    :param unclear: Whether the entry may have been carried out all the same, this time or an
+        earlier one: e.g. an answer was lost.
     """
 
     code: str
