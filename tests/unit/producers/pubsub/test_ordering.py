@@ -14,6 +14,12 @@ from tests.unit.producers.pubsub.kit import Generation, Place, place, settlement
 
 RETRY = Verdict(Action.RETRY, 0.0, "bad", "process")
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+#: A subscription that says of each id whether it is taken, in order.
+STRICT = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
+
+refused_as = pytest.mark.parametrize(
+    "word", ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"]
+)
 
 
 def put(at: Place) -> None:
@@ -154,12 +160,11 @@ def test_an_acknowledgement_waits_for_those_before_it_in_its_key(
         assert at.waiting() == ["a2", "a3"]
 
 
-@pytest.mark.parametrize("word", ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"])
+@refused_as
 def test_what_follows_one_that_was_taken_back_as_it_came_waits_for_it(
     word: str, tmp_path: Path
 ) -> None:
-    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
-    with place(tmp_path, **settings) as at:
+    with place(tmp_path, **STRICT) as at:
         put(at)
         lost: list[str] = []
 
@@ -186,12 +191,11 @@ def waiting(run: Generation, wait: float) -> dict[bytes, str]:
     return {each.raw.message.data: each.receipt for each in came.messages}
 
 
-@pytest.mark.parametrize("word", ["PERMANENT_FAILURE_INVALID_ACK_ID", "TRANSIENT_FAILURE_OTHER"])
+@refused_as
 def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
     word: str, tmp_path: Path
 ) -> None:
-    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
-    with place(tmp_path, **settings) as at:
+    with place(tmp_path, **STRICT) as at:
         put(at)
         run = at.begin(message_ordering=True)
         a2 = waiting(run, 0.4 * run.producer.lease)[b"a2"]
@@ -214,8 +218,7 @@ def test_what_follows_one_that_was_taken_back_while_it_waited_here_waits_for_it(
 
 def test_what_a_run_holds_is_kept_though_one_of_its_key_was_taken_back(tmp_path: Path) -> None:
     """It is settled by its newest receipt, and not given back."""
-    settings = {"enable_message_ordering": True, "enable_exactly_once_delivery": True}
-    with place(tmp_path, **settings) as at:
+    with place(tmp_path, **STRICT) as at:
         put(at)
         run = at.begin(message_ordering=True)
         a2 = waiting(run, 0.4 * run.producer.lease)[b"a2"]
