@@ -16,7 +16,7 @@ from airflow_broadway.producers.kit.receipts.batch_requests import (
     Refusal,
 )
 from airflow_broadway.producers.sqs.client import BatchAnswer
-from airflow_broadway.producers.sqs.errors import retryable
+from airflow_broadway.producers.sqs.errors import retryable, throttled
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def _refusal(said: dict[str, Any] | None) -> Refusal:
     again = not gone and retryable(code, bool(said.get("SenderFault", False)))
     # Said of a visibility timeout that is too long, too.
     gone = gone and "Total VisibilityTimeout" not in text
-    # An entry that failed within SQS may have been carried out.
-    return Refusal(code, text, gone=gone, again=again, unclear=again)
+    # An entry that failed within SQS may have been carried out; one that it throttles is not.
+    unclear = again and not throttled(code)
+    return Refusal(code, text, gone=gone, again=again, unclear=unclear)
 
 
 def _tens(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:

@@ -17,6 +17,7 @@ __all__ = [
     "Expired",
     "InFlightLimit",
     "retryable",
+    "throttled",
     "translated",
 ]
 
@@ -75,9 +76,14 @@ class InFlightLimit(ProducerError):
     """The queue has as many messages in flight as it may have."""
 
 
+def throttled(code: str) -> bool:
+    """Whether AWS had too many requests to look at this one."""
+    return code in _THROTTLED
+
+
 def retryable(code: str, sender_fault: bool) -> bool:
     """Whether a failed entry of a batch request may succeed when it is sent again."""
-    return code in _THROTTLED or code in _TRANSIENT or not sender_fault
+    return throttled(code) or code in _TRANSIENT or not sender_fault
 
 
 def translated(error: Exception, action: str, queue: str, where: str) -> Exception:
@@ -101,7 +107,7 @@ def translated(error: Exception, action: str, queue: str, where: str) -> Excepti
             f"the SQS queue {queue!r} has as many messages in flight as it may have"
             f" ({IN_FLIGHT:,}): nothing more is received until runs settle what they hold"
         )
-    if code in _THROTTLED:
+    if throttled(code):
         return ProducerUnavailable(
             f"AWS throttles {action} on {queue!r}, still after retries: try again later, or with a"
             " lower receive_concurrency"

@@ -142,45 +142,60 @@ class BatchRequests:
         alone: list[Refusal] = []
         taken: list[bool] = []
 
-        def halt(
-            request: list[Keyed], refusal: Refusal
-        ) -> tuple[dict[str, Refusal], Refusal | None]:
-            halted.append(refusal)
-            return {key: refusal for key, _ in request}, refusal
+        def told(entries: Sequence[Any]) -> Mapping[int, Refusal]:
+            made = call(entries)
+            taken.append(True)
+            return made
 
-        def one(request: list[Keyed]) -> tuple[dict[str, Refusal], Refusal | None]:
+        def halt(left: list[Keyed], refusal: Refusal) -> tuple[dict[str, Refusal], Refusal | None]:
+            halted.append(refusal)
+            return {key: refusal for key, _ in left}, refusal
+
+        def one(left: list[Keyed], unclear: set[str]) -> tuple[dict[str, Refusal], Refusal | None]:
             if halted:
-                return {key: halted[0] for key, _ in request}, None
+                return {key: halted[0] for key, _ in left}, None
+            refused: dict[str, Refusal] = {}
+            stop = None
             try:
-                made = self._request(call, request)
+                self._request(told, left, refused, unclear)
+                return refused, None
             except ProducerUnavailable:
                 raise
             except Refused as error:
-                if len(request) > 1:
-                    half = len(request) // 2
-                    first, stop = one(request[:half])
-                    second, then = one(request[half:])
-                    return first | second, stop or then
+                if len(left) > 1:
+                    half = len(left) // 2
+                    first, stop = one(left[:half], unclear)
+                    second, then = one(left[half:], unclear)
+                    return refused | first | second, stop or then
                 refusal = Refusal(type(error).__name__, str(error))
                 alone.append(refusal)
                 if len(alone) >= _HOPELESS and not taken:
-                    return halt(request, refusal)
-                return {key: refusal for key, _ in request}, None
+                    given, stop = halt(left, refusal)
+                else:
+                    given = {left[0][0]: refusal}
             except ProducerError as error:
-                return halt(request, Refusal(type(error).__name__, str(error)))
-            taken.append(True)
-            return made, None
+                given, stop = halt(left, Refusal(type(error).__name__, str(error)))
+            return refused | given, stop
+
+        def each(request: list[Keyed]) -> tuple[dict[str, Refusal], Refusal | None]:
+            return one([*request], set())
 
         if self._concurrency == 1 or len(wave) == 1:
-            return [one(request) for request in wave]
+            return [each(request) for request in wave]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}")
-        return list(self._pool.map(keep_ids(one), wave))
+        return list(self._pool.map(keep_ids(each), wave))
 
-    def _request(self, call: Call, request: list[Keyed]) -> dict[str, Refusal]:
-        refused: dict[str, Refusal] = {}
-        unclear: set[str] = set()
-        left = request
+    def _request(
+        self, call: Call, left: list[Keyed], refused: dict[str, Refusal], unclear: set[str]
+    ) -> None:
+        """Send the entries ``left``, some of them again, until none of them is left.
+
+        :param refused: Gets those that are refused for good.
+        :param unclear: Gets those that may have been carried out.
+        :raises ProducerError: If a request is not answered entry by entry: that holds for those
+            that are left then.
+        """
         pause = _RESEND_INTERVAL
         for attempt in range(1, _MOST_SENDS + 1):
             again = []
@@ -192,9 +207,8 @@ class BatchRequests:
                     again.append(left[place])
                 else:
                     refused[key] = refusal._replace(unclear=key in unclear)
+            left[:] = again
             if not again:
-                return refused
-            left = again
+                return
             self._clock.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
-        return refused

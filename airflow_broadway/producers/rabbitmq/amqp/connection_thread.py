@@ -107,7 +107,8 @@ class ConnectionThread:
         try:
             self._opened.wait(address.timeout)
         except BaseException:  # a kill too; raised again
-            self.close(wait=False)
+            # A thread that has said why it failed ends at once; one that still tries may take long.
+            self.close(wait=self._opened.given)
             raise
 
     @classmethod

@@ -59,8 +59,17 @@ def test_a_failed_entry_that_may_succeed_is_sent_again_alone(code: str, fault: b
         assert run.clock.monotonic() > began  # it was waited for
 
 
-@pytest.mark.parametrize("code", ["InternalError", None])
-def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(code: str | None) -> None:
+@pytest.mark.parametrize(
+    ("code", "counts"),
+    [
+        ("InternalError", {"released": 1}),
+        (None, {"released": 1}),
+        ("RequestThrottled", {"lapsed": 1}),  # nothing was done then
+    ],
+)
+def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(
+    code: str | None, counts: dict[str, int]
+) -> None:
     with halves() as run:
         messages = run.take_new(["a"])
         said = [code, "AWS.SimpleQueueService.MessageNotInflight"]
@@ -75,7 +84,9 @@ def test_what_was_given_back_though_sqs_did_not_say_so_is_no_lapse(code: str | N
 
         run.fake.answer = answer
 
-        assert run.settle(messages, {"a": RELEASE}) == SettleReport(released=1)
+        report = run.settle(messages, {"a": RELEASE})
+
+        assert replace(report, errors=()) == SettleReport(**counts)
         assert said == []
 
 

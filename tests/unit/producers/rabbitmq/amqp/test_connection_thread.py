@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -43,6 +44,26 @@ def test_what_it_could_not_do_is_told_once_in_our_own_words(
 
     assert str(raised.value).startswith("RabbitMQ at 127.0.0.1:1 cannot be reached: ")
     assert caplog.messages == []
+
+
+def test_its_thread_has_ended_when_it_tells_that_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Thread] = []
+    start = Thread.start
+
+    def noted(thread: Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", noted)
+    for _ in range(20):
+        with pytest.raises(ProducerUnavailable, match="cannot be reached"):
+            ConnectionThread(NOBODY)
+
+        assert [thread.name for thread in started if thread.is_alive()] == []
+
+    assert len([thread for thread in started if thread.name == "rabbitmq"]) == 20
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Many entries in requests that are refused in part, or as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.receipts.batch_requests import (
+    BatchRequests,
+    Keyed,
+    Refusal,
+    Refused,
+)
+from airflow_broadway.testing import ManualClock
+
+FOUR = ["a", "b", "c", "d"]
+LATER = Refusal("Later", "not now", again=True)
+PERHAPS = Refusal("Lost", "the answer was lost", again=True, unclear=True)
+GONE = Refusal("Gone", "it is not held", gone=True)
+
+
+class Broker:
+    """Answers requests by what it was told to, and takes all after that.
+
+    :param answers: An answer for each request: entries that are refused, or an error.
+    """
+
+    def __init__(self, *answers: Mapping[str, Refusal] | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[str] = []
+
+    def __call__(self, entries: Sequence[Any]) -> Mapping[int, Refusal]:
+        self.asked.append("".join(entries))
+        answer = self.answers.pop(0) if self.answers else {}
+        if isinstance(answer, Exception):
+            raise answer
+        return {place: answer[each] for place, each in enumerate(entries) if each in answer}
+
+
+def four_at_a_time(entries: Iterable[Keyed]) -> Iterator[list[Keyed]]:
+    given = list(entries)
+    yield from (given[at : at + 4] for at in range(0, len(given), 4))
+
+
+@pytest.fixture
+def send() -> Iterator[Callable[[Broker, Iterable[str]], dict[str, Refusal]]]:
+    with closing(BatchRequests(1, ManualClock(), portions=four_at_a_time, name="test")) as requests:
+        yield lambda broker, keys: requests.send(broker, [(key, key) for key in keys])
+
+
+Send = Callable[[Broker, Iterable[str]], dict[str, Refusal]]
+
+
+def test_an_entry_that_may_succeed_is_sent_again_alone(send: Send) -> None:
+    broker = Broker({"b": LATER}, {"b": LATER})
+
+    assert send(broker, FOUR) == {}
+    assert broker.asked == ["abcd", "b", "b"]
+
+
+def test_an_entry_is_sent_six_times_at_most(send: Send) -> None:
+    broker = Broker(*[{"b": LATER}] * 7)
+
+    assert send(broker, FOUR) == {"b": LATER}
+    assert broker.asked == ["abcd"] + ["b"] * 5
+
+
+def test_a_request_that_is_refused_as_a_whole_is_halved_until_one_entry_is_left(
+    send: Send,
+) -> None:
+    broker = Broker(Refused("bad"), {}, Refused("bad"), Refused("bad"))
+
+    assert send(broker, FOUR) == {"c": Refusal("Refused", "bad")}
+    assert broker.asked == ["abcd", "ab", "cd", "c", "d"]
+
+
+def test_what_was_answered_before_is_not_sent_again_in_the_halves(send: Send) -> None:
+    broker = Broker({"b": GONE, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
+
+    assert send(broker, FOUR) == {"b": GONE, "d": Refusal("Refused", "bad")}
+    assert broker.asked == ["abcd", "cd", "c", "d"]
+
+
+def test_the_halves_remember_which_answer_was_lost(send: Send) -> None:
+    broker = Broker({"c": PERHAPS, "d": LATER}, Refused("bad"), {"c": GONE}, {"d": GONE})
+
+    assert send(broker, FOUR) == {"c": GONE._replace(unclear=True), "d": GONE}
+    assert broker.asked == ["abcd", "cd", "c", "d"]
+
+
+def test_an_error_that_is_of_no_entry_refuses_what_is_left_and_all_that_would_follow(
+    send: Send,
+) -> None:
+    broker = Broker({"b": GONE, "c": LATER}, ProducerError("no permission"))
+
+    why = Refusal("ProducerError", "no permission")
+    assert send(broker, [*FOUR, "e"]) == {"b": GONE, "c": why, "e": why}
+    assert broker.asked == ["abcd", "c"]
+
+
+def test_ten_that_are_refused_alone_end_it_unless_one_was_taken(send: Send) -> None:
+    keys = [chr(code) for code in range(ord("a"), ord("a") + 16)]
+    hopeless = Broker(*[Refused("bad")] * 100)
+
+    assert len(send(hopeless, keys)) == 16
+    assert len([each for each in hopeless.asked if len(each) == 1]) == 10
+
+    first, *others = keys
+    hopeful = Broker({}, *[Refused("bad")] * 100)
+    four = [first, *others[:3]]
+
+    assert len(send(hopeful, [*four, *keys[4:]])) == 12
+    assert len([each for each in hopeful.asked if len(each) == 1]) == 12
