@@ -62,7 +62,7 @@ class AirflowApi:
                 return
             if time.monotonic() >= deadline:
                 raise self._failure(f"{complaint()}, after {timeout:g} s", log)
-            time.sleep(0.25)
+            time.sleep(0.5)  # each look is work for the API server
 
     def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """Call ``/api/v2`` + ``path`` and return the JSON of its answer, ``None`` if it is empty.

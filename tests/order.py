@@ -1,12 +1,16 @@
-"""In which order files of tests begin: with a few processes, the last to begin decides the end."""
+"""Which files of tests begin, and which of them go to one process.
+
+With a few processes, the last file to begin decides the end.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-__all__ = ["LONGEST", "longest_first"]
+__all__ = ["LONGEST", "ONE_SPARK", "Together", "longest_first"]
 
 _HERE = Path(__file__).parent
 
@@ -18,19 +22,34 @@ LONGEST = (
     "integration/test_demo.py",
     "faults/test_rabbitmq.py",
     "integration/test_clicks.py",
+    "integration/test_spark_job.py",  # and what goes with it
     "living/test_living.py",
     "integration/test_dag_test.py",
     "integration/test_rabbitmq_stopping.py",
     "integration/test_bad_input.py",
     "integration/test_stopping.py",
-    "integration/test_spark_job.py",
     "integration/test_rabbitmq_settling.py",
-    "conformance/test_conformance.py",
     "integration/test_rabbitmq_connections.py",
     "dags/test_readme.py",
-    "unit/staging/test_arrow_schema.py",
     "unit/test_imports.py",
 )
+
+#: Files whose tests share a Spark session: to start it takes long, and it is fast when it is warm.
+ONE_SPARK = (
+    "integration/test_spark_job.py",
+    "conformance/test_conformance.py",
+    "unit/staging/test_arrow_schema.py",
+    "integration/test_spark_files.py",
+    "integration/test_spark_hard.py",
+)
+
+
+class Together(LoadFileScheduling):  # type: ignore[misc]
+    """``--dist loadfile``, but that the files of :data:`ONE_SPARK` go to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = str(super()._split_scope(nodeid))
+        return "one Spark" if file.removeprefix("tests/") in ONE_SPARK else file
 
 
 def longest_first(items: list[pytest.Item]) -> None:

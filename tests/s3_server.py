@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -36,6 +36,7 @@ class S3Server:
     def __init__(self, app: Any) -> None:
         self._app = app
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self.requests = Requests()
         self.endpoint = ""
         #: Told of each request: ``"before"`` it is carried out, and ``"after"``, before the answer.
@@ -49,7 +50,9 @@ class S3Server:
         with self._lock:
             self.requests[kind, key] += 1
         self.told("before")
-        answer = self._app(environ, start_response)
+        # S3 creates an object once; moto looks whether it is there, and writes it then.
+        with self._writing if kind == "PUT" else nullcontext():
+            answer = self._app(environ, start_response)
         self.told("after")
         return answer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import airflow_broadway
 from airflow_broadway.core.stages.callbacks import CODES
-from tests.order import LONGEST
+from tests.order import LONGEST, ONE_SPARK
 
 ROOT = Path(__file__).parents[2]
 STAGES = [Path(airflow_broadway.__file__).parent / room for room in ("core", "spark")]
@@ -29,4 +29,4 @@ def test_the_codes_of_logged_errors_are_those_of_the_guide() -> None:
 
 
 def test_the_files_of_tests_that_begin_are_there() -> None:
-    assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []
+    assert [name for name in (*LONGEST, *ONE_SPARK) if not (ROOT / "tests" / name).exists()] == []

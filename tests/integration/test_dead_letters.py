@@ -12,6 +12,7 @@ import pytest
 from airflow_broadway.core.custody.dead_letters import Choice, DeadLetters
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.rabbitmq.amqp import get
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import Channel, ConnectionThread
 from tests.cli_runs import ran
 from tests.kafka_group import KafkaGroup
@@ -164,6 +165,39 @@ def test_rabbitmqs_letters_are_back_before_a_queue_knows_that_their_channel_has_
         assert letters.count() == 3
     for connection in open_still:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("late", "within", "counted"),
+    [(2, 60.0, [0, 0, 3]), (1, 0.0, [0])],
+    ids=["put back late", "got by others"],
+)
+def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_soon_after(
+    place: Place, monkeypatch: pytest.MonkeyPatch, late: int, within: float, counted: list[int]
+) -> None:
+    place.declare()
+    place.send(b"1", b"2", b"3")
+    place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
+    call, counts = Channel.call, list[int]()
+
+    def slow(channel: Channel, name: str, *rest: Any, **arguments: Any) -> Any:
+        answer = call(channel, name, *rest, **arguments)
+        if name == "queue_declare":
+            if len(counts) < late:
+                answer.method.message_count = 0
+            counts.append(answer.method.message_count)
+        return answer
+
+    monkeypatch.setattr(get, "_BACK_WITHIN", within)
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        shown = letters.letters()
+        next(shown)
+        # Given a queue that puts back later, or never, what it is given back
+        monkeypatch.setattr(Channel, "call", slow)
+
+        assert len(list(shown)) == 2
+
+    assert counts == counted
 
 
 # -- Kafka -----------------------------------------------------------------------------------------

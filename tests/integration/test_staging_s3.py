@@ -23,6 +23,7 @@ from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.store import Folder, Store
 from airflow_broadway.testing import ManualClock
+from tests.s3_server import S3Server, s3_server
 from tests.unit.staging.kit import (
     FakeCustodian,
     batches_of,
@@ -37,34 +38,23 @@ from tests.unit.staging.kit import (
 )
 
 pytest.importorskip("s3fs")
-server = pytest.importorskip("moto.server")
+pytest.importorskip("moto.server")
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    running = server.ThreadedMotoServer(port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
+def server() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
 
 
 @pytest.fixture
-def options(endpoint: str) -> dict[str, Any]:
-    return {
-        "key": "test",
-        "secret": "test",
-        "client_kwargs": {"endpoint_url": endpoint},
-        # A client of its own for each store, as in processes of their own.
-        "skip_instance_cache": True,
-    }
+def options(server: S3Server) -> dict[str, Any]:
+    return server.options()
 
 
 @pytest.fixture
-def uri(options: dict[str, Any]) -> str:
-    bucket = f"bucket-{uuid.uuid4().hex}"
-    Store.open(f"s3://{bucket}", **options).fs.mkdir(bucket)
-    return f"s3://{bucket}/staging"
+def uri(server: S3Server) -> str:
+    return server.root()
 
 
 def run_on(uri: str, options: dict[str, Any], clock: ManualClock | None = None) -> StagedRun:

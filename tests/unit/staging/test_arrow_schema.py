@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from decimal import Decimal as Number
 from pathlib import Path
@@ -34,6 +33,7 @@ from airflow_broadway.staging.arrow_schema import (
     columns_from_rows,
     from_arrow,
 )
+from tests.unit.spark.session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -289,21 +289,9 @@ def test_a_float_column_never_turns_a_finite_number_into_an_infinite_one(given: 
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
-    from pyspark.sql import SparkSession
-
-    session = (
-        SparkSession.builder.master("local[1]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.sql.shuffle.partitions", "1")
-        .getOrCreate()
-    )
-    yield session
-    session.stop()
+@pytest.fixture
+def spark() -> SparkSession:
+    return spark_session()
 
 
 def without_nullability(kind: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import (
     ANSWER_TIMEOUT,
     Channel,
@@ -19,6 +21,10 @@ __all__ = ["ACKS_AT_ONCE", "Getter"]
 #: carried out; the others the broker keeps back, and forgets if the channel is closed before they
 #: are due (probed with RabbitMQ 3.10.8).
 ACKS_AT_ONCE = 15
+
+#: Seconds for which a queue may take to put back what it was told to; and between two looks.
+_BACK_WITHIN = 2.0
+_LOOK_INTERVAL = 0.01
 
 
 class Getter:
@@ -37,6 +43,7 @@ class Getter:
         self._queue = queue
         self._reply: Reply | None = None
         self._kept: list[int] = []
+        self._held = 0
         raw, number = self._channel.raw, self._channel.number
 
         def attach() -> None:
@@ -60,6 +67,7 @@ class Getter:
             raw.basic_get(self._queue, lambda *_: None)  # what comes is read before pika sees it
 
         got: Delivered | None = self._connection.ask(ask, seconds)
+        self._held += got is not None
         return got
 
     def get(self, seconds: float = ANSWER_TIMEOUT) -> tuple[int, bytes] | None:
@@ -91,6 +99,7 @@ class Getter:
             reply.give()
 
         self._connection.ask(run)
+        self._held -= len(tags)
 
     def _caught_up(self) -> bool:
         """Wait until the queue has done what it was told; ``False`` if it is no more."""
@@ -109,7 +118,9 @@ class Getter:
     def give_back(self) -> None:
         """Put what was got and not acknowledged into its place, and close the channel.
 
-        A queue may notice a channel that has closed only later: whoever looks at once finds less.
+        A queue may notice only later that a channel has closed, and a quorum queue puts back only
+        when that is on its disks: whoever looks before finds less.  So this waits until the queue
+        counts as many as it was given, though not for long: somebody else may have got them.
         """
         raw = self._channel.raw
 
@@ -118,7 +129,19 @@ class Getter:
                 raw.basic_nack(0, multiple=True, requeue=True)
 
         self._connection.post(run)
+        give_up_at = time.monotonic() + _BACK_WITHIN
+        try:
+            while self._ready() < self._held and time.monotonic() < give_up_at:
+                time.sleep(_LOOK_INTERVAL)
+        except ProducerError:  # it goes back with its channel
+            return
         self.close()
+
+    def _ready(self) -> int:
+        if not self._held:
+            return 0
+        declared = self._channel.call("queue_declare", queue=self._queue, passive=True)
+        return int(declared.method.message_count)
 
     def _answer(self, delivered: Delivered | None) -> None:
         # pika keeps waiting for the message itself unless it is told.
