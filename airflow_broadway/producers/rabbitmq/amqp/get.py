@@ -120,26 +120,25 @@ class Getter:
 
         A queue may notice only later that a channel has closed, and a quorum queue puts back only
         when that is on its disks: whoever looks before finds less.  So this waits until the queue
-        counts as many as it was given, though not for long: somebody else may have got them.
+        counts them again, though not for long: somebody else may have got them.
         """
         raw = self._channel.raw
+        give_up_at = time.monotonic() + _BACK_WITHIN
 
         def run() -> None:
             if raw.is_open:
                 raw.basic_nack(0, multiple=True, requeue=True)
 
-        self._connection.post(run)
-        give_up_at = time.monotonic() + _BACK_WITHIN
         try:
-            while self._ready() < self._held and time.monotonic() < give_up_at:
+            whole = self._ready() + self._held if self._held else 0
+            self._connection.post(run)
+            while whole and self._ready() < whole and time.monotonic() < give_up_at:
                 time.sleep(_LOOK_INTERVAL)
         except ProducerError:  # it goes back with its channel
             return
         self.close()
 
     def _ready(self) -> int:
-        if not self._held:
-            return 0
         declared = self._channel.call("queue_declare", queue=self._queue, passive=True)
         return int(declared.method.message_count)
 
