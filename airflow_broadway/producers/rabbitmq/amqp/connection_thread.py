@@ -108,7 +108,7 @@ class ConnectionThread:
             self._opened.wait(address.timeout)
         except BaseException:  # a kill too; raised again
             # A thread that has said why it failed ends at once; one that still tries may take long.
-            self.close(wait=self._opened.given)
+            self.close(wait=self.lost is not None)
             raise
 
     @classmethod
