@@ -203,6 +203,32 @@ def test_a_look_at_rabbitmqs_letters_ends_when_their_queue_counts_them_again_or_
     assert counts == counted
 
 
+@pytest.mark.parametrize("act", ["delete", "requeue"])
+def test_what_was_acknowledged_at_rabbitmq_is_not_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    place.declare()
+    place.send(b"1", b"2", b"3", b"4", b"5")
+    other = DEAD._replace(reason="KeyError: other")
+    place.settle("g1", {0: DEAD, 1: other, 2: DEAD, 3: other, 4: DEAD})
+    call, counts = Channel.call, list[int]()
+
+    def noted(channel: Channel, name: str, *rest: Any, **arguments: Any) -> Any:
+        answer = call(channel, name, *rest, **arguments)
+        if name == "queue_declare":
+            counts.append(answer.method.message_count)
+        return answer
+
+    monkeypatch.setattr(get, "_BACK_WITHIN", 60.0)
+    with closing(place.producer().dead_letters(place.env())) as letters:
+        monkeypatch.setattr(Channel, "call", noted)
+
+        assert getattr(letters, act)(Choice(reason="KeyError")).count == 2
+
+    # All are there, all are got; those that stay are back
+    assert (counts[0], counts[1], counts[-1], counts.count(3)) == (5, 0, 3, 1)
+
+
 # -- Kafka -----------------------------------------------------------------------------------------
 
 

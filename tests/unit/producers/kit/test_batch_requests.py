@@ -85,10 +85,12 @@ def test_what_was_answered_before_is_not_sent_again_in_the_halves(send: Send) ->
     assert broker.asked == ["abcd", "cd", "c", "d"]
 
 
-def test_the_halves_remember_which_answer_was_lost(send: Send) -> None:
-    broker = Broker({"c": PERHAPS, "d": LATER}, Refused("bad"), {"c": GONE}, {"d": GONE})
+@pytest.mark.parametrize("lost", ["c", "d"])
+def test_the_halves_remember_which_answer_was_lost(send: Send, lost: str) -> None:
+    said = {"c": LATER, "d": LATER, lost: PERHAPS}
+    broker = Broker(said, Refused("bad"), {"c": GONE}, {"d": GONE})
 
-    assert send(broker, FOUR) == {"c": GONE._replace(unclear=True), "d": GONE}
+    assert send(broker, FOUR) == {each: GONE._replace(unclear=each == lost) for each in "cd"}
     assert broker.asked == ["abcd", "cd", "c", "d"]
 
 
