@@ -208,7 +208,6 @@ def interrupted(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     end(process)
 
 
-@pytest.mark.slow  # that an Airflow which stops leaves nothing is in test_local_airflow
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process_behind(interrupted: subprocess.Popen[str]) -> None:
     # Given a demo whose run has begun

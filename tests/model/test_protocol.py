@@ -47,17 +47,17 @@ Case = tuple[Callable[[Run], Custody], dict[str, Any]]
 QUICK: dict[str, Case] = {
     "rows": (Rows, {**PROCESS, **LATE, "retention": True}),
     "rows, batches": (Rows, {**BATCHES, **LATE}),
+    "rows, dead letters": (Rows, DEAD),
     "rows, two runs": (Rows, {**BESIDE, "results": ("ok", "retry")}),
     "receipts": (Receipts, PROCESS),
     "receipts, batches": (Receipts, BATCHES),
+    "receipts, dead letters": (Receipts, DEAD),
     "receipts, two runs": (Receipts, {**BESIDE, "results": ("ok",)}),
     "bundles, next run": (Bundles, {**DEAD, **OVER}),
     "bundles, batches": (Bundles, {**BATCHES, **OVER}),
     "bundles, last look": (Bundles, {**DEAD, **LAST_LOOK}),
 }
 DEEP: dict[str, Case] = {
-    "rows, dead letters": (Rows, DEAD),
-    "receipts, dead letters": (Receipts, DEAD),
     "rows, all results": (Rows, {"batchers": True, "results": ("ok", "dead")}),
     "rows, two runs with batches": (Rows, {**BESIDE, "batchers": True}),
     "receipts, late": (Receipts, {**PROCESS, **LATE}),
