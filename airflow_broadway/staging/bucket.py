@@ -16,7 +16,7 @@ from typing import IO, Any
 from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import put_new
+from airflow_broadway.core.formats.files import object_names, put_new
 
 __all__ = ["Bucket"]
 
@@ -93,10 +93,9 @@ class Bucket:
     def list(self, path: str) -> list[str]:
         self._forget(path)
         try:
-            found = self._fs.ls(path, detail=False)
+            names = object_names(self._fs, path)
         except FileNotFoundError:
             return []
-        names = {name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path}
         return sorted(name for name in names if not name.startswith("."))
 
     def create(self, path: str, chunks: Iterable[bytes]) -> bool:

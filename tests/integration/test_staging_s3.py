@@ -108,6 +108,35 @@ def test_what_one_client_writes_another_sees_at_once(uri: str, options: dict[str
     assert first.list("x") == []
 
 
+def test_listing_costs_one_request_for_each_thousand_names_of_that_folder(
+    server: S3Server, uri: str, options: dict[str, Any]
+) -> None:
+    # A Dag with many runs, whose keys are put without the store, for speed
+    store = Store.open(uri, **options)
+    store.folder("dag/runs/run-0000").create("x/report.json", "1")
+    bucket, _, root = uri.removeprefix("s3://").partition("/")
+    for number in range(1, 1101):
+        key = f"{root}/dag/runs/run-{number:04d}/report.json"
+        store.fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"1")
+    store.folder("dag/runs").create(".hidden", "1")
+
+    # A folder that does not exist is one request, and its parent is not listed
+    run = Store.open(uri, **options).folder("dag/runs/run-0001")
+    with server.counted() as requests:
+        assert run.list("deaths") == []
+    assert requests.of("LIST") == requests.total() == 1
+
+    # A folder of folders and files has its names, without hidden ones
+    folder = Store.open(uri, **options).folder("dag")
+    with server.counted() as requests:
+        assert folder.list("runs") == [f"run-{number:04d}" for number in range(1101)]
+    assert requests.of("LIST") == requests.total() == 2
+    assert folder.list("runs/run-0000") == ["x"]
+    assert folder.list("runs/run-0000/x") == ["report.json"]
+    assert folder.list("runs/run-0000/x/report.json") == []
+    assert folder.list("runs/run-000") == []
+
+
 def test_lines_stream_through_parts_and_a_broken_stream_leaves_no_object(
     uri: str, options: dict[str, Any]
 ) -> None:

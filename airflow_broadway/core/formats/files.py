@@ -28,6 +28,7 @@ __all__ = [
     "make_folder",
     "make_folders",
     "new_file",
+    "object_names",
     "put_new",
     "replace_file",
     "sync_file",
@@ -309,3 +310,29 @@ def _is_conflict(error: Exception) -> bool:
             return code in ("ConditionalRequestConflict", "409")
         cause = cause.__cause__
     return "ConditionalRequestConflict" in str(error)
+
+
+def object_names(fs: Any, path: str) -> set[str]:
+    """Return the names in a folder of a store; empty if there is no such folder.
+
+    On S3 that is one request for each 1,000 names.  ``S3FileSystem.ls`` lists the parent of an
+    empty folder, too: a Dag with 10,000 runs costs ten further requests.
+
+    :param fs: The store's file system, of fsspec.
+    :raises FileNotFoundError: From some clients, if there is no such folder.
+    """
+    if not hasattr(fs, "call_s3"):
+        found = (str(name).rstrip("/") for name in fs.ls(path, detail=False))
+        return {name.rpartition("/")[2] for name in found if name != path}
+    bucket, key, _ = fs.split_path(path)
+    prefix = f"{key}/" if key else ""
+    request = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/", **fs.req_kw}
+    names: set[str] = set()
+    while True:
+        page = fs.call_s3("list_objects_v2", **request)
+        keys = [entry["Key"] for entry in page.get("Contents", ())]
+        keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+        names |= {name[len(prefix) :].rstrip("/") for name in keys}
+        if not page.get("IsTruncated"):
+            return names - {""}
+        request["ContinuationToken"] = page["NextContinuationToken"]

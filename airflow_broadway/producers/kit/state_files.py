@@ -15,7 +15,13 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import create_file, make_folders, put_new, replace_file
+from airflow_broadway.core.formats.files import (
+    create_file,
+    make_folders,
+    object_names,
+    put_new,
+    replace_file,
+)
 
 __all__ = ["Damaged", "MemoryFiles", "StateFiles", "day_of", "digest", "instant_of", "state_files"]
 
@@ -169,14 +175,12 @@ class StateFiles:
         try:
             if not self._local:
                 self._fs.invalidate_cache(where)
-            paths = self._fs.ls(where, detail=False)
+            names = object_names(self._fs, where)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise StagingError(f"{where} cannot be listed: {error}") from None
-        found = {str(path).rstrip("/") for path in paths} - {where}  # a file lists itself
-        names = sorted(path.rpartition("/")[2] for path in found)
-        return [name for name in names if not name.endswith(".tmp") and name[:1] != "."]
+        return [name for name in sorted(names) if not name.endswith(".tmp") and name[:1] != "."]
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file, as of now."""
