@@ -10,6 +10,7 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
         manifest.json                   written once, exclusively: only now is the execution real
         live.json                       how far its task was a moment ago, for people
         lease.json                      the lease as last renewed
+        in-hand.json                    ids of the messages that a child process is handling
         journal-intent.json             settling has begun (exclusive)
         journal-settled.json            settling is done: the report (exclusive)
     batches/<batcher>/<inputs>/<try>/
@@ -75,6 +76,10 @@ class paths:  # noqa: N801 - a namespace
     @staticmethod
     def live(generation: str) -> str:
         return f"{generation}/live.json"
+
+    @staticmethod
+    def in_hand(generation: str) -> str:
+        return f"{generation}/in-hand.json"
 
     @staticmethod
     def intent(generation: str) -> str:

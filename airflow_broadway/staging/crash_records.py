@@ -1,0 +1,118 @@
+"""Records the generations whose task died, and the messages that were in hand at that instant.
+
+The death of a whole task proves nothing about its messages: a preemption and the kernel's OOM
+killer look alike.  So a record only makes the pipeline careful: while there is one, a redelivered
+message is a *suspect*, and is handled in a child process.  Below the pipeline's staging folder::
+
+    _crashes/<time>-<generation>-<count>.json     {"version": 1, "in_hand": [message ids]}
+
+``count`` is the number of ids, so that a listing alone says which files are worth reading.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.core.formats.layout import VERSION, read_json
+from airflow_broadway.staging.names import encode_name
+from airflow_broadway.staging.store import Store
+
+__all__ = ["KEPT", "CrashHistory", "load_crash_history", "portion_size", "record_crash"]
+
+log = logging.getLogger(__name__)
+
+#: How long a record is kept: as long as SQS keeps a message at most.
+KEPT: Final = timedelta(days=14)
+#: The most messages that are handled together with one that was in hand in one crash; with one
+#: that was in hand in several, none is.
+SMALL_PORTION: Final = 25
+
+_TIME: Final = "%Y%m%dT%H%M%SZ"
+_NAME: Final = re.compile(r"(\d{8}T\d{6}Z)-(.+)-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class CrashHistory:
+    """The crashes on record of one pipeline.
+
+    :param crashes: The number of generations whose task died.
+    :param in_hand: Message id → the number of crashes in which it was in hand.
+    :param alone: Message id → the number of crashes in which nothing else was in hand.
+    """
+
+    crashes: int = 0
+    in_hand: Mapping[str, int] = field(default_factory=dict)
+    alone: Mapping[str, int] = field(default_factory=dict)
+
+
+def portion_size(in_hand: int) -> int | None:
+    """Return how many messages are handled together with one of so many crashes.
+
+    :param in_hand: The number of crashes in which the message was in hand.
+    :returns: ``None`` for no bound.
+    """
+    if in_hand < 1:
+        return None
+    return SMALL_PORTION if in_hand == 1 else 1
+
+
+def record_crash(
+    store: Store, pipeline: str, generation: str, in_hand: Collection[str], now: datetime
+) -> None:
+    """Record that a generation's task died.  Safe to repeat.
+
+    :param in_hand: Ids of the messages that a child process was handling; empty if none was.
+    :raises StagingError: If the record cannot be written.
+    """
+    name = f"{now.astimezone(UTC):{_TIME}}-{generation}-{len(in_hand)}.json"
+    value = {"version": VERSION, "in_hand": sorted(in_hand)}
+    store.folder(_folder(pipeline)).create(name, json.dumps(value))
+
+
+def load_crash_history(store: Store, pipeline: str, now: datetime) -> CrashHistory:
+    """Load the crashes on record, and remove records older than :data:`KEPT`.
+
+    :raises StagingError: If the records cannot be read.
+    """
+    folder = store.folder(_folder(pipeline))
+    oldest = f"{now.astimezone(UTC) - KEPT:{_TIME}}"
+    newest: dict[str, tuple[int, str]] = {}
+    for name in folder.list(""):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        if match[1] < oldest:
+            _remove(store, pipeline, name)
+            continue
+        count = int(match[3])
+        # Settling that was interrupted may have recorded a crash twice.
+        newest[match[2]] = max(newest.get(match[2], (-1, "")), (count, name))
+    in_hand: Counter[str] = Counter()
+    alone: Counter[str] = Counter()
+    for name, text in folder.read_all([name for count, name in newest.values() if count]):
+        if text is None:  # removed in between by another run
+            continue
+        ids = read_json(text, f"{folder.path}/{name}")["in_hand"]
+        in_hand.update(ids)
+        if len(ids) == 1:
+            alone.update(ids)
+    return CrashHistory(len(newest), in_hand, alone)
+
+
+def _folder(pipeline: str) -> str:
+    return f"{encode_name(pipeline)}/_crashes"
+
+
+def _remove(store: Store, pipeline: str, name: str) -> None:
+    try:
+        store.folder(_folder(pipeline)).remove(name)
+    except StagingError as error:  # an old record only makes the pipeline careful for longer
+        log.warning("Could not remove the old crash record %s: %s", name, error)

@@ -1,0 +1,71 @@
+"""The generations whose task died, and what was in hand then."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.staging.crash_records import (
+    KEPT,
+    CrashHistory,
+    load_crash_history,
+    portion_size,
+    record_crash,
+)
+from airflow_broadway.staging.store import Store
+
+NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(str(tmp_path))
+
+
+def test_a_pipeline_without_crashes_has_an_empty_history(store: Store) -> None:
+    assert load_crash_history(store, "orders", NOW) == CrashHistory()
+
+
+def test_messages_in_hand_are_counted_over_crashes(store: Store) -> None:
+    record_crash(store, "orders", "g1", ["a", "b"], NOW)
+    record_crash(store, "orders", "g2", ["a"], NOW + timedelta(seconds=1))
+    record_crash(store, "orders", "g3", [], NOW + timedelta(seconds=2))
+    record_crash(store, "others", "g4", ["a"], NOW)
+
+    history = load_crash_history(store, "orders", NOW + timedelta(seconds=3))
+
+    assert history == CrashHistory(3, {"a": 2, "b": 1}, {"a": 1})
+
+
+def test_a_crash_that_is_recorded_twice_counts_once(store: Store) -> None:
+    record_crash(store, "orders", "g1", ["a"], NOW)
+    record_crash(store, "orders", "g1", ["a"], NOW)
+    record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=9))
+
+    assert load_crash_history(store, "orders", NOW).in_hand == {"a": 1}
+
+
+def test_a_record_is_kept_for_fourteen_days(store: Store) -> None:
+    record_crash(store, "orders", "g1", ["a"], NOW)
+
+    assert load_crash_history(store, "orders", NOW + KEPT).crashes == 1
+    assert load_crash_history(store, "orders", NOW + KEPT + timedelta(seconds=1)).crashes == 0
+    assert load_crash_history(store, "orders", NOW).crashes == 0  # it was removed
+
+
+def test_a_record_of_a_newer_release_is_refused(store: Store) -> None:
+    record_crash(store, "orders", "g1", ["a"], NOW)
+    folder = store.folder("orders/_crashes")
+    [name] = folder.list("")
+    folder.replace(name, '{"version": 99, "in_hand": ["a"]}')
+
+    with pytest.raises(StagingError, match="format version 99"):
+        load_crash_history(store, "orders", NOW)
+
+
+@pytest.mark.parametrize(("in_hand", "size"), [(0, None), (1, 25), (2, 1), (7, 1)])
+def test_portions_shrink_with_the_crashes_of_a_message(in_hand: int, size: int | None) -> None:
+    assert portion_size(in_hand) == size
