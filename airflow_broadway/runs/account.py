@@ -24,6 +24,7 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
 from airflow_broadway.staging.run_folder import SETTLED, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement_journal import settled_journal
+from airflow_broadway.staging.store import host_name
 
 __all__ = [
     "LOOK",
@@ -37,6 +38,7 @@ __all__ = [
     "reasons_of",
     "totals_of",
     "trouble_of",
+    "unseen",
 ]
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ def keep_report(
     at: datetime,
     isolation: Mapping[str, Any] | None = None,
     look: Mapping[str, Any] | None = None,
+    missing: str = "",
 ) -> dict[str, Any]:
     """Account for the executions of a run, and keep the report in the run's folder.
 
@@ -69,6 +72,8 @@ def keep_report(
 
     :param isolation: What processes died of, if any did; see :func:`isolation_of`.
     :param look: What a dry run found.
+    :param missing: Which messages of the process tasks are not in this folder; see
+        :func:`unseen`.
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
     :raises StagingError: If it cannot be written.
@@ -81,14 +86,18 @@ def keep_report(
         "run_id": run.run_id,
         "path": f"{run.store.uri}/{run.path}/{REPORT}",
         "totals": totals,
-        "balanced": all(each["balanced"] for each in generations),
+        "balanced": not missing and all(each["balanced"] for each in generations),
+        **({"unseen": missing} if missing else {}),
         "generations": generations,
         "batchers": dict(batchers),
         "reasons": list(reasons),
         **({"isolation": isolation} if isolation else {}),
         **({"look": look} if look else {}),
         "failed_tasks": list(failed_tasks),
-        "errors": sorted({error for each in generations for error in each["errors"]}),
+        "errors": [
+            *([missing] if missing else []),
+            *sorted({error for each in generations for error in each["errors"]}),
+        ],
         **_about_source(records, run),
         "at": at.isoformat(),
     }
@@ -116,6 +125,41 @@ def _about_source(records: Sequence[GenerationRecord], run: StagedRun) -> dict[s
     for record in records:
         notes += [each for each in run.lease(record).state.get("notes", ()) if each not in notes]
     return {"source": sources[-1], "notes": notes}
+
+
+def unseen(run: StagedRun, references: Iterable[Mapping[str, Any]]) -> str:
+    """Compare the references of a run's process tasks with its staging folder.
+
+    :returns: One sentence on messages that are not in this folder; empty if all are.
+    """
+    named = [each for each in references if "root_id" in each]  # a dry run stages nothing
+    elsewhere = [each for each in named if each["root_id"] != run.store.root_id()]
+    if elsewhere:
+        received = many(sum(each["received"] for each in elsewhere), "message")
+        tasks = many(len(elsewhere), "process task")
+        try:
+            run.store.check_roots(elsewhere)
+        except StagingError as error:
+            return f"{received} of {tasks} cannot be settled: {error}"
+    differing = [each for each in named if each["received"] != _published(run, each["generation"])]
+    if not differing:
+        return ""
+    first = differing[0]
+    others = f", and so do {many(len(differing) - 1, 'other')}" if len(differing) > 1 else ""
+    return (
+        f"the reference of generation {first['generation']} names"
+        f" {many(first['received'], 'message')} that host {first['host']!r} staged under the root"
+        f" {first['root_id']}{others}, and host {host_name()!r} sees"
+        f" {many(_published(run, first['generation']), 'message')} of it under the same root in"
+        f" {run.store.uri}/{run.path}: restore the files if they were removed, or clear the process"
+        " task"
+    )
+
+
+def _published(run: StagedRun, generation: str) -> int:
+    """Return how many messages a generation's manifest has; 0 without one."""
+    manifest = run.manifest(generation)
+    return 0 if manifest is None else manifest.received
 
 
 def kept_report(run: StagedRun) -> dict[str, Any] | None:

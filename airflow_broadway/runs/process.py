@@ -377,11 +377,7 @@ class Process:
         aside = sum(manifest.lease["state"].get("set_aside", {}).values())
         return {
             **({"set_aside": aside} if aside else {}),
-            "generation": manifest.generation,
-            "received": manifest.received,
-            "failed": manifest.failed,
-            "batchers": manifest.batchers,
-            "stopped": manifest.stopped,
+            **manifest.reference(),
         }
 
 

@@ -52,6 +52,7 @@ class SparkBatches:
     :param planned: What the batch tasks returned.
     :param name: The task's name in the staging folder.
     :param most: Applications that the run may start, once one has died.
+    :raises StagingError: If a batch task wrote its plan under another staging root.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class SparkBatches:
         self._run = run
         self._pipeline = pipeline
         self._ports = ports
-        paths = (each.get("plan") for each in planned)
+        references = list(planned)
+        run.store.check_roots(references)
+        paths = (each.get("plan") for each in references)
         self.plans = OpenPlans(run, dict.fromkeys(str(path) for path in paths if path))
         self._isolation = Isolation(
             run, pipeline, self.plans, name, folder=WORK, most=most, cleared=cleared

@@ -175,10 +175,13 @@ class BatchTask:
 
         :param processed: The references of the process tasks.
         :param label: Names the try; unique for ever.
-        :raises StagingError: If staged messages cannot be read, or the plan not be written.
+        :raises StagingError: If a process task staged under another root, staged messages cannot be
+            read, or the plan not be written.
         """
+        references = list(processed)
+        self._run.store.check_roots(references)
         generations = [
-            each["generation"] for each in processed if each["batchers"].get(self._batcher)
+            each["generation"] for each in references if each["batchers"].get(self._batcher)
         ]
         if not generations:
             return None
@@ -273,6 +276,8 @@ class BatchTask:
             return {"plan": None, "batcher": self._batcher, "messages": 0, "batches": 0}
         return {
             "plan": plan.path,
+            "root_id": plan.root_id,
+            "host": plan.host,
             "batcher": self._batcher,
             "messages": plan.messages,
             "batches": plan.batches,

@@ -26,6 +26,7 @@ from airflow_broadway.runs.account import (
     kept_look,
     kept_report,
     reasons_of,
+    unseen,
 )
 from airflow_broadway.runs.heartbeat import Heartbeat, Hold, name_of
 from airflow_broadway.runs.metrics import Metric, Metrics
@@ -81,6 +82,7 @@ class RunWatcher:
         *,
         over: bool,
         failed: Sequence[str] = (),
+        processed: Sequence[Mapping[str, Any]] = (),
         last: bool = False,
         hold_failed: float = 0.0,
     ) -> dict[str, Any] | None:
@@ -88,6 +90,7 @@ class RunWatcher:
 
         :param over: Whether all watched tasks are through.
         :param failed: Those of them that failed.
+        :param processed: The references of the process tasks, once all are through.
         :param last: Nobody looks again: settle, though tasks are at work or their messages held.
         :param hold_failed: Seconds for which messages of failed tasks are kept.
         :returns: The run's report; ``None``: look again.
@@ -103,7 +106,7 @@ class RunWatcher:
             self.renew()
             return None
         self.settle(final=True, over=over)
-        return self.report(failed_tasks=failed) if over else None
+        return self.report(failed_tasks=failed, processed=processed) if over else None
 
     def renew(self) -> None:
         """Renew the lease of each generation that waits for its outcomes.
@@ -241,13 +244,20 @@ class RunWatcher:
 
     # -- accounting ----------------------------------------------------------------------------
 
-    def report(self, *, failed_tasks: Sequence[str]) -> dict[str, Any]:
-        """Account for every message of every execution, and keep it as ``report.json``."""
+    def report(
+        self, *, failed_tasks: Sequence[str], processed: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Account for every message of every execution, and keep it as ``report.json``.
+
+        :param processed: The references of the process tasks; messages that they name and this
+            staging folder lacks are ``unseen`` in the report, which then does not balance.
+        """
         # What is recorded after it was settled by counts no more.
         recorded, run = self._recorded, self._run
         records = self._generations()
         look = None if records else kept_look(run)
-        before = None if records or look else kept_report(run)
+        missing = unseen(run, processed)
+        before = None if records or look or missing else kept_report(run)
         if before is not None:  # an empty run's, whose files are gone
             if before["balanced"]:
                 mark_balanced(run)  # who wrote it may have died before it did
@@ -263,6 +273,7 @@ class RunWatcher:
             failed_tasks=failed_tasks,
             at=self._clock.now(),
             look=look,
+            missing=missing,
         )
 
     def _count_batches(self, recorded: Recorded) -> None:

@@ -205,7 +205,8 @@ class BroadwayAckSensor(BaseSensorOperator):
     def _look(self, context: Context) -> dict[str, Any] | None:
         """One look; the run's summary when all is done.
 
-        :raises AirflowException: When all is done, and a watched task failed or the sum is off.
+        :raises AirflowException: When all is done, and a watched task failed, the sum is off, or
+            messages of a process task are not in this staging folder.
         """
         from airflow_broadway.runs.watch import RunWatcher
 
@@ -220,7 +221,11 @@ class BroadwayAckSensor(BaseSensorOperator):
         alerts = run_alerts(self.alerts, context, run, pipeline)
         try:
             report = settler.look(
-                over=finished, failed=failed, last=last, hold_failed=self.hold_failed
+                over=finished,
+                failed=failed,
+                processed=self._processed(context) if finished else (),
+                last=last,
+                hold_failed=self.hold_failed,
             )
         except BroadwayError:
             alerts.look(settler.seen)
@@ -242,6 +247,9 @@ class BroadwayAckSensor(BaseSensorOperator):
             report["run_id"],
             report["path"],
         )
+        if report.get("unseen"):
+            # A retry may run on the host that sees them.
+            raise AirflowException(report["unseen"])
         # Looking again would find the same: no retry.
         if not report["balanced"]:
             raise AirflowFailException(
@@ -262,6 +270,11 @@ class BroadwayAckSensor(BaseSensorOperator):
         watched = self.watched(context)
         found = ti.get_task_states(dag_id=ti.dag_id, run_ids=[ti.run_id], task_ids=watched)
         return {_shown(name, watched): state for name, state in found.get(ti.run_id, {}).items()}
+
+    def _processed(self, context: Context) -> list[Mapping[str, Any]]:
+        """The references of the watched process tasks."""
+        pulled = context["ti"].xcom_pull(task_ids=self.watched(context))
+        return [each for each in pulled if isinstance(each, Mapping) and each.get("generation")]
 
     def watched(self, context: Context) -> list[str]:
         """The watched ids as Airflow knows them: those of a task group carry its prefix."""

@@ -16,7 +16,7 @@ import json
 import socket
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -183,6 +183,15 @@ class Store:
             " folder that every worker and the Spark driver share, such as a mounted disk or"
             " s3://bucket/folder"
         )
+
+    def check_roots(self, references: Iterable[Mapping[str, Any]]) -> None:
+        """Refuse references, the results of tasks in XCom, that name another root.
+
+        :raises StagingError: As :meth:`check_root`.
+        """
+        for reference in references:
+            if "root_id" in reference:  # a dry run, and a task without messages, stage nothing
+                self.check_root(reference["root_id"], reference["host"])
 
     def _read_root_id(self) -> str:
         text = self._root_file()

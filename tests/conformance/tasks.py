@@ -22,6 +22,8 @@ class Tasks:
         self.run_id = run_id
         #: What has become of each task; also what the ack sensor is told.
         self.states: dict[str, str] = {}
+        #: What each task that succeeded returned.
+        self.returned: dict[str, Any] = {}
         #: The tasks of the Dag.
         self.task_ids: list[str] = []
 
@@ -41,6 +43,7 @@ class Tasks:
             self.states[name] = "failed"
             raise
         self.states[name] = "success"
+        self.returned[name] = returned
         return returned
 
     def _context(self, operator: Any, map_index: int) -> Any:
@@ -57,6 +60,7 @@ class Tasks:
             get_dr_count=lambda dag_id, run_ids, states: 1,
             get_first_reschedule_date=lambda context: None,
             xcom_push=lambda key, value: None,
+            xcom_pull=self._returned_by,
         )
         dag_run = SimpleNamespace(
             run_type="manual", logical_date=None, data_interval_start=None, data_interval_end=None
@@ -65,6 +69,13 @@ class Tasks:
         # All that comes is there already.
         params = {"idle_seconds": 0.0}
         return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": params}
+
+    def _returned_by(self, task_ids: list[str]) -> list[Any]:
+        return [
+            value
+            for name, value in self.returned.items()
+            if name in task_ids or name.rpartition("_")[0] in task_ids
+        ]
 
     def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:
         """As of ``RuntimeTaskInstance``: map indices are part of the names."""

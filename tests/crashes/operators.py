@@ -165,6 +165,11 @@ class _Instance:
 
         self._attempt.interceptor.call("xcom", key, push)
 
+    def xcom_pull(self, task_ids: Sequence[str]) -> list[Any]:
+        """What the watched tasks returned last."""
+        returned = self._attempt.returned.items()
+        return [value for task, value in returned if task.partition("!")[0] in task_ids]
+
     def get_first_reschedule_date(self, context: Any) -> None:
         return None
 

@@ -53,6 +53,28 @@ def test_every_message_is_handled_and_acknowledged_once(world: World) -> None:
     assert world.queue.leases() == []
 
 
+def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The process and batch tasks use one staging folder, the sensor another
+    world.numbers(range(5))
+    dag = dag_of(Puppets)
+    ack: Any = dag.get_task("broadway.ack")
+    ack.staging = f"file://{world.folder}/elsewhere"
+
+    ran = world.run(dag)
+
+    assert ran.states["batch.default"] == "success"
+    assert ran.states["ack"] == "failed"
+    reference = ran.xcom("process", 0)
+    output = "".join(capfd.readouterr())
+    assert f"lie under another staging root (id {reference['root_id']})" in output
+    assert f"files written on host {reference['host']!r}" in output
+
+    assert f"{world.folder}/elsewhere" in output
+    assert "`[broadway] staging`" in output
+
+
 def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -> None:
     ran = world.run(dag_of(Puppets))
 

@@ -125,7 +125,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             f" {many(each['crashed'], 'message')} set aside (crashed)"
             for each in isolation["batches"]
         ]
-    if not report["balanced"]:
+    if not report["balanced"] and not report.get("unseen"):
         lines.append(
             f"The sum does not balance: {_n(totals['received'])} received,"
             f" {_n(totals['accounted'])} accounted for."

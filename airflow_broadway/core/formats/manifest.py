@@ -73,6 +73,18 @@ class Manifest(Staged):
     archived: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
+    def reference(self) -> dict[str, Any]:
+        """Return the reference of a process task in XCom: a few hundred bytes, no payload."""
+        return {
+            "generation": self.generation,
+            "root_id": self.root_id,
+            "host": self.host,
+            "received": self.received,
+            "failed": self.failed,
+            "batchers": self.batchers,
+            "stopped": self.stopped,
+        }
+
     def dumps(self) -> str:
         """Return it as JSON, with its seal."""
         value = asdict(self)

@@ -114,13 +114,7 @@ class PastRun:
         self._run.publish(manifest)
         past = self._pipeline.run.source.run_id
         log.info("%s of run %s are run again.", many(len(chosen), "batch"), past)
-        return {
-            "generation": manifest.generation,
-            "received": manifest.received,
-            "failed": 0,
-            "batchers": manifest.batchers,
-            "stopped": manifest.stopped,
-        }
+        return manifest.reference()
 
     def _chosen(self) -> list[StagedBatch]:
         self._past, chosen = chosen_batches(self._run, self._pipeline)

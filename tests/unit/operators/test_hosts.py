@@ -1,0 +1,165 @@
+"""Workers that share no staging folder: no task takes what another host staged for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException
+from airflow.sdk import DAG
+
+from airflow_broadway.core.errors import StagingError
+from airflow_broadway.operators.batch import BroadwayBatcherOperator
+from airflow_broadway.operators.process import BroadwayProcessorOperator
+from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs.spark_batches import SparkBatches
+from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
+from tests.unit.operators.context import task_context
+from tests.unit.runs.steps import AS_AIRFLOW, PlainSums, Sums
+
+
+class Hosts:
+    """The tasks of one run, wired by hand, each on a host with a staging folder of its own."""
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, pipeline: type[Sums] = Sums, sent: int = 5
+    ) -> None:
+        self.folder = folder
+        self.patch = patch
+        self.pushed: dict[str, list[Any]] = {"process": [], "late": []}
+        given = {"path": str(folder / "queue.db")}
+        self.pipeline = pipeline(producer=given, context={"calls": str(folder / "calls.db")})
+        with SqliteQueue(folder / "queue.db", "sums") as queue:
+            queue.send([b"%d" % number for number in range(1, sent + 1)])
+        with DAG("d", schedule=None) as self.dag:
+            self.process = BroadwayProcessorOperator(
+                task_id="process", pipeline=self.pipeline, idle_seconds=0.0
+            )
+            if self.pipeline.batchers:
+                self.late = BroadwayBatcherOperator(
+                    task_id="late",
+                    pipeline=self.pipeline,
+                    batcher="default",
+                    processed=self.process.output,
+                )
+            self.ack = BroadwayAckSensor(
+                task_id="ack", pipeline=self.pipeline, watch=list(self.dag.task_ids)
+            )
+
+    def store(self, host: str) -> Store:
+        return Store.open(f"file://{self.folder}/{host}")
+
+    def context(self, task_id: str) -> Any:
+        made = task_context(task_id=task_id)
+        ti = made["ti"]
+        ti.dag = made["dag"] = self.dag
+        ti.start_date = datetime.now(UTC)
+        ti.get_first_reschedule_date = lambda context: None
+        ti.get_task_states = lambda dag_id, run_ids, task_ids: {
+            "r": {task: "running" if task == "ack" else "success" for task in task_ids}
+        }
+        ti.xcom_pull = lambda task_ids: [
+            value for task_id in task_ids for value in self.pushed[task_id] or [None]
+        ]
+        return made
+
+    def run(self, task: Any, host: str) -> Any:
+        """Execute a task on a host, whose staging folder has the host's name."""
+        self.patch.setattr("socket.gethostname", lambda: host)
+        task.staging = f"file://{self.folder}/{host}"
+        if task is not self.ack:
+            if task is not self.process:
+                task.processed = self.pushed["process"]
+            self.pushed[task.task_id].append(task.execute(self.context(task.task_id)))
+            return self.pushed[task.task_id][-1]
+        looked: Any = self.ack.poke(self.context("ack"))
+        return looked.xcom_value
+
+    def both(self, writer: str, reader: str) -> str:
+        """A pattern that names both hosts, both roots and the setting."""
+        names = [
+            *(re.escape(repr(host)) for host in (writer, reader)),
+            *(self.store(host).root_id() for host in (writer, reader)),
+            r"`\[broadway\] staging`",
+        ]
+        return "(?s)" + "".join(f"(?=.*{name})" for name in names)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    return Hosts(tmp_path, monkeypatch)
+
+
+def test_a_sensor_on_a_host_without_the_files_fails_and_names_both_hosts(hosts: Hosts) -> None:
+    reference = hosts.run(hosts.process, "one")
+    assert (reference["host"], reference["root_id"]) == ("one", hosts.store("one").root_id())
+    hosts.run(hosts.late, "one")
+
+    with pytest.raises(AirflowException, match=hosts.both("one", "two")) as raised:
+        hosts.run(hosts.ack, "two")
+    assert str(raised.value).startswith("5 messages of 1 process task cannot be settled: ")
+
+    # A retry on the host that has them settles them
+    assert hosts.run(hosts.ack, "one")["accounted"] == 5
+
+
+def test_a_sensor_settles_what_its_host_has_before_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
+    hosts.run(hosts.process, "one")
+    hosts.run(hosts.process, "two")  # received nothing
+
+    with pytest.raises(AirflowException, match=hosts.both("two", "one")):
+        hosts.run(hosts.ack, "one")
+
+    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    report = json.loads(run.files.read("report.json"))
+    assert report["totals"]["accounted"] == report["totals"]["received"] == 3
+    assert not report["balanced"]
+    assert re.match(hosts.both("two", "one"), report["unseen"])
+    assert report["errors"] == [report["unseen"]]
+
+
+def test_a_batch_task_on_another_host_fails_and_names_both(hosts: Hosts) -> None:
+    hosts.run(hosts.process, "one")
+
+    with pytest.raises(StagingError, match=hosts.both("one", "two")):
+        hosts.run(hosts.late, "two")
+
+
+def test_a_spark_task_on_another_host_fails_and_names_both(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.run(hosts.process, "one")
+    planned = hosts.run(hosts.late, "one")
+    monkeypatch.setattr("socket.gethostname", lambda: "two")
+    run = StagedRun(hosts.store("two"), pipeline="Sums", dag_id="d", run_id="r")
+
+    with pytest.raises(StagingError, match=hosts.both("one", "two")):
+        SparkBatches(run, hosts.pipeline, [planned], AS_AIRFLOW)
+
+
+def test_files_that_were_removed_from_the_same_root_are_not_nothing(hosts: Hosts) -> None:
+    hosts.run(hosts.process, "one")
+    hosts.run(hosts.late, "one")
+    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    shutil.rmtree(hosts.folder / "one" / run.path)
+
+    with pytest.raises(AirflowException, match=r"names 5 messages .* sees 0 messages of it"):
+        hosts.run(hosts.ack, "one")
+
+
+def test_a_sensor_wired_by_hand_watches_tasks_of_other_kinds(hosts: Hosts) -> None:
+    hosts.run(hosts.process, "one")
+    hosts.run(hosts.late, "one")
+    hosts.pushed["late"] += [None, 7, "text", ["a"], {"generation": ""}]
+
+    assert hosts.run(hosts.ack, "one")["received"] == 5
