@@ -64,6 +64,7 @@ def keep_report(
     isolation: Mapping[str, Any] | None = None,
     look: Mapping[str, Any] | None = None,
     missing: str = "",
+    empty: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Account for the executions of a run, and keep the report in the run's folder.
 
@@ -74,11 +75,15 @@ def keep_report(
     :param look: What a dry run found.
     :param missing: Which messages of the process tasks are not in this folder; see
         :func:`unseen`.
+    :param empty: Generation → the reference of its process task, of those without a message.
     :param batchers: Batches by trigger and outcome, for each batcher; see :func:`batchers_of`.
     :param reasons: Why messages failed, the most frequent reasons first; see :func:`reasons_of`.
     :raises StagingError: If it cannot be written.
     """
     generations = [account_of(run, record) for record in records]
+    for account in generations:
+        reference = (empty or {}).get(account["generation"], {})
+        account |= {name: reference[name] for name in ("receives", "depth") if name in reference}
     totals = totals_of(generations, batchers)
     report = {
         "pipeline": run.pipeline,

@@ -92,6 +92,11 @@ class Process:
         """
         self._stop.request(reason)
 
+    @property
+    def receives(self) -> int:
+        """How often the source was asked for messages."""
+        return 0 if self._receiving is None else self._receiving.receives
+
     @rare_collections()
     def run(self) -> dict[str, Any]:
         """Do it all; returns the reference that later tasks get.

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from airflow_broadway.core.custody.protocol import SUSPECTS
+from airflow_broadway.core.custody.protocol import SUSPECTS, QueueDepth
+from airflow_broadway.core.custody.run_summary import empty_line
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES, Step
@@ -125,8 +126,16 @@ class ProcessTask:
         metrics.count(Metric.RECEIVED, reference["received"])
         metrics.count(Metric.FAILED, reference["failed"])
         metrics.count(Metric.DEAD_LETTERED, reference.get("set_aside", 0))
+        depth = None
         if not self._process.timed_out:
-            send_depth(self._served, self._ports, metrics, self._run.store)
+            depth = send_depth(self._served, self._ports, metrics, self._run.store)
+        if not reference["received"] and self._source.asks_broker:
+            reference |= {
+                "receives": self._process.receives,
+                "depth": None if depth is None else depth._asdict(),
+            }
+            unusual = not self._process.receives or (depth is not None and depth.ready)
+            log.log(logging.WARNING if unusual else logging.INFO, "%s", empty_line(reference))
         return Processed(reference, self._process.timed_out, self._process.trouble)
 
     def stop(self) -> None:
@@ -136,19 +145,21 @@ class ProcessTask:
 
 def send_depth(
     pipeline: Pipeline, ports: Ports, metrics: Metrics, store: Store | None = None
-) -> None:
-    """Send how full the queue is, where its broker tells.
+) -> QueueDepth | None:
+    """Send the depth of the queue as metrics, and return it; ``None`` where the broker has none.
 
     :param store: The staging root, where the producer's own notes are.
     """
+    env = producer_env(pipeline, ports, store=store)
     try:
-        depth = pipeline.producer.depth(producer_env(pipeline, ports, store=store))
+        depth: QueueDepth | None = pipeline.producer.depth(env)
     except Exception as error:
         # Only a gauge: what was received has been published.
         log.warning("Could not ask how full the queue is: %s", error)
-        return
+        return None
     if depth is not None:
         metrics.depth(depth)
+    return depth
 
 
 class BatchTask:

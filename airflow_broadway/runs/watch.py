@@ -274,6 +274,7 @@ class RunWatcher:
             at=self._clock.now(),
             look=look,
             missing=missing,
+            empty={each["generation"]: each for each in processed if "receives" in each},
         )
 
     def _count_batches(self, recorded: Recorded) -> None:

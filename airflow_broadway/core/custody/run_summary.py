@@ -18,6 +18,7 @@ __all__ = [
     "FAIL_WHEN",
     "SHOWN_REASONS",
     "check_fail_when",
+    "empty_line",
     "failures_trouble",
     "lines_of",
     "look_lines",
@@ -102,6 +103,8 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     shown = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
     figures = f": {', '.join(shown)}" if shown else ""
     lines = [f"{many(totals['received'], 'message')} received{figures}."]
+    empty = [each for each in report.get("generations", ()) if "receives" in each]
+    lines += dict.fromkeys(map(empty_line, empty))
     if totals.get("failed"):
         batchers = report.get("batchers", {}).items()
         where = [f"{_n(each['failed'])} in batches of {name}" for name, each in batchers]
@@ -133,6 +136,32 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     return [*lines, *_source_lines(report), *_ending_lines(report)]
 
 
+def empty_line(reference: Mapping[str, Any]) -> str:
+    """Say of a process task without a message whether it asked its broker, and the queue's depth.
+
+    :param reference: As the task returns it, or its generation in a report.
+    """
+    receives, depth = reference["receives"], reference["depth"]
+    line = (
+        f"No message was received by {many(receives, 'request')}"
+        if receives
+        else "The broker was not asked for messages"
+    )
+    line += f" (stopped by {reference['stopped'] or 'an error'})"
+    if depth is None:
+        return f"{line}; the depth of the queue is not known."
+    return f"{line}.  {_depth_line(depth)}"
+
+
+def _depth_line(depth: Mapping[str, Any]) -> str:
+    age = depth["oldest_age"]
+    oldest = "" if age is None else f"; the oldest is {age:,.0f} s old"
+    return (
+        f"The queue: {_n(depth['ready'])} ready, {_n(depth['delayed'])} wait for a retry,"
+        f" {_n(depth['leased'])} held by runs{oldest}."
+    )
+
+
 def look_lines(look: Mapping[str, Any]) -> list[str]:
     """What a dry run found, in sentences.
 
@@ -152,12 +181,7 @@ def look_lines(look: Mapping[str, Any]) -> list[str]:
         dead = many(look["dead_letters"], "dead letter")
         lines.append(f"A run would send {dead} back first, and drain the queue behind that.")
     if depth is not None:
-        age = depth["oldest_age"]
-        oldest = "" if age is None else f"; the oldest is {age:,.0f} s old"
-        lines.append(
-            f"The queue: {_n(depth['ready'])} ready, {_n(depth['delayed'])} wait for a retry,"
-            f" {_n(depth['leased'])} held by runs{oldest}."
-        )
+        lines.append(_depth_line(depth))
     if depth is not None and messages is not None:
         lines.append(_would_take(messages, look["bounds"], look["producers"]))
     return lines

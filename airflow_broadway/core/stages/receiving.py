@@ -187,6 +187,8 @@ class Receiving:
         self._started = 0.0
         self._waiting: list[Message] = []  # received, and not yet handed out
         self._stopped = False
+        #: How often the source was asked for messages.
+        self.receives = 0
         self.received = 0
         self.received_bytes = 0
         #: Seconds spent in receiving and securing.
@@ -342,6 +344,7 @@ class Receiving:
         """Receive at most what the limiter granted; it gets back what did not come."""
         source, started = self._source, self._clock.monotonic()
         messages: Sequence[Message] = ()
+        self.receives += 1
         try:
             messages = self._collect(
                 lambda: source.secure(source.receive(granted, timeout=timeout))

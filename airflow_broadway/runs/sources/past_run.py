@@ -74,6 +74,7 @@ class PastRun:
 
     timed_out = False
     trouble = ""
+    receives = 0
 
     def __init__(self, run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
         self._run = run

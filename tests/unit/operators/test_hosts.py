@@ -13,6 +13,7 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 from airflow.sdk import DAG
 
+from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -163,3 +164,47 @@ def test_a_sensor_wired_by_hand_watches_tasks_of_other_kinds(hosts: Hosts) -> No
     hosts.pushed["late"] += [None, 7, "text", ["a"], {"generation": ""}]
 
     assert hosts.run(hosts.ack, "one")["received"] == 5
+
+
+# -- nothing received ------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_message_reports_its_requests_and_the_depth_of_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Another run holds all messages
+    hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
+    with SqliteQueue(tmp_path / "queue.db", "sums") as queue:
+        queue.receive("other", 3)
+
+    reference = hosts.run(hosts.process, "one")
+    assert reference["received"] == 0
+    assert reference["receives"] == 1
+    assert reference["depth"]["leased"] == 3
+    line = "No message was received by 1 request (stopped by empty).  The queue: 0 ready, 0 wait"
+    [record] = [each for each in caplog.records if each.getMessage().startswith(line)]
+    assert record.levelname == "INFO"
+
+    hosts.run(hosts.ack, "one")
+    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    report = json.loads(run.files.read("report.json"))
+    assert report["generations"][0]["depth"]["leased"] == 3
+    assert lines_of(report)[1].startswith(line)
+
+
+def test_a_run_that_asked_for_no_message_is_a_warning_with_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The task is stopped before it asks
+    hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
+    monkeypatch.setattr("airflow_broadway.core.stages.stop.Stop.reason", lambda self: "signal")
+
+    reference = hosts.run(hosts.process, "one")
+
+    assert reference["receives"] == 0
+    [record] = [each for each in caplog.records if "not asked" in each.getMessage()]
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "The broker was not asked for messages (stopped by signal).  The queue: 3 ready, 0 wait for"
+        " a retry, 0 held by runs; the oldest is 0 s old."
+    )
