@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.model.acks import ack_immediately
-from airflow_broadway.core.model.alerts import Alerts
 from airflow_broadway.core.model.backlog import backlog
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import BatchMode, Message
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from airflow_broadway.spark.results import failed
 
 __all__ = [
-    "Alerts",
     "Archive",
     "BatchInfo",
     "BatchMode",

@@ -20,7 +20,6 @@ from airflow.sdk import DAG, Asset, AssetWatcher, Param, TaskGroup
 from airflow_broadway.adapters.outlets import with_outlets
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.model.alerts import Alerts
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.run_source import (
     ARCHIVE,
@@ -138,7 +137,6 @@ def make_task_group(
     batch: Mapping[str, Any] | None = None,
     spark: Mapping[str, Any] | None = None,
     ack: Mapping[str, Any] | None = None,
-    alerts: Alerts | None = None,
     default_args: Mapping[str, Any] | None = None,
     staging: str | None = None,
     **kwargs: Any,
@@ -149,9 +147,8 @@ def make_task_group(
         queue, executor_config, execution_timeout, callbacks, outlets…).
     :param batch: Arguments of the batcher tasks.
     :param spark: Arguments of the Spark tasks: any of ``SparkSubmitOperator``.
-    :param ack: Arguments of the ack sensor, such as ``fail_when`` and ``hold_failed``.
-    :param alerts: Who is told when a run does not balance, a lease is about to lapse, messages
-        became dead letters, or the backlog is too old; see :class:`airflow_broadway.Alerts`.
+    :param ack: Arguments of the ack sensor, such as ``fail_when``, ``hold_failed`` and
+        ``on_failure_callback``.
     :param default_args: For all tasks; ``retries`` is 2 and ``retry_delay`` 10 s unless given.
     :param staging: URI of the staging root.
     :raises OptionsError: While the Dag is parsed.
@@ -178,7 +175,7 @@ def make_task_group(
             task_id="ack",
             watch=[task.task_id if hasattr(task, "task_id") else task for task in watched],
             **common,
-            **{"alerts": alerts, **(ack or {})},
+            **(ack or {}),
         )
         # The group's only leaf, so that what follows the group waits for it alone: a batcher that
         # had nothing to do is skipped, and would be followed by skipping.
@@ -285,7 +282,6 @@ def make_dag(
     batch: Mapping[str, Any] | None = None,
     spark: Mapping[str, Any] | None = None,
     ack: Mapping[str, Any] | None = None,
-    alerts: Alerts | None = None,
     default_args: Mapping[str, Any] | None = None,
     staging: str | None = None,
     **kwargs: Any,
@@ -315,7 +311,6 @@ def make_dag(
             batch=batch,
             spark=spark,
             ack=ack,
-            alerts=alerts,
             default_args=default_args,
             staging=staging,
         )

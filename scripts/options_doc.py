@@ -10,7 +10,6 @@ from typing import Any
 
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.model.alerts import Alerts
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.pipeline_options import (
     Archive,
@@ -147,7 +146,6 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Archive", "`archive = Archive(…)`", Archive),
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
-    ("Alerts", "`Flights.dag(…, alerts=Alerts(…))`", Alerts),
 ]
 
 #: What stands for ``AUTO``, and for what each producer has of its own.

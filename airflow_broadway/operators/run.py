@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from airflow.providers.common.compat.sdk import AirflowFailException
 
 from airflow_broadway.adapters import task_docs
-from airflow_broadway.adapters.alerts import checked_alerts, run_alerts
 from airflow_broadway.adapters.links import note_console
 from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of, task_of
 from airflow_broadway.core.custody.run_summary import check_fail_when
-from airflow_broadway.core.errors import BroadwayError, OptionsError
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.local.engine import check_engines
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.operators.pull import (
@@ -28,9 +27,7 @@ from airflow_broadway.operators.pull import (
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_broadway.core.model.alerts import Alerts
     from airflow_broadway.runs.unstaged import UnstagedTask
-    from airflow_broadway.staging.run_folder import StagedRun
 
 __all__ = ["BroadwayRunOperator"]
 
@@ -59,7 +56,6 @@ class BroadwayRunOperator(PullOperator):
     The arguments are those of :class:`BroadwayProcessorOperator`, and:
 
     :param fail_when: As for :class:`BroadwayAckSensor`.
-    :param alerts: The same.
     :raises PipelineError: If a batcher runs on Spark: while the Dag is parsed where the pipeline is
         given as a class or an instance, else when the task runs.
     """
@@ -69,11 +65,8 @@ class BroadwayRunOperator(PullOperator):
 
     _task: UnstagedTask | None = None
 
-    def __init__(
-        self, *, fail_when: str | float = "all", alerts: Alerts | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, fail_when: str | float = "all", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.alerts = checked_alerts(alerts, self.pipeline)
         self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
 
     @classmethod
@@ -113,24 +106,12 @@ class BroadwayRunOperator(PullOperator):
             source=source,
             fail_when=self.fail_when,
         )
-        try:
-            reference, trouble = self._task.run()
-        except BroadwayError:
-            self._tell(context, run, pipeline)
-            raise
-        self._tell(context, run, pipeline)
+        reference, trouble = self._task.run()
         if trouble:  # everything is settled: trying again would only take more
-            raise AirflowFailException(f"All messages are settled or given back, but {trouble}")
+            raise AirflowFailException(
+                f"All messages are settled or given back, but {trouble}.  {reference['summary']}"
+            )
         return reference
-
-    def _tell(self, context: Context, run: StagedRun, pipeline: Pipeline) -> None:
-        """Tell what is to be told of this run, and of dead ones that it has accounted for."""
-        from airflow_broadway.runs.account import kept_report
-
-        alerts = run_alerts(self.alerts, context, run, pipeline)
-        alerts.look((), kept_report(run), live=True, last=True)
-        for swept in self._task.swept if self._task is not None else ():
-            alerts.look_at_swept(swept)
 
     def on_kill(self) -> None:
         if self._task is not None:

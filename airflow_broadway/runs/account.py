@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of, handled_of
+from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of
 from airflow_broadway.core.custody.run_markdown import markdown_of
 from airflow_broadway.core.custody.run_summary import (
     SHOWN_REASONS,
@@ -185,24 +185,20 @@ def kept_look(run: StagedRun) -> dict[str, Any] | None:
     return found
 
 
-def trouble_of(
-    report: Mapping[str, Any], fail_when: Any = "all", errors: Sequence[str] = ()
-) -> list[str]:
-    """Why people should look at a run, besides that its sum does not balance; one sentence each.
+def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
+    """Return why a run needs a look, besides that its sum does not balance; one sentence each.
 
     :param report: As :func:`keep_report` returns it.
     :param fail_when: When failed messages are trouble; see :func:`failures_trouble`.
-    :param errors: Why messages could not be settled.
     """
     totals, failed = report["totals"], report.get("failed_tasks")
     found = [
-        f"tasks failed: {failed}; mend the cause, what was given back comes with the next run"
+        f"tasks failed: {', '.join(failed)}; mend the cause, what was given back comes with the"
+        " next run"
         if failed
         else "",
-        settling_trouble(
-            totals["lapsed"], totals["settle_failed"], errors, halted=totals.get("halted", 0)
-        ),
-        failures_trouble(totals["failed"], handled_of(totals), fail_when),
+        settling_trouble(totals["lapsed"], totals["settle_failed"], halted=totals.get("halted", 0)),
+        failures_trouble(totals, fail_when),
     ]
     return [each for each in found if each]
 

@@ -1,6 +1,6 @@
 """The metrics of a run: a closed list, sent wherever the host sends metrics.
 
-Tags are pipeline, dag_id, batcher, trigger and alert; never keys or ids, whose number has no bound.
+Tags are pipeline, dag_id, batcher and trigger; never keys or ids, whose number has no bound.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Metric(StrEnum):
     #: Gauges: messages ready in the queue, and the age of the oldest in seconds.
     QUEUE_DEPTH = "broadway.queue.depth"
     QUEUE_OLDEST_AGE = "broadway.queue.oldest_age"
-    #: Counter: alerts, each once for a run; tag alert.
-    ALERTS = "broadway.alerts"
     #: Gauge: seconds until the lease that lapses next does.
     LEASE_REMAINING = "broadway.lease.remaining"
 
@@ -101,8 +99,12 @@ class Metrics:
         self.count(Metric.RELEASED, report.released)
         self.count(Metric.LAPSED, report.lapsed)
 
-    def depth(self, depth: QueueDepth) -> None:
-        """Report how full the queue is."""
+    def depth(self, depth: QueueDepth, *, tells_age: bool = True) -> None:
+        """Send the queue's backlog and the age of its oldest message.
+
+        :param tells_age: Whether its broker reports ages.  If not, an empty queue must not leave a
+            gauge of 0 that would stand for whatever waits later.
+        """
         self.gauge(Metric.QUEUE_DEPTH, depth.ready)
-        if depth.oldest_age is not None or not depth.ready:  # else nobody knows it
+        if tells_age and (depth.oldest_age is not None or not depth.ready):
             self.gauge(Metric.QUEUE_OLDEST_AGE, depth.oldest_age or 0.0)

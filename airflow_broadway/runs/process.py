@@ -19,7 +19,11 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, Entry, Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import settling_trouble
+from airflow_broadway.core.custody.run_summary import (
+    dropped_line,
+    settled_line,
+    settling_trouble,
+)
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.live import LiveCounts, LiveSign
@@ -319,12 +323,12 @@ class Process:
             manifest.received_bytes,
             manifest.generation,
             manifest.failed,
-            manifest.batchers or "none",
+            ", ".join(f"{name} {count:,}" for name, count in manifest.batchers.items()) or "none",
             manifest.stopped,
         )
         stager.reasons.log_table(log, "the process stage")
         if manifest.dropped:
-            log.warning("Columns that the schema lacks were dropped: %s.", manifest.dropped)
+            log.warning("%s", dropped_line(manifest.dropped))
         return manifest
 
     def _finish(self, manifest: Manifest) -> None:
@@ -334,10 +338,10 @@ class Process:
         record = self._run.generation(manifest.generation)
         settled = settle(self._run, record, self._pipeline, self._open_custodian, batchers=())
         report = settled.report
-        log.info("Settled: %s.", report)
-        self.trouble = settling_trouble(
-            report.lapsed, report.failed, report.errors, halted=report.halted
-        )
+        log.info("%s", settled_line(report))
+        for error in report.errors:
+            log.error("%s", error)
+        self.trouble = settling_trouble(report.lapsed, report.failed, halted=report.halted)
         self._close_custodian()
 
     def _give_back(self, lease: Lease) -> None:

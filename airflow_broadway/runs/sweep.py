@@ -12,6 +12,7 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
+from airflow_broadway.runs.metrics import Metrics
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import Custodians
@@ -38,7 +39,7 @@ def sweep(
     task: Task,
     ports: Ports,
     source: RunSource | None = None,
-) -> list[StagedRun]:
+) -> None:
     """Settle what earlier executions of this task hold, and what runs hold that are over.
 
     After a time-out of the run, in a deleted run, or where somebody marked the sensor, no code of
@@ -49,11 +50,11 @@ def sweep(
 
     :param pipeline: As it is loaded: with its own producer.
     :param source: Of this run.
-    :returns: The runs that are over and were settled, or accounted for.
     :raises BroadwayError: If staging cannot be read, or the broker's address is not known.
     """
     source = source or RunSource()
     custodians = Custodians(pipeline, ports, run)
+    metrics = Metrics(ports.metrics, pipeline=pipeline.name, dag_id=task.dag_id)
     over: dict[str, bool] = {}
     dead: dict[str, StagedRun] = {}
     unrecorded: list[tuple[StagedRun, str]] = []
@@ -75,7 +76,7 @@ def sweep(
         void = own and bool(pipeline.batchers) and record.state != SETTLING
         with log_ids(generation=record.generation):
             settled = record.state == SETTLED or _settle(
-                other, record, pipeline, custodians.of(record), void=void, over=not own
+                other, record, pipeline, custodians.of(record), metrics, void=void, over=not own
             )
         if settled and not other.files.exists(paths.generation(record.generation)):
             unrecorded.append((other, record.generation))
@@ -85,7 +86,6 @@ def sweep(
         # Who opened it, or removed its files, died amid that: no account names it.
         if other.run_id not in left:
             other.forget_open(generation)
-    return list(dead.values())
 
 
 def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> bool:
@@ -111,11 +111,12 @@ def _settle(
     record: GenerationRecord,
     pipeline: Pipeline,
     custodian: Custodian,
+    metrics: Metrics,
     *,
     void: bool,
     over: bool,
 ) -> bool:
-    """Settle what a dead execution holds; whether it is settled.
+    """Settle and count what a dead execution holds; return whether it is settled.
 
     :param over: Whether no process of the run is at work any more.
     """
@@ -131,6 +132,7 @@ def _settle(
         )
         return False
     report = settled.report
+    metrics.settled(report + settled.settled_now)
     log.info(
         "Settled the dead generation %s (run %s, %s, try %d): gave back %s, %d had an"
         " outcome, %d had lapsed.",

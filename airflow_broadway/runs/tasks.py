@@ -23,7 +23,6 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
-from airflow_broadway.runs.alerts import note_swept
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.apart import Apart
@@ -114,8 +113,7 @@ class ProcessTask:
 
         :raises BroadwayError: If the broker or staging fails; everything received was given back.
         """
-        swept = sweep(self._run, self._pipeline, self._task, self._ports, self._source)
-        note_swept(self._run, swept)
+        sweep(self._run, self._pipeline, self._task, self._ports, self._source)
         remove_old_runs(self._run, self._pipeline)
         send_back(self._served, self._env)
         with log_ids(generation=self._env.generation):
@@ -158,7 +156,7 @@ def send_depth(
         log.warning("Could not ask how full the queue is: %s", error)
         return None
     if depth is not None:
-        metrics.depth(depth)
+        metrics.depth(depth, tells_age=pipeline.producer.tells_age)
     return depth
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.custody.run_summary import lines_of, summary_line
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.local.report import RunReport
@@ -80,8 +80,6 @@ class UnstagedTask:
         self._budget = budget
         self._fail_when = fail_when
         self._source = source or RunSource()
-        #: The dead runs that it has settled and accounted for.
-        self.swept: list[StagedRun] = []
         self._stop = Stop(SystemClock(), min(pipeline.shutdown, ports.max_shutdown))
 
     def stop(self) -> None:
@@ -94,7 +92,7 @@ class UnstagedTask:
         :raises BroadwayError: If the broker or staging fails; what has no outcome was given back.
         """
         pipeline, ports, run = self._pipeline, self._ports, self._run
-        self.swept = sweep(run, pipeline, self._task, ports, self._source)
+        sweep(run, pipeline, self._task, ports, self._source)
         pipeline = with_source(pipeline, self._source)
         env = producer_env(
             pipeline,
@@ -122,7 +120,8 @@ class UnstagedTask:
         trouble = report.trouble(self._fail_when)
         self._record(report, started, failed=bool(trouble))
         remove_old_runs(run, self._pipeline)
-        return UnstagedResult({**report.totals(), "errors": list(report.settled.errors)}, trouble)
+        totals = report.totals()
+        return UnstagedResult({"summary": summary_line(totals), **totals}, trouble)
 
     def _open(self, lease: Lease) -> None:
         self._run.open_generation(
@@ -139,10 +138,14 @@ class UnstagedTask:
         record = run.generation(report.generation)
         record_settled(run, record, report.settled, progress=Progress(received=report.received))
         self._count(report)
-        about = {"totals": report.totals(), "balanced": report.balanced, "reasons": report.reasons}
+        about = {
+            "totals": report.totals(),
+            "balanced": report.balanced,
+            "reasons": report.reasons,
+            "errors": report.settled.errors,
+        }
         for line in lines_of(about):
             log.info("%s", line)
-        log.info("All of it: %s", report.to_json())
         if not report.received and self._task.try_number == 1:
             # With @continuous there are thousands of runs in a day, most empty.  A later try
             # may have files of those before it, which go with the run once it is accounted for.

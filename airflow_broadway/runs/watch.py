@@ -15,6 +15,7 @@ from typing import Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.protocol import Custodian, Lease
+from airflow_broadway.core.custody.run_summary import settled_line
 from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.pipeline import Pipeline
@@ -70,8 +71,6 @@ class RunWatcher:
         self._custodians = self.custodians()
         self._recorded = Recorded(run)
         self._metrics = Metrics(self._ports.metrics, pipeline=pipeline.name, dag_id=run.dag_id)
-        #: The generations, as they were when they were last read.
-        self.seen: list[GenerationRecord] = []
 
     def close(self) -> None:
         """Release connections.  Safe to repeat."""
@@ -187,10 +186,10 @@ class RunWatcher:
         settled = door(self._run, record, self._pipeline, custodian, recorded=self._recorded)
         if settled is not None:
             log.info(
-                "Settled generation %s of %s: %s.",
+                "Settled generation %s of %s.  %s",
                 record.generation,
                 name_of(record),
-                settled.report,
+                settled_line(settled.report),
             )
             self._metrics.settled(settled.report + settled.settled_now)
 
@@ -239,8 +238,7 @@ class RunWatcher:
 
     def _generations(self) -> list[GenerationRecord]:
         found = self._run.generations(self._task_ids)
-        self.seen = [each for each in found if self._only is None or each.generation in self._only]
-        return self.seen
+        return [record for record in found if self._only is None or record.generation in self._only]
 
     # -- accounting ----------------------------------------------------------------------------
 

@@ -19,19 +19,21 @@ from airflow.sdk import timezone
 from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
-from airflow_broadway.adapters.alerts import checked_alerts, run_alerts
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
 from airflow_broadway.adapters.task import load_pipeline, open_run, ports_of
-from airflow_broadway.core.custody.run_summary import check_fail_when, lines_of
-from airflow_broadway.core.errors import BroadwayError, OptionsError
+from airflow_broadway.core.custody.run_summary import (
+    check_fail_when,
+    lines_of,
+    summary_line,
+    unbalanced_line,
+)
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import SECONDS, SECONDS_OR_ZERO
 from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
-
-    from airflow_broadway.core.model.alerts import Alerts
 
 __all__ = ["BroadwayAckSensor"]
 
@@ -62,15 +64,17 @@ class BroadwayAckSensor(BaseSensorOperator):
     failed, the sum does not balance, messages had lapsed or could not be settled, or so many failed
     as ``fail_when`` says.  Red means look, never that settling was skipped.
 
+    Its failure, and the ``summary`` that it returns, have figures and no text of a message or of a
+    broker, so that notifiers can send them.
+
     :param pipeline: As for :class:`BroadwayProcessorOperator`. (templated)
     :param watch: Ids of the process, batch and Spark tasks.
     :param hold_failed: Seconds for which leases are kept after a batch or Spark task failed for
         good, so that it can be mended and cleared.
     :param fail_when: When failed messages make the run fail, once all are settled: ``"all"``
         (default), if every message that was handled failed; an integer, from so many on; a share
-        below 1, such as ``0.05``, from that share of them on; ``"never"``.
-    :param alerts: Who is told when a run does not balance, a lease is about to lapse, messages
-        became dead letters, or the backlog is too old; the log and ``Stats`` always are.
+        below 1, such as ``0.05``, from that share of them on; ``"never"``.  ``"all"`` and a share
+        of fewer than 10 messages need one failure that is not retried.
     :param staging: URI of the staging root; ``[broadway] staging`` unless given. (templated)
     :param poke_interval: The longest time between two looks, in seconds; a quarter of the lease,
         at most 15, unless given.  A young run is looked at more often.  With ``"reschedule"``, less
@@ -94,7 +98,6 @@ class BroadwayAckSensor(BaseSensorOperator):
         watch: Sequence[str],
         hold_failed: float = 0.0,
         fail_when: str | float = "all",
-        alerts: Alerts | None = None,
         staging: str | None = None,
         poke_interval: timedelta | float | None = None,
         deferrable: bool | None = None,
@@ -117,7 +120,6 @@ class BroadwayAckSensor(BaseSensorOperator):
             raise OptionsError(f"{self.task_id}.hold_failed", SECONDS_OR_ZERO.text, hold_failed)
         self.hold_failed = hold_failed
         self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
-        self.alerts = checked_alerts(alerts, ref)
         self.staging = staging
         if deferrable is None:
             deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
@@ -203,7 +205,7 @@ class BroadwayAckSensor(BaseSensorOperator):
     # -- looking -------------------------------------------------------------------------------
 
     def _look(self, context: Context) -> dict[str, Any] | None:
-        """One look; the run's summary when all is done.
+        """Look once; return the run's summary when all is done.
 
         :raises AirflowException: When all is done, and a watched task failed, the sum is off, or
             messages of a process task are not in this staging folder.
@@ -218,7 +220,6 @@ class BroadwayAckSensor(BaseSensorOperator):
         finished = _over(states)
         failed = sorted(task for task, state in states.items() if state in FAILED)
         last = self._elapsed(context) + self.poke_interval > self.timeout
-        alerts = run_alerts(self.alerts, context, run, pipeline)
         try:
             report = settler.look(
                 over=finished,
@@ -227,12 +228,8 @@ class BroadwayAckSensor(BaseSensorOperator):
                 last=last,
                 hold_failed=self.hold_failed,
             )
-        except BroadwayError:
-            alerts.look(settler.seen)
-            raise
         finally:
             settler.close()
-        alerts.look(settler.seen, report, last=report is not None)
         return None if report is None else self._conclude(report)
 
     def _conclude(self, report: dict[str, Any]) -> dict[str, Any]:
@@ -252,17 +249,14 @@ class BroadwayAckSensor(BaseSensorOperator):
             raise AirflowException(report["unseen"])
         # Looking again would find the same: no retry.
         if not report["balanced"]:
-            raise AirflowFailException(
-                f"The sum does not balance: received {totals['received']}, accounted for"
-                f" {totals['accounted']}: {totals}.  See {report['path']}"
-            )
-        troubles = trouble_of(report, self.fail_when, report["errors"])
+            raise AirflowFailException(f"{unbalanced_line(totals)}.  See {report['path']}")
+        troubles = trouble_of(report, self.fail_when)
+        summary = summary_line(totals)
         if troubles:
             raise AirflowFailException(
-                f"All messages are settled or given back, but {'.  '.join(troubles)}.  "
-                + "  ".join(lines_of(report)[:1])
+                f"All messages are settled or given back, but {'.  '.join(troubles)}.  {summary}"
             )
-        return {"report": report["path"], **totals}
+        return {"report": report["path"], "summary": summary, **totals}
 
     def _states(self, context: Context) -> dict[str, str | None]:
         """The states of the watched task instances: ``process``, or ``process[0]`` and so on."""

@@ -159,7 +159,7 @@ FOUND = {
     "an empty run in one task dies while it is opened": (
         "sqlite by operators",
         "one task",
-        "one/run/1 write staging/OneTask/crashes/one/alerts/.tmp- #1: killed halfway, then"
+        "one/run/1 write staging/OneTask/crashes/one/.tmp- #1: killed halfway, then"
         " three/run/1 write staging/OneTask/crashes/three/generations/.tmp- #1: killed after"
         " [side by side]",
     ),

@@ -79,16 +79,15 @@ def test_labels_in_queries_are_tags_that_are_sent(monkeypatch: pytest.MonkeyPatc
     metrics.depth(QueueDepth(1, 0, 0, 0, oldest_age=2.0))
     metrics.count(Metric.BATCHES, 1, batcher="late", trigger="size")
     metrics.seconds(Metric.BATCH_DURATION, 1.5, batcher="late")
-    metrics.count(Metric.ALERTS, 1, alert="lease")
 
     # Then each line has the labels by which it is asked for
-    assert len(lines) == 7
+    assert len(lines) == 6
     assert all(",pipeline=Orders,dag_id=orders" in line for line in lines)
     assert "broadway.messages.acked,pipeline=Orders,dag_id=orders" in lines
     assert "broadway.batches,pipeline=Orders,dag_id=orders,batcher=late,trigger=size" in lines
     grouped = re.findall(r"(?:by|on) \(([^)]*)\)", " ".join(expressions().values()))
     labels = {label.strip() for each in grouped for label in each.split(",")}
-    assert labels <= {"pipeline", "dag_id", "batcher", "trigger", "alert"}
+    assert labels <= {"pipeline", "dag_id", "batcher", "trigger"}
 
 
 def test_the_page_explains_each_alert_and_no_other() -> None:

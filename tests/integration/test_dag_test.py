@@ -12,7 +12,7 @@ import pytest
 from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 
-from airflow_broadway import Alerts, Batcher, Message, Processors
+from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core.formats.record_batch import OpenBatch
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
@@ -86,36 +86,6 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -
         "ack": "success",
     }
     assert ran.totals == {}
-
-
-def test_a_sensor_tells_its_notifiers_of_dead_letters_and_the_rest_of_the_run_goes_on(
-    world: World,
-) -> None:
-    # Given one notifier that fails, and one that keeps what it is told
-    told: list[Any] = []
-
-    def fail(context: Any) -> None:
-        raise RuntimeError("away")
-
-    world.numbers(range(3))
-    world.send({"n": 3, "process": "fail"})
-    pipeline = Puppets(producer={"retry": {"max_attempts": 1}})
-    alerts = Alerts(notifiers=[fail, told.append], backlog_age=3600.0)
-
-    # When a message becomes a dead letter
-    ran = world.run(dag_of(pipeline, alerts=alerts))
-
-    # Then it is told once, with the context of the task, and the run is as it would be
-    assert ran.state == "success"
-    assert ran.totals["dead_lettered"] == 1
-    [context] = told
-    assert context["ti"].task_id == "broadway.ack"
-    assert context["broadway_alert"]["kind"] == "dead_letters"
-    assert context["broadway_alert"]["run_id"] == ran.run_id
-    assert (
-        f"1 message of run {ran.run_id} became a dead letter"
-        in (context["broadway_alert"]["message"])
-    )
 
 
 @pytest.mark.parametrize("count", [0, 15])

@@ -9,7 +9,6 @@ import pytest
 #: Module → the names that pipelines, Dags and their tests import from it.
 PUBLIC = {
     "airflow_broadway": [
-        "Alerts",
         "Archive",
         "BatchInfo",
         "BatchMode",

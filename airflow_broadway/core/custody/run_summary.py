@@ -2,31 +2,42 @@
 
 Pure functions of counts, for the ack sensor, a process task, :class:`BroadwayRunOperator`,
 :class:`RunReport` and the command line alike.
+
+A sentence that a task fails with reaches Airflow's notifiers, some of which render it as markup:
+it has figures, names of tasks and options, and no text of a message's sender or of a broker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import CLASSES
+from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
 from airflow_broadway.core.text import many, printable
 
 __all__ = [
     "FAIL_WHEN",
+    "FEW",
     "SHOWN_REASONS",
     "check_fail_when",
+    "dropped_line",
     "empty_line",
     "failures_trouble",
     "lines_of",
     "look_lines",
+    "settled_line",
     "settling_trouble",
+    "summary_line",
+    "unbalanced_line",
 ]
 
 #: Reasons that a report names: the most frequent.
 SHOWN_REASONS: Final = 10
+
+#: With fewer handled messages than this, ``"all"`` and a share need a failure that is not retried.
+FEW: Final = 10
 
 #: When failed messages make a run fail.
 FAIL_WHEN: Final = Rule(
@@ -45,14 +56,20 @@ def check_fail_when(path: str, value: Any) -> Any:
     return value
 
 
-def failures_trouble(failed: int, handled: int, fail_when: Any) -> str:
-    """Why a run with so many failed messages fails, as a sentence; empty if it does not.
+def failures_trouble(totals: Mapping[str, int], fail_when: Any) -> str:
+    """Return why a run fails for its failed messages, as a sentence; empty if it does not.
 
-    :param handled: Messages with an outcome; see :func:`handled_of`.
+    One message that fails in a quiet queue makes a run red once, when it is out of attempts, and
+    not at each attempt: see :data:`FEW`.
+
+    :param totals: The classes of the run's account, and ``failed``.
     :param fail_when: ``"all"``: if every handled message failed.  ``"never"``.  An integer: from so
         many failed messages on.  A float: from that share of the handled ones on.
     """
+    failed, handled = totals["failed"], handled_of(totals)
     if fail_when == "never" or failed < 1:
+        return ""
+    if not is_int(fail_when) and handled < FEW and failed <= totals.get("requeued", 0):
         return ""
     if fail_when == "all":
         met = failed >= handled
@@ -66,10 +83,8 @@ def failures_trouble(failed: int, handled: int, fail_when: Any) -> str:
     return f"{many(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
 
 
-def settling_trouble(
-    lapsed: int, refused: int, errors: Sequence[str] = (), *, halted: int = 0
-) -> str:
-    """Why a settlement that left messages out makes its run fail; empty if it left out none.
+def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
+    """Return why a settlement that left messages out makes its run fail; empty if it left out none.
 
     :param halted: Messages that nobody takes up before people have looked.
     """
@@ -85,10 +100,9 @@ def settling_trouble(
         parts.append(f"{many(lapsed, 'message')} had lapsed before they were settled")
     if refused:
         parts.append(f"{_n(refused)} could not be settled")
-    why = f" ({printable('; '.join(errors))})" if errors else ""
     if not parts:
-        return f"{stopped}{why}" if stopped else ""
-    left_out = " and ".join(parts) + f"{why}: they are delivered again, marked as redelivered"
+        return stopped
+    left_out = " and ".join(parts) + ": they are delivered again, marked as redelivered"
     return f"{left_out}; {stopped}" if stopped else left_out
 
 
@@ -100,9 +114,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     if report.get("look"):
         return [*look_lines(report["look"]), *_ending_lines(report)]
     totals = report["totals"]
-    shown = [f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)]
-    figures = f": {', '.join(shown)}" if shown else ""
-    lines = [f"{many(totals['received'], 'message')} received{figures}."]
+    lines = [summary_line(totals)]
     empty = [each for each in report.get("generations", ()) if "receives" in each]
     lines += dict.fromkeys(map(empty_line, empty))
     if totals.get("failed"):
@@ -129,10 +141,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             for each in isolation["batches"]
         ]
     if not report["balanced"] and not report.get("unseen"):
-        lines.append(
-            f"The sum does not balance: {_n(totals['received'])} received,"
-            f" {_n(totals['accounted'])} accounted for."
-        )
+        lines.append(f"{unbalanced_line(totals)}.")
     return [*lines, *_source_lines(report), *_ending_lines(report)]
 
 
@@ -159,6 +168,32 @@ def _depth_line(depth: Mapping[str, Any]) -> str:
     return (
         f"The queue: {_n(depth['ready'])} ready, {_n(depth['delayed'])} wait for a retry,"
         f" {_n(depth['leased'])} held by runs{oldest}."
+    )
+
+
+def summary_line(totals: Mapping[str, int]) -> str:
+    """Return a run's account as one sentence of figures, fit for a notifier."""
+    figures = _classes(totals)
+    return f"{many(totals['received'], 'message')} received{figures and f': {figures}'}."
+
+
+def settled_line(report: SettleReport) -> str:
+    """Return what a settlement did, as a sentence."""
+    figures = _classes(report.classes())
+    return f"Settled {many(report.total, 'message')}{figures and f': {figures}'}."
+
+
+def dropped_line(dropped: Mapping[str, int]) -> str:
+    """Return which columns a schema lacks, and how many messages had each."""
+    columns = ", ".join(f"{printable(name)} ({count:,})" for name, count in dropped.items())
+    return f"Columns that the schema lacks were dropped: {columns}."
+
+
+def unbalanced_line(totals: Mapping[str, int]) -> str:
+    """Return by how much the account of a run is off."""
+    return (
+        f"The sum does not balance: {_n(totals['received'])} received,"
+        f" {_n(totals['accounted'])} accounted for"
     )
 
 
@@ -216,6 +251,12 @@ def _source_lines(report: Mapping[str, Any]) -> list[str]:
     if source.get("run_id"):
         what += f" {source['run_id']}"
     return [f"{what}.", *(f"Note: {printable(each)}." for each in report.get("notes", ()))]
+
+
+def _classes(totals: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{_n(totals[name])} {word}" for name, word in CLASSES.items() if totals.get(name)
+    )
 
 
 def _n(number: int) -> str:

@@ -29,8 +29,6 @@ Everything of one run lies under one folder, ``<root>/<pipeline>/<dag_id>/<encod
     begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written once something died
     deaths/{work,tries}/<task>-<try>.json        it died, and of which batches that may be
     heartbeat.json                      when the ack sensor last looked
-    alerts/<kind>.json                  what is told to people, and who has been told
-    swept/<run>.json                    a dead run that this one has settled and accounted for
 
 Tasks and the Spark driver read and write them; the other modules of this room say what is in each.
 All paths in these files are relative to the run's folder.  They are JSON, JSON lines and Parquet:

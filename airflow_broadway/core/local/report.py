@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from airflow_broadway.core.custody.report import SettleReport, failures_of, handled_of
-from airflow_broadway.core.custody.run_summary import failures_trouble, settling_trouble
+from airflow_broadway.core.custody.report import SettleReport, failures_of
+from airflow_broadway.core.custody.run_summary import (
+    failures_trouble,
+    settling_trouble,
+    unbalanced_line,
+)
 
 __all__ = ["RunReport"]
 
@@ -65,9 +69,9 @@ class RunReport:
         """
         settled, totals = self.settled, self.totals()
         found = [
-            "" if self.balanced else f"The sum does not balance: {self.to_json()}",
-            settling_trouble(settled.lapsed, settled.failed, settled.errors, halted=settled.halted),
-            failures_trouble(totals["failed"], handled_of(totals), fail_when),
+            "" if self.balanced else unbalanced_line(totals),
+            settling_trouble(settled.lapsed, settled.failed, halted=settled.halted),
+            failures_trouble(totals, fail_when),
         ]
         return ".  ".join(each for each in found if each)
 

@@ -27,7 +27,7 @@ from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
 from airflow_broadway.core.custody.producer import Connection, Connections, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Source
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
+from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, dropped_line
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.local.report import RunReport
@@ -336,7 +336,7 @@ class LocalRun:
     ) -> RunReport:
         engine.reasons.log_table(log, "this run")
         if engine.dropped:
-            log.warning("Columns that the schema lacks were dropped: %s.", dict(engine.dropped))
+            log.warning("%s", dropped_line(engine.dropped))
         total = time.monotonic() - self._started
         report = RunReport(
             pipeline=self._pipeline.name,

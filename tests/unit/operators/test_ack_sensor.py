@@ -178,6 +178,9 @@ def report_of(**totals: int) -> dict[str, Any]:
         ({}, {"acked": 4, "lapsed": 1}, "1 message had lapsed"),
         ({}, {"acked": 4, "settle_failed": 1}, "1 could not be settled"),
         ({}, {"dead_lettered": 5, "failed": 5}, "every message that was handled"),
+        ({}, {"requeued": 10, "failed": 10}, "every message that was handled"),
+        ({}, {"requeued": 2, "dead_lettered": 1, "failed": 3}, "every message that was handled"),
+        ({"fail_when": 1}, {"requeued": 1, "failed": 1}, "every message that was handled"),
         ({"fail_when": 0.1}, {"acked": 9, "dead_lettered": 1, "failed": 1}, "of 10 handled"),
         ({"fail_when": 2}, {"acked": 9, "requeued": 2, "failed": 2}, "2 messages failed"),
     ],
@@ -193,9 +196,11 @@ def test_a_run_with_what_nobody_wants_to_miss_is_red(
     ("given", "totals"),
     [
         ({}, {"acked": 4, "dead_lettered": 1, "failed": 1}),
+        ({}, {"requeued": 1, "failed": 1}),
         ({}, {}),
         ({}, {"released": 3}),
         ({"fail_when": "never"}, {"dead_lettered": 5, "failed": 5}),
+        ({"fail_when": 0.5}, {"acked": 1, "requeued": 2, "failed": 2}),
         ({"fail_when": 0.5}, {"acked": 3, "requeued": 2, "failed": 2}),
     ],
 )
@@ -211,12 +216,32 @@ def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
     report["totals"] |= {"received": 5}
 
     # Then it fails for good, even if any number of messages may fail
-    with pytest.raises(AirflowFailException, match="does not balance: received 5, accounted for 4"):
+    with pytest.raises(AirflowFailException, match="does not balance: 5 received, 4 accounted for"):
         sensor(fail_when="never")._conclude(report)
 
 
+def test_a_failure_of_the_sensor_has_no_text_of_a_broker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given a broker that answers with what a sender wrote
+    report = report_of(acked=4, settle_failed=1) | {"errors": ["refused: <b>x</b>"]}
+
+    lines: list[str] = []
+    look = sensor()
+    monkeypatch.setattr(look.log, "info", lambda text, *values: lines.append(text % values))
+    with pytest.raises(AirflowFailException) as caught:
+        look._conclude(report)
+
+    # Then the log has it, and what notifiers send has figures
+    assert str(caught.value) == (
+        "All messages are settled or given back, but 1 could not be settled: they are delivered"
+        " again, marked as redelivered.  5 messages received: 4 acked, 1 could not be settled."
+    )
+    assert "Error: refused: <b>x</b>" in lines
+
+
 def test_a_run_with_a_failed_task_is_red() -> None:
-    with pytest.raises(AirflowFailException, match=r"tasks failed: \['broadway\.batch\.late'\]"):
+    with pytest.raises(AirflowFailException, match=r"tasks failed: broadway\.batch\.late; mend"):
         sensor()._conclude({**report_of(acked=4), "failed_tasks": ["broadway.batch.late"]})
 
 

@@ -12,7 +12,8 @@ from airflow_broadway.adapters.metrics import AirflowMetrics
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.ports import Ports
-from tests.unit.runs.steps import Run
+from airflow_broadway.runs.tasks import send_depth
+from tests.unit.runs.steps import Run, Sums
 
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
 
@@ -101,3 +102,22 @@ def test_an_age_that_is_not_known_is_not_sent_as_0(monkeypatch: pytest.MonkeyPat
 
     metrics.depth(QueueDepth(0, 0, 0, 0, None))  # nothing waits
     assert sent == {"broadway.queue.depth": 0, "broadway.queue.oldest_age": 0.0}
+
+
+def test_an_empty_queue_of_a_broker_without_ages_leaves_no_gauge_of_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: dict[str, float] = {}
+    monkeypatch.setattr(
+        AirflowMetrics, "gauge", lambda _, name, value, tags: sent.update({name: value})
+    )
+    pipeline = Sums(producer={"path": "/none"})
+    monkeypatch.setattr(type(pipeline.producer), "tells_age", False)
+    monkeypatch.setattr(
+        type(pipeline.producer), "depth", lambda *_: QueueDepth(0, 0, 0, 0, oldest_age=None)
+    )
+
+    metrics = Metrics(AirflowMetrics(), pipeline="Sums", dag_id="sums")
+    send_depth(pipeline, Ports(), metrics)
+
+    assert sent == {"broadway.queue.depth": 0}

@@ -165,9 +165,9 @@ class Run:
             store=self.staged.store,
         )
 
-    def sweep(self, index: int = 0) -> list[StagedRun]:
-        """What a process task does first."""
-        return sweep(self.staged, self.pipeline, self.task(index), self.ports)
+    def sweep(self, index: int = 0) -> None:
+        """Does what a process task does first."""
+        sweep(self.staged, self.pipeline, self.task(index), self.ports)
 
     def task(self, index: int = 0, try_number: int = 1) -> Task:
         return Task(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteQueue
-from tests.unit.runs.steps import Run, Sums
+from airflow_broadway.runs.metrics import Metric, NoMetrics
+from tests.unit.runs.steps import AS_AIRFLOW, Run, Sums
 
 
 @pytest.fixture
@@ -99,3 +103,28 @@ def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
 
 def _away(*_: object, **__: object) -> None:
     raise ProducerUnavailable("no answer") from sqlite3.OperationalError("locked")
+
+
+class Counts(NoMetrics):
+    """Keeps the counters."""
+
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+
+    def count(self, name: str, count: int, tags: Mapping[str, str]) -> None:
+        self.sums[name] += count
+
+
+def test_dead_letters_of_a_dead_run_are_counted_by_the_next(tmp_path: Path) -> None:
+    # Given a run whose messages have outcomes, and whose sensor was never there
+    first = Run(tmp_path, "manual__1")
+    first.send(range(1, 16))  # 7, 14 and 5, 10, 15 fail
+    first.batch(first.process())
+
+    # When the next run's process task settles them
+    counts = Counts()
+    ports = replace(AS_AIRFLOW, metrics=counts)
+    Run(tmp_path, "manual__2", finished=["manual__1"], ports=ports).sweep()
+
+    # Then the metric that a rule goes by has them
+    assert counts.sums[Metric.DEAD_LETTERED] == 5

@@ -8,9 +8,11 @@ import pytest
 
 from airflow_broadway.core.custody.report import SettleReport, handled_of
 from airflow_broadway.core.custody.run_summary import (
+    FEW,
     check_fail_when,
     failures_trouble,
     lines_of,
+    settled_line,
     settling_trouble,
 )
 from airflow_broadway.core.errors import OptionsError
@@ -35,7 +37,31 @@ from airflow_broadway.core.text import printable
 def test_failed_messages_fail_a_run_from_a_bound_on(
     fail_when: Any, failed: int, handled: int, fails: bool
 ) -> None:
-    assert bool(failures_trouble(failed, handled, fail_when)) is fails
+    totals = {"failed": failed, "acked": handled - failed, "dead_lettered": failed}
+    assert bool(failures_trouble(totals, fail_when)) is fails
+
+
+@pytest.mark.parametrize(
+    ("fail_when", "requeued", "dead_lettered", "fails"),
+    [
+        ("all", 1, 0, False),
+        ("all", FEW - 1, 0, False),
+        ("all", FEW, 0, True),
+        ("all", 0, 1, True),
+        ("all", 2, 1, True),
+        (0.05, 1, 0, False),
+        (0.05, FEW, 0, True),
+        (0.05, 1, 1, True),
+        (1, 1, 0, True),
+    ],
+)
+def test_of_few_messages_one_must_have_failed_for_good(
+    fail_when: Any, requeued: int, dead_lettered: int, fails: bool
+) -> None:
+    totals = {
+        "failed": requeued + dead_lettered, "requeued": requeued, "dead_lettered": dead_lettered
+    }  # fmt: skip
+    assert bool(failures_trouble(totals, fail_when)) is fails
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 1.5, 0.0, True, "some", None])
@@ -44,7 +70,7 @@ def test_what_is_no_bound_is_refused(value: Any) -> None:
         check_fail_when("ack.fail_when", value)
 
 
-def test_what_lapsed_or_was_refused_is_told_with_its_reasons() -> None:
+def test_what_lapsed_or_was_refused_is_reported() -> None:
     assert settling_trouble(0, 0, halted=2) == (
         "2 messages hold up their run: mend the cause; the next run begins there, and a backfill is"
         " cleared to try again"
@@ -54,10 +80,17 @@ def test_what_lapsed_or_was_refused_is_told_with_its_reasons() -> None:
         " there, and a backfill is cleared to try again"
     )
     assert settling_trouble(0, 0) == ""
-    assert settling_trouble(2, 1, ["queue is full"]) == (
-        "2 messages had lapsed before they were settled and 1 could not be settled (queue is full):"
-        " they are delivered again, marked as redelivered"
+    assert settling_trouble(2, 1) == (
+        "2 messages had lapsed before they were settled and 1 could not be settled: they are"
+        " delivered again, marked as redelivered"
     )
+
+
+def test_a_settlement_is_logged_in_words() -> None:
+    assert settled_line(SettleReport(acked=1_000, dead_lettered=2)) == (
+        "Settled 1,002 messages: 1,000 acked, 2 dead-lettered."
+    )
+    assert settled_line(SettleReport()) == "Settled 0 messages."
 
 
 def test_what_was_given_back_counts_as_nothing_that_was_handled() -> None:
@@ -70,7 +103,7 @@ def test_what_was_given_back_counts_as_nothing_that_was_handled() -> None:
     [
         (0, SettleReport(acked=5), ""),
         (4, SettleReport(acked=1, dead_lettered=4), ""),
-        (5, SettleReport(requeued=5), "every message that was handled"),
+        (5, SettleReport(dead_lettered=5), "every message that was handled"),
         (0, SettleReport(acked=4, lapsed=1), "had lapsed"),
         (0, SettleReport(acked=4, failed=1), "could not be settled"),
         (0, SettleReport(acked=4), "does not balance"),
