@@ -1,4 +1,4 @@
-"""Texts without the secrets that may stand in them.
+"""Masks secrets in the texts of errors and log lines.
 
 Errors are logged, kept in Airflow's database and shown in its UI, so what people gave as an option
 is shown in them only as far as it cannot be a secret.
@@ -18,30 +18,45 @@ _WORDS = (
     r"passw(?:or)?d|passphrase|pwd|secret|token|credential|authorization|signature|dsn"
     r"|(?:api|access|private|account|shared|storage)[._-]?key"
 )
-#: Names whose value is a secret or an address, which may hold one.
+#: Option names whose value is a secret, or an address that may hold one.
 _SECRET_NAME = re.compile(rf"{_WORDS}|(?:^|[._-])(?:uri|url|sig)$", re.IGNORECASE)
-#: A secret that its name stands before, in a text.
-_ASSIGNED = re.compile(
-    rf"([\w.-]*(?:{_WORDS}|\bsig)[\w.-]*['\"]?\s*[=:]\s*)(?:\"[^\"]*\"?|'[^']*'?|[^\s&,;]+)",
-    re.IGNORECASE,
-)
-#: The same in the query of an address.
-_QUERY = re.compile(rf"([?&][\w.-]*(?:{_WORDS}|\bsig)[\w.-]*=)[^\s&'\"]+", re.IGNORECASE)
-#: What is known by its form: keys of AWS, GitHub, Slack, signed tokens, headers.
+#: Names in a text whose value is a secret.
+_SECRET_WORD = re.compile(rf"{_WORDS}|\bsig", re.IGNORECASE)
+# Each pattern below begins only where a run of its characters begins (the lookbehind) or at a
+# character that the run cannot hold.  A search that could begin within a run would scan its rest
+# from every character: quadratic time.
+#: A name before ``=`` or ``:`` in a text.
+_NAME = re.compile(r"(?<![\w.-])([\w.-]+)['\"]?\s*[=:]\s*")
+_VALUE = re.compile(r"\"[^\"]*\"?|'[^']*'?|[^\s&,;]+")
+#: A parameter in the query of an address.
+_PARAMETER = re.compile(r"([?&]([\w.-]*)=)[^\s&'\"]+")
+#: Secrets that are known by their form: keys of AWS, GitHub and Slack, headers, private keys.
 _KNOWN = re.compile(
-    r"\b(?:AKIA|ASIA)\w{12,}|\bgh[a-z]_\w{16,}|\bxox[a-z]-[\w-]+|\beyJ[\w-]+\.[\w.-]+"
+    r"\b(?:AKIA|ASIA)\w{12,}|\bgh[a-z]_\w{16,}|\bxox[a-z]-[\w-]+"
     r"|(?<=\bBearer )\S+|(?<=\bBasic )\S+|-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
     re.DOTALL,
 )
-#: An address from its scheme to its last ``@``: a password may hold ``/`` and ``@``.
-_USER = re.compile(r"(\w[\w+.-]*)(://)(\S*)@")
+#: Text that may hold a JSON Web Token, and the beginning of one.
+_DOTTED = re.compile(r"[\w.-]+")
+_JWT = re.compile(r"\beyJ")
+#: Text that may hold an address: user and password reach to the last ``@``, for a password may
+#: hold ``/`` and ``@``.
+_WORD = re.compile(r"\S+")
+#: A scheme, written backwards.
+_REVERSED_SCHEME = re.compile(r"[\w+.-]*\w")
+_PASSWORD = re.compile(r"(://)[^/\s:\]]*:(?!\d*(?:[/?#\s'\"),]|$))\S*")
 #: Stores whose addresses name an Airflow connection, or a container, before the ``@``.
 _STORES = {"s3", "s3a", "s3n", "gs", "gcs", "abfs", "abfss", "wasb", "wasbs", "adl", "az", "hdfs"}
 
 
 def redacted(text: str) -> str:
-    """A text without user and password, or token, of the addresses in it."""
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(_without_user, text))
+    """Masks user and password, or token, of the addresses in an error or a log line.
+
+    Runs in linear time.  Data, such as a message's payload, is never masked.
+    """
+    if "@" in text:
+        text = _WORD.sub(_without_user, text)
+    return _PARAMETER.sub(_without_parameter, text)
 
 
 def shown(value: object, name: str = "") -> str:
@@ -74,13 +89,45 @@ def _masked(text: str) -> str:
         text = text if _names_no_user(scheme, user) else f"{scheme}://{HIDDEN}@{after}"
     elif at and ":" in before:  # user:password@host
         text = f"{HIDDEN}@{after}"
-    text = re.sub(r"(://)[^/\s:\]]*:(?!\d*(?:[/?#\s'\"),]|$))\S*", rf"\1{HIDDEN}", text)
-    return _KNOWN.sub(HIDDEN, _ASSIGNED.sub(rf"\1{HIDDEN}", text))
+    text = _PASSWORD.sub(rf"\1{HIDDEN}", text)
+    return _DOTTED.sub(_without_jwt, _KNOWN.sub(HIDDEN, _without_assigned(text)))
+
+
+def _without_assigned(text: str) -> str:
+    """Masks the values that stand behind a name that is a secret's."""
+    parts, copied, position = [], 0, 0
+    while name := _NAME.search(text, position):
+        position = name.end()
+        if _SECRET_WORD.search(name[1]) and (value := _VALUE.match(text, position)):
+            parts += [text[copied:position], HIDDEN]
+            copied = position = value.end()
+    return "".join([*parts, text[copied:]])
+
+
+def _without_parameter(found: re.Match[str]) -> str:
+    return f"{found[1]}{HIDDEN}" if _SECRET_WORD.search(found[2]) else found[0]
+
+
+def _without_jwt(found: re.Match[str]) -> str:
+    text = found[0]
+    for beginning in _JWT.finditer(text):
+        dot = text.find(".", beginning.end(), len(text) - 1)
+        if dot < 0:
+            break
+        if dot > beginning.end():
+            return text[: beginning.start()] + HIDDEN
+    return text
 
 
 def _without_user(found: re.Match[str]) -> str:
-    scheme, user = found[1], found[3]
-    return found[0] if _names_no_user(scheme, user) else f"{scheme}://{HIDDEN}@"
+    text = found[0]
+    at, begin = text.rfind("@"), 0
+    while (colon := text.find("://", begin, max(at, 0))) >= 0:
+        scheme = _REVERSED_SCHEME.match(text[begin:colon][::-1])
+        begin = colon + 3
+        if scheme and not _names_no_user(scheme[0][::-1], text[begin:at]):
+            return f"{text[:begin]}{HIDDEN}{text[at:]}"
+    return text
 
 
 def _names_no_user(scheme: str, user: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import string
+import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,3 +214,83 @@ def test_the_command_line_leaves_paths_and_connections(
     complain(text)
 
     assert text in capsys.readouterr().err
+
+
+def test_every_address_of_a_word_is_looked_at() -> None:
+    assert redacted("file:///x,amqp://g:p@h") == "file:///x,amqp://***@h"
+
+
+#: Runs of the characters that a pattern repeats, and beginnings of what it searches for.
+RUNS = [
+    "a",
+    "0123456789abcdef",
+    " ",
+    "\n",
+    "@",
+    ":",
+    "/",
+    "://",
+    "a://",
+    "a@",
+    "a://b@",
+    "a.",
+    "a-",
+    "a+",
+    "a=",
+    "a='",
+    "a: ",
+    "é",
+    "token",
+    "token ",
+    "token=",
+    "token='",
+    "?token",
+    "&a",
+    "&sig=a",
+    "password: ",
+    "api_key.",
+    "eyJ",
+    "-eyJ",
+    "eyJ.",
+    ".eyJ",
+    "eyJa.",
+    "AKIA",
+    "ghp_",
+    "xoxb-",
+    "Bearer ",
+    "Bearer a.b ",
+    "-----BEGIN ",
+    "-----BEGIN A",
+    "PRIVATE KEY-----",
+    "https://shop.example/hook?token=abc&x=1 ",
+    "https://shop.example/a?b=c,",
+    '{"id": 1, "token": "abc", "to": "bob@example.org"}, ',
+    "a://b:1",
+    "a://b:1/",
+]
+MEGABYTE = 1 << 20
+
+
+def least_time(call: Callable[[], object]) -> float:
+    """The least processor time of three calls."""
+    times = []
+    for _ in range(3):
+        begin = time.process_time()
+        call()
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("", "@host"), ("a://b:", "@")])
+@pytest.mark.parametrize("run", RUNS)
+def test_masking_takes_linear_time(run: str, before: str, after: str) -> None:
+    def text(size: int) -> str:
+        return f"{before}{run * (size // len(run.encode()) + 1)}{after} ?token=x"
+
+    for mask in (redacted, shown):
+        small = least_time(partial(mask, text(MEGABYTE // 16)))
+        # Quadratic time would be 256 times as long, or would pass this test's timeout.
+        begin = time.process_time()
+        mask(text(MEGABYTE))
+        assert time.process_time() - begin < 100 * max(small, 0.001)
