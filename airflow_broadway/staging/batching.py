@@ -119,7 +119,7 @@ class Batching:
         self._closed: list[list[Closed]] = []
 
     def _make_stage(self) -> BatcherStage:
-        options = self._options
+        options = dataclasses.replace(self._options, batch_timeout=self._options.staged_timeout)
         if isinstance(options.batch_size, tuple):
             initial, splitter = options.batch_size
 
@@ -150,7 +150,7 @@ class Batching:
             self._messages = messages_of(
                 table, self._options.schema, self._batcher, python=self._options.engine == "python"
             )
-        stage, timed = self._stage, self._options.batch_timeout is not None
+        stage, timed = self._stage, self._options.staged_timeout is not None
         if not timed and not pc.any(table["flush"]).as_py():
             # Without flushes and timeouts it makes no difference how messages arrived in chunks.
             self._close(stage.add(rows, 0.0))

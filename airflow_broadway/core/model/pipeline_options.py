@@ -199,7 +199,8 @@ class Batcher(Options):
         default=AUTO,
         rule=SECONDS.or_none(),
         doc="Seconds from a batch's first message until it is closed unfilled.  ``None``: at the"
-        " end of the run.  1 with Python, None with Spark.",
+        " end of the run.  1 with Python where batches are handled as messages come; None with"
+        " Spark, and where messages are staged first.",
     )
     concurrency: int = option(default=1, rule=POSITIVE, doc="Batches handled at a time.")
     max_demand: int = option(
@@ -263,6 +264,15 @@ class Batcher(Options):
                 f"False with engine={self.engine!r}: only Spark batchers run in an application",
                 self.own_application,
             )
+
+    @property
+    def staged_timeout(self) -> float | None:
+        """The ``batch_timeout`` of messages that are all staged before the first is batched.
+
+        It counts by when they were received.  There is none by default: nothing waits any more, so
+        that what is there fills the batch.
+        """
+        return None if "batch_timeout" in getattr(self, "_auto", ()) else self.batch_timeout
 
     def check_schema(self, path: str) -> None:
         """Check that the schema can be read.  Not when it is made: then its name is not known.

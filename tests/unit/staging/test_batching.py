@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.batch_reader import BatchReader
 from tests.unit.staging.kit import (
     ids,
     message,
     open_run,
+    pipeline_of,
     plan_of,
     publish,
     python_pipeline,
@@ -51,6 +53,32 @@ def test_a_batch_times_out_by_when_its_messages_were_received(tmp_path: Path) ->
         ([0, 1], "timeout"),
         ([2], "flush"),
     ]
+
+
+def test_what_is_staged_fills_batches_however_slowly_it_was_received(tmp_path: Path) -> None:
+    # Given messages that came two seconds apart, and Broadway's timeout of one second by default
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(b=Batcher(engine="python", batch_size=4))
+    assert pipeline.batchers["b"].batch_timeout == 1.0
+    chunks = [[message(n, batcher="b", at=2.0 * n)] for n in range(6)]
+
+    # When they are batched after the last was staged
+    plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
+
+    # Then none of that time counts as waiting
+    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
+        ([0, 1, 2, 3], "size"),
+        ([4, 5], "flush"),
+    ]
+
+
+def test_an_override_of_another_option_leaves_the_default_of_the_timeout(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    pipeline = pipeline_of(b=Batcher(engine="python", batch_size=4))
+    changed = type(pipeline)(batchers={"b": {"batch_size": 2}})
+    chunks = [[message(n, batcher="b", at=2.0 * n)] for n in range(2)]
+    _, batches = plan_of(run, changed, publish(run, changed, chunks))
+    assert [batch.size for batch in batches] == [2]
 
 
 @pytest.mark.parametrize("group_rows", [3, 100], ids=["chunk-in-two-groups", "one-group"])
