@@ -159,6 +159,16 @@ def get_provider_info() -> dict[str, Any]:
                         "example": "s3://aws_default@bucket/broadway",
                         "default": None,
                     },
+                    "deployment": {
+                        "description": "A name of this Airflow, the same on all its workers and "
+                        "no other's.  Generations of another Airflow are left alone until their "
+                        "lease has lapsed.  Unset: the address of the API server that tasks "
+                        "report to; where that is a loopback address, host and AIRFLOW_HOME.",
+                        "version_added": "0.1.0",
+                        "type": "string",
+                        "example": "production",
+                        "default": None,
+                    },
                     "spark_history": {
                         "description": "Address of Spark's history server, to which the link "
                         "Spark of a task leads once its application has ended.",

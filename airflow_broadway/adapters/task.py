@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
-from airflow.providers.common.compat.sdk import AirflowTaskTimeout
+from airflow.providers.common.compat.sdk import AirflowTaskTimeout, conf
 
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.metrics import AirflowMetrics
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_SHUTDOWN",
     "asked_of",
     "backlog_events",
+    "deployment",
     "is_dry_run",
     "load_pipeline",
     "open_run",
@@ -184,7 +187,33 @@ def open_run(context: Context, staging: str | None, pipeline: str) -> StagedRun:
     from airflow_broadway.staging.run_folder import StagedRun
 
     ti = context["ti"]
-    return StagedRun(open_store(staging), pipeline=pipeline, dag_id=ti.dag_id, run_id=ti.run_id)
+    return StagedRun(
+        open_store(staging),
+        pipeline=pipeline,
+        dag_id=ti.dag_id,
+        run_id=ti.run_id,
+        airflow=deployment(),
+    )
+
+
+def deployment() -> str:
+    """The name of this Airflow, the same in all its tasks: ``[broadway] deployment``, or the
+    address of the API server that tasks report to.  A loopback address names no deployment: host
+    and ``AIRFLOW_HOME`` stand for it.
+
+    A task knows neither the metadata database nor its address.
+    """
+    from airflow_broadway.staging.store import host_name
+
+    given = conf.get("broadway", "deployment", fallback="")
+    if given:
+        return str(given)
+    base_url = str(conf.get("api", "base_url", fallback="") or "")
+    url = urlsplit(str(conf.get("core", "execution_api_server_url", fallback="") or base_url))
+    host = url.hostname or "localhost"
+    if host == "localhost" or host.startswith("127.") or host == "::1":
+        return f"{host_name()}:{os.environ.get('AIRFLOW_HOME', os.path.expanduser('~/airflow'))}"
+    return f"{host}:{url.port}{url.path}" if url.port else f"{host}{url.path}"
 
 
 def references(rendered: Any) -> Iterator[Mapping[str, Any]]:

@@ -46,6 +46,8 @@ def sweep(
     ours runs any more: what has an outcome there is settled by it, the rest is released, and the
     run is accounted for.  What cannot be settled now is logged; its lease lapses by itself.
 
+    A generation of another Airflow is left alone until its lease has lapsed by the run's clock.
+
     A run whose messages no broker holds asks none for anything: it sweeps only after its like.
 
     :param pipeline: As it is loaded: with its own producer.
@@ -61,22 +63,27 @@ def sweep(
     for other, record in iter_open(run.store, pipeline.name, task.dag_id):
         if not source.asks_broker and RunSource.from_json(record.source).asks_broker:
             continue
-        own = other.run_id == task.run_id
+        foreign = run.is_foreign(record)
+        if foreign and _is_held(run, other, record):
+            continue
+        own = other.run_id == task.run_id and not foreign
         if own and (record.task_id, record.map_index) != (task.task_id, task.map_index):
             continue
-        if not own:
+        if not own and not foreign:
             if other.run_id not in over:
                 over[other.run_id] = ports.is_over(other.run_id)
             if not over[other.run_id]:
                 continue
+        if other.run_id != task.run_id:
             dead[other.run_id] = other
         # An execution that is tried again, or cleared, is void, whatever became of its batches;
         # but what somebody began to settle is finished.  Its batchers may still be ending, so that
         # nobody can say which of them died: who is tried again in this run counts that.
         void = own and bool(pipeline.batchers) and record.state != SETTLING
+        ended = not own and not foreign
         with log_ids(generation=record.generation):
             settled = record.state == SETTLED or _settle(
-                other, record, pipeline, custodians.of(record), metrics, void=void, over=not own
+                other, record, pipeline, custodians.of(record), metrics, void=void, over=ended
             )
         if settled and not other.files.exists(paths.generation(record.generation)):
             unrecorded.append((other, record.generation))
@@ -86,6 +93,36 @@ def sweep(
         # Who opened it, or removed its files, died amid that: no account names it.
         if other.run_id not in left:
             other.forget_open(generation)
+
+
+def _is_held(run: StagedRun, other: StagedRun, record: GenerationRecord) -> bool:
+    """Whether a generation of another Airflow is to be left alone: its lease has not lapsed.
+
+    This Airflow does not know whether that run has ended.
+
+    :param run: The run that sweeps.
+    :param other: The generation's run.
+    """
+    try:
+        until = other.lease(record).deadline
+    except BroadwayError as error:
+        log.warning("Generation %s of another Airflow is passed over: %s", record.generation, error)
+        return True
+    if until <= run.clock.now():
+        return False
+    if record.state != SETTLED:
+        log.warning(
+            "Run %s of another Airflow (%r, host %r; this one is %r) holds messages in generation"
+            " %s: they are left alone until its lease lapses at %s.  Two Airflows with one queue"
+            " and one staging root share its messages.",
+            other.run_id,
+            record.airflow,
+            record.host,
+            run.airflow,
+            record.generation,
+            until.isoformat(timespec="seconds"),
+        )
+    return True
 
 
 def _account(run: StagedRun, pipeline: Pipeline, ports: Ports) -> bool:

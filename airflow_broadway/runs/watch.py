@@ -238,7 +238,13 @@ class RunWatcher:
 
     def _generations(self) -> list[GenerationRecord]:
         found = self._run.generations(self._task_ids)
-        return [record for record in found if self._only is None or record.generation in self._only]
+        return [
+            record
+            for record in found
+            if (self._only is None or record.generation in self._only)
+            # The Airflow that opened it settles it: its tasks may be at work.
+            and (record.state == SETTLED or not self._run.is_foreign(record))
+        ]
 
     # -- accounting ----------------------------------------------------------------------------
 

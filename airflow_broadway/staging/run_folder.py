@@ -58,6 +58,7 @@ class GenerationRecord:
     :param generation: 32 hexadecimal digits.
     :param sequence: Ascending over the executions of one (task, map index) of a run.
     :param lease: As it was when the generation was opened; see :meth:`StagedRun.lease`.
+    :param airflow: The name of the Airflow deployment whose run it is; empty outside Airflow.
     :param source: The :class:`RunSource` of its messages, as JSON; empty for the live queue.
     :param state: :data:`OPENED`, :data:`PUBLISHED`, :data:`SETTLING` or :data:`SETTLED`, as it was
         when the record was read.
@@ -75,6 +76,7 @@ class GenerationRecord:
     root_id: str
     host: str
     opened_at: str
+    airflow: str = ""
     source: dict[str, Any] = field(default_factory=dict)
     state: str = field(default=OPENED, compare=False)
     version: int = VERSION
@@ -107,12 +109,23 @@ def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:
 
 
 class StagedRun:
-    """The files of one run."""
+    """The files of one run.
+
+    :param airflow: The name of the Airflow deployment that works on it; empty outside Airflow.
+    """
 
     def __init__(
-        self, store: Store, *, pipeline: str, dag_id: str, run_id: str, clock: Clock | None = None
+        self,
+        store: Store,
+        *,
+        pipeline: str,
+        dag_id: str,
+        run_id: str,
+        clock: Clock | None = None,
+        airflow: str = "",
     ) -> None:
         self.store = store
+        self.airflow = airflow
         self.pipeline = pipeline
         self.dag_id = dag_id
         self.run_id = run_id
@@ -144,8 +157,10 @@ class StagedRun:
 
         :param source: Where from, as JSON; the live queue unless given.
 
-        :raises StagingError: If it cannot be written, or the generation was opened before.
+        :raises StagingError: If it cannot be written, the generation was opened before, or another
+            Airflow has an unsettled generation in this run's folder.
         """
+        self._check_airflow()
         earlier = [each for each in self.generations([task_id]) if each.map_index == map_index]
         record = GenerationRecord(
             generation=lease.generation,
@@ -160,6 +175,7 @@ class StagedRun:
             root_id=self.store.root_id(),
             host=host_name(),
             opened_at=self.clock.now().isoformat(),
+            airflow=self.airflow,
             source=dict(source or {}),
         )
         text = record.dumps()
@@ -170,6 +186,21 @@ class StagedRun:
         if not self.files.create(path, text) and self.files.read(path) != text:
             raise StagingError(f"generation {record.generation} was opened before")
         return record
+
+    def is_foreign(self, record: GenerationRecord) -> bool:
+        """Whether another Airflow deployment opened a generation, which knows its run's state."""
+        return record.airflow != self.airflow
+
+    def _check_airflow(self) -> None:
+        for record in self.generations():
+            if self.is_foreign(record) and record.state != SETTLED:
+                raise StagingError(
+                    f"the folder {self.store.uri}/{self.path} has the unsettled generation"
+                    f" {record.generation} of another Airflow ({record.airflow!r}, host"
+                    f" {record.host!r}; this one is {self.airflow!r}), which has a run with the id"
+                    f" {self.run_id!r}, too: set `[broadway] staging` to another folder in one of"
+                    " them, or `[broadway] deployment` to the same name if they are one"
+                )
 
     def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
         """All generations of the run, or those of some tasks, oldest first."""

@@ -75,6 +75,30 @@ def test_a_run_on_two_hosts_without_a_shared_folder_is_red_and_names_both(
     assert "`[broadway] staging`" in output
 
 
+def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A run without a sensor in one Airflow, over with its messages leased
+    world.numbers(range(3))
+    with DAG("puppets") as unwatched:
+        BroadwayProcessorOperator(task_id="process", pipeline=Puppets)
+    world.patch.setenv("AIRFLOW__BROADWAY__DEPLOYMENT", "blue")
+    assert world.run(unwatched).state == "success"
+    world.numbers(range(3, 5))
+
+    # Another Airflow with the same Dag and staging folder takes what is ready
+    world.patch.setenv("AIRFLOW__BROADWAY__DEPLOYMENT", "green")
+    ran = world.run(dag_of(Puppets))
+    assert ran.totals == {"received": 2, "acked": 2, "accounted": 2}
+    assert world.depth == (0, 0, 3, 0)
+    assert "another Airflow ('blue'" in caplog.text
+
+    # The one that opened them knows that their run is over
+    world.patch.setenv("AIRFLOW__BROADWAY__DEPLOYMENT", "blue")
+    assert world.run(dag_of(Puppets)).totals["received"] == 3
+    assert world.depth == (0, 0, 0, 0)
+
+
 def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world: World) -> None:
     ran = world.run(dag_of(Puppets))
 

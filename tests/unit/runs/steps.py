@@ -108,6 +108,7 @@ class Run:
 
     :param clock: What its batches go by.
     :param finished: Ids of runs that are over.
+    :param airflow: The name of its Airflow deployment.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Run:
         store: Store | None = None,
         clock: Clock | None = None,
         ports: Ports | None = None,
+        airflow: str = "",
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -134,7 +136,9 @@ class Run:
             **options,
         )
         store = store or Store.open(f"file://{folder}/staging")
-        self.staged = StagedRun(store, pipeline="Sums", dag_id="sums", run_id=run_id)
+        self.staged = StagedRun(
+            store, pipeline="Sums", dag_id="sums", run_id=run_id, airflow=airflow
+        )
 
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.adapters.task import deployment
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.sensors.ack import BroadwayAckSensor
@@ -85,7 +86,7 @@ def test_the_sensors_last_look_settles_what_is_done_and_gives_back_the_rest(
     tmp_path: Path, timeout: float, settles: bool
 ) -> None:
     # Given a run of which one task still works, and a sensor that began two minutes ago
-    run = filled(Run(tmp_path))
+    run = filled(Run(tmp_path, airflow=deployment()))
     run.process()
     states: dict[str, str | None] = {"process": "success", "batch.default": "running"}
     sensor = BroadwayAckSensor(

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.errors import ProducerUnavailable
+from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.errors import ProducerUnavailable, StagingError
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.metrics import Metric, NoMetrics
+from airflow_broadway.testing import ManualClock
 from tests.unit.runs.steps import AS_AIRFLOW, Run, Sums
 
 
@@ -99,6 +101,60 @@ def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
         source.receive(5, timeout=0.0)
     source.close()
     assert run.ack()["balanced"]
+
+
+# -- two Airflows, one staging root ----------------------------------------------------------------
+
+
+def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A run at work in one Airflow, and a run in another, which does not know the first
+    blue = Run(run.folder, "blue", airflow="blue")
+    reference = blue.process(max_messages=3)
+    green = Run(run.folder, "green", airflow="green", finished=["blue"])
+    green.staged.clock = clock = ManualClock(SystemClock().now())
+
+    # The second takes what is ready, reports the first, and settles none of its messages
+    assert green.process()["received"] == 3
+    assert run.depth() == (0, 0, 6, 0)
+    assert "Run blue of another Airflow ('blue', host" in caplog.text
+    assert f"generation {reference['generation']}: they are left alone until" in caplog.text
+    blue.batch(reference)
+    assert blue.ack()["totals"]["accounted"] == 3
+
+    # Once the lease has lapsed by the clock of the sweeping run, its messages are settled
+    later = Run(run.folder, "blue-2", airflow="blue")
+    later.send([8, 9])
+    assert later.process()["received"] == 2
+    clock.advance(901.0)
+    next_green = Run(run.folder, "green-2", airflow="green")
+    next_green.staged.clock = clock
+    next_green.sweep()
+    assert run.depth()[:3] == (2, 0, 3)
+
+
+def test_two_airflows_with_one_run_id_do_not_share_its_folder(run: Run) -> None:
+    # Both have a run scheduled__1; the first has received
+    blue, green = (Run(run.folder, "scheduled__1", airflow=name) for name in ("blue", "green"))
+    reference = blue.process(max_messages=3)
+
+    # The process task of the second refuses before it receives
+    with pytest.raises(
+        StagingError, match=r"another Airflow \('blue', host .* this one is 'green'"
+    ):
+        green.process()
+    assert run.depth() == (3, 0, 3, 0)
+
+    # and its sensor settles nothing of the first, nor renews it
+    assert green.ack()["totals"]["received"] == 0
+    green.watcher().renew()
+    assert run.depth() == (3, 0, 3, 0)
+    assert blue.batch(reference)
+    assert blue.ack()["totals"]["accounted"] == 3
+
+    # Once all is settled, the second may receive
+    assert green.process(max_messages=1)["received"] == 1
 
 
 def _away(*_: object, **__: object) -> None:
