@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from airflow.providers.common.compat.sdk import ObjectStoragePath, conf
 
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from airflow_broadway.staging.store import Store
 
 __all__ = ["open_existing_store", "open_store", "staging_root"]
+
+
+#: The package's extra that brings the client of a URI's scheme.
+_EXTRAS: Final = {"s3": "s3", "s3a": "s3"}
+#: What a newcomer, and who mistyped a folder, can do about one that is not there.
+_ADVICE: Final = (
+    ": the first run of a pipeline creates it; if runs use another one, pass --staging, or set"
+    " `[broadway] staging`"
+)
 
 
 def staging_root(staging: str | None) -> str:
@@ -43,16 +52,20 @@ def open_store(staging: str | None) -> Store:
     try:
         path = ObjectStoragePath(uri)
         return Store(path.fs, path.path, uri)
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        extra = _EXTRAS.get(uri.partition("://")[0])
+        cure = f"install airflow-broadway[{extra}]" if extra else "install fsspec's client for it"
+        raise StagingError(
+            f"the staging root {uri!r} cannot be opened, since its client is not installed: {cure}"
+        ) from error
+    except ValueError as error:
         raise StagingError(
             f"the staging root {uri!r} cannot be opened: {error}; set [broadway] staging to a URI"
             " that fsspec has a client for, such as 'file:///data/broadway'"
         ) from error
 
 
-def open_existing_store(
-    staging: str | None, *, advice: str = ": give --staging, or set `[broadway] staging`"
-) -> Store:
+def open_existing_store(staging: str | None, *, advice: str = _ADVICE) -> Store:
     """The staging root to look at; nothing makes it.
 
     :param advice: What is said behind "does not exist": who asks knows what people can do.

@@ -29,6 +29,7 @@ from airflow_broadway.cli.arguments import (
 )
 from airflow_broadway.cli.output import complain, logging_at, one_line, only_results_on_stdout
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.version import __version__
 
 __all__ = ["FAILED", "FOUND", "REFUSED", "build_parser", "main"]
 
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 fine; 1 done, but look at it; 2 not done, and why.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"airflow-broadway {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_replay(commands)
     _add_runs(commands)
@@ -186,6 +188,7 @@ def _add_remove(commands: Any) -> None:
         _remove,
     )
     _staged(made, one_run=True)
+    made.add_argument("--yes", action="store_true", help="do it")
 
 
 def _remove(given: argparse.Namespace) -> int:
@@ -236,7 +239,7 @@ def _add_crash_test(commands: Any) -> None:
         " would, and every message and every row of its sink is counted.",
         _crash_test,
     )
-    made.add_argument("pipeline", metavar="MODULE:CLASS")
+    made.add_argument("--pipeline", required=True, metavar="REF", help="pkg.module:Class")
     made.add_argument(
         "--sink",
         metavar="MODULE:FUNCTION",

@@ -13,6 +13,7 @@ from airflow_broadway.cli.output import CommandError, cut, say, say_json
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many, table
+from airflow_broadway.runs.inspect import check_pipeline
 from airflow_broadway.staging.archive.exchange import Chosen, export, import_file, line_of
 from airflow_broadway.staging.archive.failed import failures
 from airflow_broadway.staging.archive.layout import archive_folder, start_of
@@ -25,8 +26,12 @@ __all__ = ["archive"]
 
 def archive(given: argparse.Namespace) -> int:
     """Carry out one of the commands."""
-    opened = open_store if given.action == "import" else open_existing_store
-    folder = archive_folder(opened(given.staging), given.pipeline_name)
+    if given.action == "import":
+        store = open_store(given.staging)
+    else:
+        store = open_existing_store(given.staging)
+        check_pipeline(store, given.pipeline_name)
+    folder = archive_folder(store, given.pipeline_name)
     code: int = _ACTIONS[given.action](folder, given)
     return code
 

@@ -169,7 +169,11 @@ def add_depth(commands: Any) -> None:
         _depth,
     )
     made.add_argument(
-        "pipeline", nargs="+", metavar="REF", help="pkg.module:Class, or a reference as JSON"
+        "--pipeline",
+        action="append",
+        required=True,
+        metavar="REF",
+        help="pkg.module:Class, or a reference as JSON; may be repeated",
     )
     _add_conn_id(made)
     add_staging(made)
@@ -242,6 +246,7 @@ def add_queue(commands: Any) -> None:
             metavar="ID",
             help="only these dead letters; all of them by default",
         )
+    made["purge"].add_argument("--yes", action="store_true", help="do it")
 
 
 def positive(text: str) -> int:

@@ -79,7 +79,7 @@ def _families(text: str) -> list[Family]:
 
 def _command(given: argparse.Namespace, case: Case) -> str:
     """What runs just one case again."""
-    words = ["airflow-broadway", "crash-test", given.pipeline]
+    words = ["airflow-broadway", "crash-test", "--pipeline", given.pipeline]
     for name in ("sink", "prepare", "messages"):
         if getattr(given, name):
             words += [f"--{name}", getattr(given, name)]

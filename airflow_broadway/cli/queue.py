@@ -199,10 +199,17 @@ def _purge(opened: SqliteQueue, given: argparse.Namespace) -> int:
     if given.ready:
         if given.message_id:
             raise CommandError("--message-id names dead letters: give it with --dead")
+        ready, delayed = opened.depth()[:2]
+        _check_yes(
+            given, f"{many(ready + delayed, 'message')} of {opened.name!r} that no run holds"
+        )
         count = opened.purge()
         text = f"Deleted {many(count, 'message')} of {opened.name!r} that no run holds."
         return _say_result(given, {"purged": count}, text)
     unknown = _unknown(opened, given)
+    named = list(dict.fromkeys(given.message_id or ()))
+    count = len(named) - len(unknown) if named else opened.depth().dead
+    _check_yes(given, f"{many(count, 'dead letter')} of {opened.name!r}")
     count = opened.purge_dead(given.message_id)
     return _say_letters(
         given,
@@ -210,6 +217,15 @@ def _purge(opened: SqliteQueue, given: argparse.Namespace) -> int:
         f"Deleted {many(count, 'dead letter')} of {opened.name!r}.",
         unknown,
     )
+
+
+def _check_yes(given: argparse.Namespace, what: str) -> None:
+    """Refuse to delete what nothing can bring back without a confirmation.
+
+    :raises CommandError: Naming what would be deleted.
+    """
+    if not given.yes:
+        raise CommandError(f"nothing was deleted: use --yes to delete {what} for good")
 
 
 def _unknown(opened: SqliteQueue, given: argparse.Namespace) -> list[str]:

@@ -16,6 +16,7 @@ from airflow_broadway.runs.inspect import (
     BatchSummary,
     GenerationSummary,
     RunSummary,
+    check_pipeline,
     find_run,
     list_runs,
     show_run,
@@ -35,6 +36,8 @@ def runs(given: argparse.Namespace) -> int:
     if given.limit is not None and given.limit < 1:
         raise CommandError(f"--limit is to be at least 1, not {given.limit}")
     store = open_existing_store(given.staging)
+    if given.pipeline_name is not None:
+        check_pipeline(store, given.pipeline_name)
     found = list_runs(store, dag_id=given.dag_id, pipeline=given.pipeline_name)
     if given.failed:
         found = [each for each in found if each.trouble]
@@ -80,6 +83,11 @@ def remove(given: argparse.Namespace) -> int:
     """Remove the files of a run that somebody has looked at."""
     store = open_existing_store(given.staging)
     run = find_run(store, given.dag_id, given.run_id, given.pipeline_name)
+    if not given.yes:
+        raise CommandError(
+            f"nothing was removed: use --yes to remove the files of run {run.run_id} of the Dag"
+            f" {run.dag_id} for good"
+        )
     remove_settled_run(run)
     if given.json:
         say_json({"dag_id": run.dag_id, "run_id": run.run_id, "removed": True})

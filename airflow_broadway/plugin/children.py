@@ -4,7 +4,7 @@ A pipeline's class is the user's code, and may do anything: hang, end its proces
 end.  So whatever needs it is asked of a child, which has a bound on its time and on its output;
 only a few are at work at once; and an answer serves whoever asks the same within some seconds::
 
-    answer = await CHILDREN.ask("depth", "shop.orders:Orders")
+    answer = await CHILDREN.ask("depth", "--pipeline=shop.orders:Orders")
     answer.value  # what the command printed as JSON
 
 An argument that may begin with ``-``, such as a message's id, is given as ``--name=value``, or

@@ -80,7 +80,10 @@ class Depths:
         references = sorted(reference for _, reference in keys)
         try:
             answer = await self._children.ask(
-                "depth", f"--timeout={_TIMEOUT}", *where, "--", *references
+                "depth",
+                f"--timeout={_TIMEOUT}",
+                *where,
+                *(f"--pipeline={reference}" for reference in references),
             )
             found = {each["reference"]: each for each in answer.value}
             return {

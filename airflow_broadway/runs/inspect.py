@@ -17,7 +17,7 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.runs.account import REPORT, kept_report, trouble_of
 from airflow_broadway.staging.errors import translated
-from airflow_broadway.staging.names import encode_name
+from airflow_broadway.staging.names import encode_name, readable_name
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import KEEP
 from airflow_broadway.staging.run_folder import (
@@ -40,6 +40,7 @@ __all__ = [
     "RunDetails",
     "RunSummary",
     "StagedBatch",
+    "check_pipeline",
     "find_run",
     "iter_runs",
     "list_runs",
@@ -186,6 +187,20 @@ def iter_runs(
                 run = _identified(store, store.folder(f"{path}/{each}"))
                 if run is not None:
                     yield run
+
+
+def check_pipeline(store: Store, name: str) -> None:
+    """Refuse a pipeline's name of which nothing is staged or archived: a mistyped one looks empty.
+
+    :raises RequestRefused: Naming the pipelines that there are.
+    """
+    known = _folders(store, "")
+    if encode_name(name) not in known:
+        names = ", ".join(map(readable_name, known)) or "none"
+        raise RequestRefused(
+            f"no run of a pipeline {name!r} has staged or archived anything under {store.uri};"
+            f" pipelines there: {names}"
+        )
 
 
 def _folders(store: Store, path: str) -> list[str]:

@@ -11,13 +11,22 @@ from __future__ import annotations
 import hashlib
 import re
 
-__all__ = ["MAX_NAME", "encode_name"]
+__all__ = ["MAX_NAME", "encode_name", "readable_name"]
 
 #: The longest name made here; disks take 255 bytes, and S3 1,024 for the whole path.
 MAX_NAME = 150
 
 _HASHED = "!!"
 _UNSAFE = re.compile(rb"^[._]|[^A-Za-z0-9_.-]")
+
+
+_ESCAPED = re.compile(rb"!([0-9A-F]{2})")
+
+
+def readable_name(name: str) -> str:
+    """Return the text of a folder's name; of a long one, its beginning and a hash."""
+    raw = _ESCAPED.sub(lambda match: bytes.fromhex(match[1].decode("ascii")), name.encode("utf-8"))
+    return raw.decode("utf-8", "backslashreplace")
 
 
 def encode_name(text: str) -> str:

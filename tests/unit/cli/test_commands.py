@@ -15,6 +15,7 @@ import pytest
 from airflow_broadway.cli.app import build_parser
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.core.version import __version__
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.retention import sweep_retention
 from tests.cli_runs import DAG_ID, RUN_ID, Shop, make_shop, ran
@@ -105,13 +106,18 @@ def test_dead_letters_are_listed_requeued_and_purged(
     # When one is put back, one deleted, then the rest of everything
     done = ran(capsys, "queue", "requeue", *queue, "--message-id", first)
     assert (done.code, done.out) == (0, "Put 1 dead letter back into 'orders'.\n")
-    assert ran(capsys, "queue", "purge", *queue, "--dead", "--message-id", second).code == 0
+    purge = ["queue", "purge", *queue]
+    refused = ran(capsys, *purge, "--dead", "--message-id", second)
+    assert (refused.code, "use --yes to delete 1 dead letter of" in refused.error) == (2, True)
+    assert ran(capsys, *purge, "--dead", "--message-id", second, "--yes").code == 0
 
     # Then one is dead still, and one is ready beside the message that never was
     depth = ran(capsys, "queue", "depth", *queue, "--json").json
     assert (depth["ready"], depth["dead"]) == (2, 1)
     assert ran(capsys, "queue", "dead", *queue, "--json").json[0]["message_id"] == third
-    assert ran(capsys, "queue", "purge", *queue, "--ready", "--json").json == {"purged": 2}
+    refused = ran(capsys, *purge, "--ready")
+    assert "use --yes to delete 2 messages of 'orders' that no run holds" in refused.error
+    assert ran(capsys, *purge, "--ready", "--yes", "--json").json == {"purged": 2}
     assert ran(capsys, "queue", "requeue", *queue, "--json").json == {"requeued": 1}
     assert ran(capsys, "queue", "dead", *queue).out == "No dead letters.\n"
 
@@ -129,7 +135,9 @@ def test_an_id_that_is_no_dead_letter_shows_in_the_exit_code(
         1,
         ["Put 1 dead letter back into 'orders'.", "These are no dead letters of it: nobody, zzz."],
     )
-    told = ran(capsys, "queue", "purge", *queue, "--dead", "--message-id", dead, "--json").json
+    told = ran(
+        capsys, "queue", "purge", *queue, "--dead", "--yes", "--message-id", dead, "--json"
+    ).json
     assert told == {"purged": 0, "unknown": [dead]}
 
 
@@ -253,6 +261,23 @@ def test_the_queue_commands_start_without_airflow() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def test_the_release_is_printed(capsys: Capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"airflow-broadway {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list", "kafka check"])
+def test_a_pipeline_is_an_option_of_one_name(capsys: Capsys, command: str) -> None:
+    reference = "shop.orders:Orders"
+    found = build_parser().parse_args([*command.split(), "--pipeline", reference])
+    assert found.pipeline in (reference, [reference])
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*command.split(), reference])
+    assert "--pipeline" in capsys.readouterr().err
+
+
 # -- runs and show ---------------------------------------------------------------------------------
 
 
@@ -297,7 +322,7 @@ def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None
     # Given a run that is not settled
     shop.send(orders(2))
     run, plan = shop.process()
-    asked = ["remove", "--dag-id", DAG_ID, "--run-id", RUN_ID]
+    asked = ["remove", "--dag-id", DAG_ID, "--run-id", RUN_ID, "--yes"]
 
     # Then it stays, with the way out
     error = ran(capsys, *asked).error
@@ -309,15 +334,45 @@ def test_a_run_is_removed_once_it_is_settled(shop: Shop, capsys: Capsys) -> None
     shop.handle(run, plan)
     shop.settle(run)
     assert run.dag.list("_balanced") != []
+    assert "nothing was removed: use --yes to remove the files of run" in (
+        ran(capsys, *asked[:-1]).error
+    )
+    assert run.dag.list("_balanced") != []
     assert ran(capsys, *asked).out == f"Removed the files of run {RUN_ID} of the Dag {DAG_ID}.\n"
     assert ran(capsys, "runs", "--json").json == []
     assert run.dag.list("_balanced") == []
 
 
+def test_a_client_that_is_not_installed_is_named_with_its_extra(
+    shop: Shop, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    done = ran(capsys, "runs", "--staging", "s3://nobody@bucket/broadway")
+    assert done.code == 2
+    assert done.error.endswith(
+        "cannot be opened, since its client is not installed: install airflow-broadway[s3]"
+    )
+
+
+def test_a_pipelines_name_of_which_nothing_is_staged_is_an_error(
+    shop: Shop, capsys: Capsys
+) -> None:
+    shop.settled_run()
+    for command in (("runs",), ("archive", "list")):
+        done = ran(capsys, *command, "--pipeline-name", "Ordres")
+        assert done.code == 2
+        assert "no run of a pipeline 'Ordres' has staged or archived anything" in done.error
+        assert "pipelines there: Orders" in done.error
+        assert ran(capsys, *command, "--pipeline-name", "Orders").code == 0
+
+
 def test_no_runs_are_no_error_but_no_root_is(shop: Shop, capsys: Capsys, tmp_path: Path) -> None:
     assert ran(capsys, "runs").out == f"No staged runs under {shop.staging}.\n"
     done = ran(capsys, "runs", "--staging", f"file://{tmp_path}/nothing")
-    assert "does not exist: give --staging" in done.error
+    assert (
+        "does not exist: the first run of a pipeline creates it; if runs use another one, pass"
+        " --staging, or set `[broadway] staging`" in done.error
+    )
 
 
 def test_a_run_is_shown_with_its_generations_batches_and_report(shop: Shop, capsys: Capsys) -> None:

@@ -76,7 +76,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
     capsys: Capsys, arguments: str, said: str
 ) -> None:
-    told = ran(capsys, "crash-test", *arguments.split())
+    told = ran(capsys, "crash-test", "--pipeline", *arguments.split())
 
     assert told.code == 2
     assert said in told.err
@@ -85,7 +85,7 @@ def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
 
 def test_a_spark_batcher_needs_spark(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "find_spec", lambda name: None)
-    told = ran(capsys, "crash-test", "struck_shop:OnSpark")
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
     assert (told.code, "pyspark is not installed here" in told.err) == (2, True)
 
 
@@ -93,7 +93,7 @@ def test_elsewhere_than_on_linux_it_is_refused(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    told = ran(capsys, "crash-test", "struck_shop:Fine")
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
     assert (told.code, "needs Linux" in told.err) == (2, True)
 
 
@@ -106,7 +106,7 @@ def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
         raise error
 
     monkeypatch.setattr(CrashTest, "run", run)
-    told = ran(capsys, "crash-test", "struck_shop:Fine")
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
 
     assert told.code == 2
     assert "  ValueError: no good\n" in told.err
@@ -115,7 +115,19 @@ def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
 
 def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
     given = build_parser().parse_args(
-        ["crash-test", "a:B", "--sink", "a:rows", "--count", "3", "--share", "0.5", "--jobs", "2"]
+        [
+            "crash-test",
+            "--pipeline",
+            "a:B",
+            "--sink",
+            "a:rows",
+            "--count",
+            "3",
+            "--share",
+            "0.5",
+            "--jobs",
+            "2",
+        ]
     )
     [program, *words] = shlex.split(command._command(given, CASE))
 

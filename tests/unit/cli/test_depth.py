@@ -63,7 +63,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteQueue:
 
 def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Capsys) -> None:
     for _ in range(2):
-        done = ran(capsys, "depth", "waiting_shop:Orders", "--json")
+        done = ran(capsys, "depth", "--pipeline", "waiting_shop:Orders", "--json")
         assert (done.code, done.err) == (0, "")
         [found] = done.json
         assert found.pop("oldest_age") >= 0
@@ -77,7 +77,7 @@ def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Cap
             "dead": 0,
             "unknown": "",
         }
-    assert "Orders" in ran(capsys, "depth", "waiting_shop:Orders").out
+    assert "Orders" in ran(capsys, "depth", "--pipeline", "waiting_shop:Orders").out
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,16 @@ def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Cap
 def test_what_is_not_known_of_one_is_never_0_and_hides_no_other(
     queue: SqliteQueue, capsys: Capsys, reference: str, why: str
 ) -> None:
-    done = ran(capsys, "depth", reference, "waiting_shop:Orders", "--json")
+    done = ran(
+        capsys, "depth", "--pipeline", reference, "--pipeline", "waiting_shop:Orders", "--json"
+    )
     assert done.code == 1
     unknown, known = done.json
     assert why in unknown["unknown"]
     assert {unknown[name] for name in ("ready", "leased", "dead", "oldest_age")} == {None}
     assert known["ready"] == 2
     assert "secret" not in done.out + done.err
-    assert "is not known: " in ran(capsys, "depth", reference).out
+    assert "is not known: " in ran(capsys, "depth", "--pipeline", reference).out
 
 
 def test_a_broker_that_keeps_silent_is_waited_for_no_longer_than_told(
@@ -109,7 +111,9 @@ def test_a_broker_that_keeps_silent_is_waited_for_no_longer_than_told(
     over = threading.Event()
     monkeypatch.setattr(SqliteProducer, "depth", lambda *_: over.wait(30))
     try:
-        done = ran(capsys, "depth", "waiting_shop:Orders", "--timeout", "0.05", "--json")
+        done = ran(
+            capsys, "depth", "--pipeline", "waiting_shop:Orders", "--timeout", "0.05", "--json"
+        )
     finally:
         over.set()
     assert (done.code, done.json[0]["ready"]) == (1, None)
@@ -118,6 +122,6 @@ def test_a_broker_that_keeps_silent_is_waited_for_no_longer_than_told(
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "nan"])
 def test_a_time_out_is_seconds_above_0(capsys: Capsys, seconds: str) -> None:
-    done = ran(capsys, "depth", "waiting_shop:Orders", "--timeout", seconds)
+    done = ran(capsys, "depth", "--pipeline", "waiting_shop:Orders", "--timeout", seconds)
     assert done.code == 2
     assert "expected seconds above 0" in done.err

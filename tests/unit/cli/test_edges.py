@@ -218,7 +218,7 @@ def test_a_purge_of_what_is_ready_leaves_what_a_run_holds(
         opened.settle("late", Settlement(rest=Verdict(Action.RETRY, 60.0, "why", "batch")))
         opened.receive("held", 1)
 
-        done = ran(capsys, "queue", "purge", *queue, "--ready", "--json")
+        done = ran(capsys, "queue", "purge", *queue, "--ready", "--yes", "--json")
 
         assert done.json == {"purged": 2}
         depth = opened.depth()
