@@ -40,6 +40,7 @@ from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.chunk_stager import ChunkStager
+from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.prepare import prepare_sink
@@ -56,6 +57,7 @@ class Process:
 
     :param run: The run's staging folder.
     :param env: What the producer is opened in; names the generation.
+    :param isolates: Whether messages that may have ended an earlier process are handled in a child.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Process:
         budget: Budget,
         rate_state: RateState | None = None,
         ports: Ports | None = None,
+        isolates: bool = True,
     ) -> None:
         ports = ports or Ports()
+        self._suspects = suspects_of(run, pipeline, env) if isolates else None
         self._run = run
         self._pipeline = pipeline
         self._env = env
@@ -192,7 +196,13 @@ class Process:
         acknowledger = RunAcknowledger(self._pipeline.producer, stager)
         # Verdicts are kept when a result is staged: one that nobody takes has none.
         pool = ProcessorPool(
-            self._pipeline, ack=_later, convert=RowConverter, stop=self._stop, traces=False
+            self._pipeline,
+            ack=_later,
+            convert=RowConverter,
+            stop=self._stop,
+            traces=False,
+            transformer=self._pipeline.producer.transformer,
+            suspects=self._suspects,
         )
         receiving = self._receiving = self._open_receiving(source, acknowledger)
         sign = LiveSign(self._run.files, self._env.generation, self._clock)
@@ -268,7 +278,6 @@ class Process:
             limiter=RateLimiter(producer.rate_limiting, self._clock, self._rate_state),
             demand=demand_of(self._pipeline),
             most=producer.most_at_once,
-            transformer=producer.transformer,
             accept=accept,
             stop=self._stop.reason,
             enqueued_at=enqueued_of(self._pipeline),

@@ -14,11 +14,14 @@ from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
+from airflow_broadway.core.formats.layout import paths, read_json
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.producers.kit.open_here import is_open_here
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
+from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
+from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settlement import build_settlement, settle_generation
 from airflow_broadway.staging.settlement_journal import Progress
 
@@ -77,6 +80,8 @@ def settle(
             raise
         log.error("Generation %s is given back whole: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
+    if settlement.expected is None and not settlement.damaged:
+        _record_crash(run, record)
     if void:
         settlement = Settlement(
             rest=RELEASE,
@@ -85,6 +90,23 @@ def settle(
             damaged=settlement.damaged,
         )
     return _carry_out(run, record, custodian, settlement, progress)
+
+
+def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
+    """Record that a process task died before it published anything.
+
+    Before its messages are given back: else one that ends each process could stay unknown.
+
+    :raises StagingError: If the record cannot be written.
+    """
+    if record.state != OPENED or is_open_here(record.generation):
+        return  # it gives back what it held in order
+    path = paths.in_hand(record.generation)
+    try:
+        in_hand = read_json(run.files.read(path), path)["ids"]
+    except FileNotFoundError:
+        in_hand = []
+    record_crash(run.store, run.pipeline, record.generation, in_hand, run.clock.now())
 
 
 def settle_if_complete(

@@ -106,6 +106,7 @@ class ProcessTask:
             budget=budget,
             rate_state=StagedRateState(self._run),
             ports=self._ports,
+            isolates=self._task.forks,
         )
 
     def run(self) -> Processed:

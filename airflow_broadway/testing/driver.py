@@ -16,8 +16,9 @@ from airflow_broadway.core.local.engine import Engine
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.entry import of_delivery
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import transformed
+from airflow_broadway.core.stages.receiving import check_messages
 from airflow_broadway.testing.clock import ManualClock
 from airflow_broadway.testing.dummy import RecordingAcknowledger
 
@@ -79,18 +80,32 @@ class PipelineDriver:
     def produce(self, messages: Sequence[Message]) -> None:
         """Emit messages as a producer does: through the transformer, and as fast as is allowed.
 
-        A transformer that raises loses the whole list, unsettled; the error is logged.
+        As in Broadway a transformer that raises loses the whole list, unsettled; the error is
+        logged.  In a run it fails its message alone.
 
         :raises PipelineError: If the driver has been drained.
         """
         self._check_open()
         try:
-            made = transformed(self.pipeline.producer.transformer, messages)
+            made = self._transformed(messages)
         except PipelineError as error:
             log.error("%s", error, exc_info=error.__cause__, extra={"code": "producer_crash"})
             return
         self._buffer += made
         self._release()
+
+    def _transformed(self, messages: Sequence[Any]) -> list[Message]:
+        transformer = self.pipeline.producer.transformer
+        if transformer is None:
+            check_messages(messages)
+            return list(messages)
+        try:
+            return [of_delivery(transformer(message), message) for message in messages]
+        except PipelineError:
+            raise
+        except Exception as error:
+            text = f"the transformer raised {type(error).__name__}: {error}"
+            raise PipelineError(text, code="producer_crash") from error
 
     def elapse(self, seconds: float) -> None:
         """Let time pass: timeouts fire at their instant, rate limits end."""

@@ -100,7 +100,7 @@ def not_by_operators(case: Case) -> str:
     if "produce_raw" in kinds and not producer.get("transformer"):
         return "a queue has nothing but messages"
     if any(kind == "produce_raw" and "kill" in value for kind, value in steps):
-        return "a transformer that raises ends the run, which gives back all that it received"
+        return "a transformer that raises fails its message alone"
     if not _configurable(given):
         return "options of an acknowledger of its own"
     return ""

@@ -83,9 +83,8 @@ def enough(seconds: float) -> Callable[[], str]:
         (Budget(max_bytes=1_000, wait_seconds=5.0), {}),
         (Budget(wait_seconds=5.0), {"stop": 0.6}),
         (Budget(max_seconds=0.8, wait_seconds=5.0), {"rate": (200, 10_000)}),
-        (Budget(wait_seconds=5.0), {"error": 400}),
     ],
-    ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit", "transformer"],
+    ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit"],
 )
 @pytest.mark.parametrize("custody", ["broker", "staged"])
 def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
@@ -95,11 +94,6 @@ def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
     clock = SystemClock()
     rate = more.get("rate")
     limiting = None if rate is None else RateLimiting(allowed_messages=rate[0], interval=rate[1])
-
-    def transformer(message: Message) -> Message:
-        if message.position >= more["error"]:
-            raise ValueError("of the test")
-        return message
 
     taken: list[Message] = []
 
@@ -115,7 +109,6 @@ def test_however_a_run_ends_no_message_is_lost_that_comes_meanwhile(
             limiter=RateLimiter(limiting, clock),
             demand=1_000,
             accept=accept,
-            transformer=transformer if "error" in more else None,
             stop=enough(more["stop"]) if "stop" in more else lambda: "",
         )
         for _ in intake:

@@ -66,7 +66,7 @@ ENDINGS = (
     Ending(
         name="transformer_error",
         producer={"broken_transformer": True},
-        raises="PipelineError",
+        raises="KeyboardInterrupt",
         budget={**_HUNGRY, "max_seconds": 2.0},
     ),
     Ending(name="staging_error", harm={"fail_write": 4}, raises="StagingError", flows=("staged",)),

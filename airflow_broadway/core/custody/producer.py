@@ -198,8 +198,8 @@ class Producer(Options):
     max_crashes: int = option(
         default=5,
         rule=POSITIVE,
-        doc="How many processes may die of a message that they handled alone, before it is set"
-        " aside: see ``docs/poison.md``.",
+        doc="How many child processes may end on a message that they handle alone, before it is"
+        " dead-lettered with the reason ``crashed``: see ``docs/poison.md``.",
     )
     lease: float = option(
         default=900.0,
@@ -300,6 +300,8 @@ class Producer(Options):
         """What is done with a message that succeeded or failed, by its own configuration first:
         :meth:`judge` of its facts.
         """
+        if failed and message.status.kind == "crashed":  # a retry would end the next process
+            return Verdict(Action.DEAD_LETTER, 0.0, message.status.text, stage)
         data = message.acknowledger.data
         own = data if isinstance(data, Delivery) else _NO_DELIVERY
         name = (

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
@@ -38,6 +39,7 @@ class Engine:
     :param spark_succeeds: Let batches of Spark batchers succeed unhandled, for tests.
     :param stop: When no further message is begun, and when no further batch.
     :param on_batch: Called with each batch before ``handle_batch``.
+    :param transformer: Called with each message first; the producer's, where messages come from it.
     :raises PipelineError: If a batcher's engine is Spark.
     """
 
@@ -51,6 +53,7 @@ class Engine:
         spark_succeeds: bool = False,
         stop: Stop | None = None,
         on_batch: Callable[[Batch], None] = lambda batch: None,
+        transformer: Callable[[Any], Message] | None = None,
     ) -> None:
         if not spark_succeeds:
             check_engines(pipeline)
@@ -84,7 +87,12 @@ class Engine:
         }
         convert = DirectConverter if pipeline.batchers else None
         self._processors = ProcessorPool(
-            pipeline, ack=self._settle, convert=convert, stop=stop, inline=inline
+            pipeline,
+            ack=self._settle,
+            convert=convert,
+            stop=stop,
+            inline=inline,
+            transformer=transformer,
         )
         if telemetry.handlers("topology.init"):
             telemetry.emit(

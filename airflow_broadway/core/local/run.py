@@ -300,7 +300,6 @@ class LocalRun:
             limiter=self._limiter,
             demand=demand_of(self._pipeline),
             most=producer.most_at_once,
-            transformer=producer.transformer,
             accept=accept,
             next_timeout=engine.next_timeout,
             stop=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
@@ -321,7 +320,10 @@ class LocalRun:
         receiving.stop()
 
     def _engine(self) -> Engine:
-        return Engine(self._pipeline, clock=self._env.clock, stop=self._stop)
+        transformer = self._pipeline.producer.transformer
+        return Engine(
+            self._pipeline, clock=self._env.clock, stop=self._stop, transformer=transformer
+        )
 
     def _report(
         self,

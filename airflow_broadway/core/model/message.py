@@ -35,7 +35,7 @@ class Status(NamedTuple):
     """How a message stands.
 
     :param kind: ``"ok"``; ``"failed"`` by the user; ``"error"`` by an exception; ``"exit"`` by
-        ``SystemExit``.
+        ``SystemExit``; ``"crashed"`` where it ended the processes that handled it.
     :param reason: What the user gave, the exception, or the code of ``SystemExit``.
     :param trace: Where an exception was raised, as text, if it has lost its traceback.
     """
@@ -280,6 +280,14 @@ class Message(_Draft):
         """Set the status; for the pipeline itself."""
         draft = _copy(self)
         draft.status = status
+        return _seal(draft)
+
+    def with_redelivered(self) -> Message:
+        """Mark that it may have been handled before; for producers and the pipeline itself."""
+        if self.redelivered:
+            return self
+        draft = _copy(self)
+        draft.redelivered = True
         return _seal(draft)
 
     def with_message_id(self, message_id: str) -> Message:

@@ -2,8 +2,9 @@
 
 A callback that raises fails its messages and nothing else.  The error is logged with a ``code`` (an
 extra of the log record, see :data:`CODES`) and becomes the messages' status.  ``SystemExit`` counts
-as such an error (kind ``exit``).  Every other ``BaseException``, such as ``KeyboardInterrupt`` and
-Airflow's task time-out, goes through untouched.
+as such an error (kind ``exit``), and so do ``GeneratorExit`` and asyncio's ``CancelledError``.
+Every other ``BaseException``, such as ``KeyboardInterrupt`` and Airflow's task time-out, goes
+through untouched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
+from asyncio.exceptions import CancelledError
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -38,8 +40,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: What a callback may raise without ending the run.
-PROTECTED: Final = (Exception, SystemExit)
+#: What a callback may raise without ending the run.  A cancelled coroutine and a generator that was
+#: closed are the callback's own affair, though Python does not derive them from Exception.
+PROTECTED: Final = (Exception, SystemExit, GeneratorExit, CancelledError)
 
 #: The ``code`` of each error that the stages log.
 CODES: Final = (

@@ -14,11 +14,12 @@ from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.log_context import log_ids, speak_of
 from airflow_broadway.core.model.acks import Scope, ack_messages
-from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
     PROTECTED,
@@ -32,11 +33,12 @@ from airflow_broadway.core.stages.callbacks import (
     run_handle_failed,
     status_of,
 )
+from airflow_broadway.core.stages.entry import EntryFailure, is_entry_failure
 from airflow_broadway.core.stages.failure_log import forget_trace
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.text import many
 
-__all__ = ["Ack", "ChunkResult", "Convert", "ProcessorStage"]
+__all__ = ["Ack", "ChunkResult", "Convert", "HeldGroups", "ProcessorStage"]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,36 @@ class ChunkResult(NamedTuple):
     failed: list[Message]
 
 
+class HeldGroups:
+    """The groups of which a message failed and is delivered again: what is behind it waits.
+
+    One object serves all processors of a run; nothing is held unless the producer keeps order.
+    """
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._groups: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def has(self, message: Message) -> bool:
+        """Return whether the message is behind one that failed and is delivered again."""
+        return self._producer.group_of(message) in self._groups
+
+    def add(self, failed: Iterable[Message]) -> None:
+        """Hold the groups of those that failed and are delivered again."""
+        producer = self._producer
+        if not producer.keeps_order:
+            return
+        for message in failed:
+            group = producer.group_of(message)
+            if group is not None and group not in self._groups:
+                verdict = producer.verdict(message, failed=True, stage="process")
+                if verdict.action in COMES_AGAIN:
+                    self._groups.add(group)
+
+
 class ProcessorStage:
     """One processor of a pipeline; handles one chunk at a time.
 
@@ -74,6 +106,7 @@ class ProcessorStage:
     :param stop: When no further message is begun; those not begun are in neither list of a result.
     :param traces: Whether every failure keeps its traceback.  Without, only those do that are
         logged: frames are dear.  ``handle_failed`` and telemetry get them always.
+    :param held: Shared with the other processors of the run.
     """
 
     def __init__(
@@ -85,6 +118,7 @@ class ProcessorStage:
         convert: Convert | None = None,
         stop: Stop | None = None,
         traces: bool = True,
+        held: HeldGroups | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.index = index
@@ -97,8 +131,7 @@ class ProcessorStage:
         self._known = frozenset(pipeline.batchers)
         self._prepares = pipeline.defines("prepare_messages")
         self._keeps_order = pipeline.producer.keeps_order
-        #: Groups of which a message failed that comes again.
-        self._blocked: set[str] = set()
+        self._held = held or HeldGroups(pipeline.producer)
         self.name = f"{pipeline.name}.Broadway.Processor_{self._key}_{index}"
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
@@ -167,7 +200,12 @@ class ProcessorStage:
         """
         successful: list[Message] = []
         failed: list[Message] = []
-        prepared = self._prepare(chunk, context, failed, scope) if self._prepares else chunk
+        entered = [message for message in chunk if type(message.status) is not EntryFailure]
+        prepared = entered
+        if self._prepares and entered:
+            prepared = self._prepare(entered, context, failed, scope)
+        if len(entered) != len(chunk):
+            prepared = self._with_entry_failures(chunk, prepared, failed)
         each = self._handle_each
         if unconverted is not None or (heard and telemetry.handlers(*_MESSAGE)):
             each = partial(self._handle_each_with_events, unconverted=unconverted)
@@ -208,6 +246,20 @@ class ProcessorStage:
             return []
         return prepared
 
+    def _with_entry_failures(
+        self, chunk: list[Message], prepared: list[Message], failed: list[Message]
+    ) -> list[Message]:
+        """Fail what ``transformer`` or ``partition_by`` failed; where order counts, in its place.
+
+        :param prepared: The other messages of the chunk; none, if that failed them.
+        """
+        if not self._keeps_order:
+            failed.extend(_plainly_failed(each) for each in chunk if is_entry_failure(each))
+            return prepared
+        others = iter(prepared)
+        merged = [each if is_entry_failure(each) else next(others, None) for each in chunk]
+        return [each for each in merged if each is not None]
+
     def _in_order(self, messages: list[Message], failed: list[Message]) -> Iterator[Message]:
         """All but those behind one of their group that failed and comes again.
 
@@ -215,16 +267,19 @@ class ProcessorStage:
 
         :param failed: Where each message is by the time that the next is asked for, if it failed.
         """
-        producer, held = self.pipeline.producer, 0
-        self._block(failed)  # the whole chunk, where prepare_messages has failed it
+        groups, held = self._held, 0
+        groups.add(failed)  # the whole chunk, where prepare_messages has failed it
         known = len(failed)
         for message in messages:
-            if self._blocked and producer.group_of(message) in self._blocked:
+            if groups and groups.has(message):
                 held += 1
                 continue
-            yield message
+            if is_entry_failure(message):
+                failed.append(_plainly_failed(message))
+            else:
+                yield message
             if len(failed) > known:
-                self._block(failed[known:])
+                groups.add(failed[known:])
                 known = len(failed)
         if held:
             with log_ids(message_id=None):  # not of the one that was handled last
@@ -232,16 +287,6 @@ class ProcessorStage:
                     "%s held back: an earlier one of the group failed and comes again.",
                     many(held, "message"),
                 )
-
-    def _block(self, failed: list[Message]) -> None:
-        """Hold back what comes behind those that failed and come again."""
-        producer = self.pipeline.producer
-        for message in failed:
-            group = producer.group_of(message)
-            if group is not None and group not in self._blocked:
-                verdict = producer.verdict(message, failed=True, stage="process")
-                if verdict.action in COMES_AGAIN:
-                    self._blocked.add(group)
 
     def _handle_each(
         self,
@@ -349,3 +394,7 @@ class ProcessorStage:
                 f" {list(self.pipeline.batchers)}",
                 code="unknown_batcher",
             )
+
+
+def _plainly_failed(message: Message) -> Message:
+    return message.with_status(Status(*message.status))

@@ -1,4 +1,4 @@
-"""Taking messages from a source within a budget: receive, secure, transform.
+"""Taking messages from a source within a budget: receive, secure.
 
 The order is the protocol's: a message is secured before any code of the user's sees it.
 """
@@ -14,14 +14,13 @@ from typing import Any
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.protocol import Source
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.model.acks import is_settled
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import LIVE
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.text import many
 
-__all__ = ["Budget", "Receiving", "demand_of", "enqueued_of", "transformed"]
+__all__ = ["Budget", "Receiving", "check_messages", "demand_of", "enqueued_of"]
 
 log = logging.getLogger(__name__)
 
@@ -76,70 +75,16 @@ def enqueued_of(pipeline: Pipeline) -> Callable[[Message], datetime | None] | No
     return pipeline.producer.enqueued_at if pipeline.run.source.kind == LIVE else None
 
 
-def transformed(
-    transformer: Callable[[Any], Message] | None, messages: Sequence[Message]
-) -> list[Message]:
-    """``messages`` as the producer's transformer returns them.
+def check_messages(messages: Sequence[Any]) -> None:
+    """Check that a source handed out messages.
 
-    What a message is to its broker (its id, attempt, time and place of receipt) is the delivery's,
-    also where the transformer made one anew.
-
-    :raises PipelineError: If it raises, something is no message, or its id is another.
+    :raises PipelineError: If something is none.
     """
-    if transformer is None:
-        for message in messages:
-            if type(message) is not Message:
-                raise PipelineError(
-                    f"a producer must emit messages, got: {message!r:.200}", code="producer_crash"
-                )
-        return list(messages)
-    made: list[Message] = []
     for message in messages:
-        try:
-            each: Any = transformer(message)
-        except Exception as error:
+        if type(message) is not Message:
             raise PipelineError(
-                f"the transformer raised {type(error).__name__}: {error}", code="producer_crash"
-            ) from error
-        if type(each) is not Message:
-            raise PipelineError(
-                f"the transformer must return a message, got: {each!r:.200}", code="producer_crash"
+                f"a producer must emit messages, got: {message!r:.200}", code="producer_crash"
             )
-        if is_settled(each) and not is_settled(message):  # made anew, without what settles it
-            each = each.with_acknowledger(message.acknowledger)
-        made.append(_of_delivery(each, message) if type(message) is Message else each)
-    return made
-
-
-def _of_delivery(made: Message, delivery: Message) -> Message:
-    if (
-        made.received_at is delivery.received_at
-        and made.message_id == delivery.message_id
-        and made.attempt == delivery.attempt
-        and made.redelivered == delivery.redelivered
-    ):
-        return made
-    if delivery.message_id and made.message_id not in ("", delivery.message_id):
-        raise PipelineError(
-            f"the transformer must keep the message_id: it made {made.message_id!r} of"
-            f" {delivery.message_id!r}, by which alone the broker knows the message",
-            code="producer_crash",
-        )
-    return Message(
-        made.data,
-        metadata=made.metadata,
-        acknowledger=made.acknowledger,
-        message_id=delivery.message_id or made.message_id,
-        batcher=made.batcher,
-        batch_key=made.batch_key,
-        batch_mode=made.batch_mode,
-        status=made.status,
-        attempt=delivery.attempt,
-        redelivered=delivery.redelivered,
-        received_at=delivery.received_at,
-        position=delivery.position,
-        size=delivery.size,
-    )
 
 
 class Receiving:
@@ -151,7 +96,7 @@ class Receiving:
 
     :param demand: Messages that all processors together can take.
     :param most: Messages to ask for at once, at most, where they are handled fast and are small.
-    :param accept: Called with secured messages before they are transformed; returns what goes on.
+    :param accept: Called with secured messages; returns what goes on.
     :param next_timeout: Asked before each wait: seconds until a dispatch is wanted, be it an empty
         one; ``None``: no bound.
     :param stop: Why to stop, or ``""``.
@@ -167,7 +112,6 @@ class Receiving:
         limiter: RateLimiter,
         demand: int,
         most: int = _MAX_DEMAND,
-        transformer: Callable[[Any], Message] | None = None,
         accept: Callable[[Sequence[Message]], Sequence[Message]] = lambda messages: messages,
         next_timeout: Callable[[], float | None] = lambda: None,
         stop: Callable[[], str] = lambda: "",
@@ -179,7 +123,6 @@ class Receiving:
         self._limiter = limiter
         self._portion = self._demand = demand
         self._most = most
-        self._transformer = transformer
         self._accept = accept
         self._next_timeout = next_timeout
         self._stop = stop
@@ -195,13 +138,13 @@ class Receiving:
         self.seconds = 0.0
         #: Seconds that a message had waited at its broker, the most of any; ``None``: not known.
         self.waited: float | None = None
-        #: Whether messages are on their way from the source to where they wait, the transformer's
-        #: work included: what ends that from outside leaves no account.
+        #: Whether messages are on their way from the source to where they wait: what ends that from
+        #: outside leaves no account.
         self.under_way = False
         #: Why it ended: ``empty``, ``max_messages``, ``max_bytes``, ``max_seconds``,
         #: ``rate_limiting``, ``error``, or what ``stop`` said.
         self.ended = ""
-        #: What the transformer raised; its messages went no further.
+        #: Why messages went no further: the source handed out something else.
         self.error: PipelineError | None = None
 
     @property
@@ -386,20 +329,20 @@ class Receiving:
                 self.waited = max(0.0, waited, self.waited or 0.0)
 
     def _enqueue(self, messages: Sequence[Message]) -> None:
-        """Transform what was received; it then waits for a processor."""
+        """Have what was received wait for a processor."""
         if not messages:
             return
         accepted = self._accept(messages)
         if self.error is not None:
             return
         try:
-            self._waiting += transformed(self._transformer, accepted)
+            check_messages(accepted)
+            self._waiting += accepted
         except PipelineError as error:
             log.error(
                 "%s; the run ends, and gives back %s",
                 error,
                 many(len(messages), "message"),
-                exc_info=error.__cause__,
                 extra={"code": "producer_crash"},
             )
             self.error, self.ended = error, "error"

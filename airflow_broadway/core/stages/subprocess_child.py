@@ -14,6 +14,8 @@ from airflow_broadway.core.log_context import log_ids, log_plainly
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import load_ref
+from airflow_broadway.core.stages.callbacks import context_of
+from airflow_broadway.core.stages.entry import MessageEntry
 from airflow_broadway.core.stages.processor import Convert, ProcessorStage
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.subprocess_channel import (
@@ -48,12 +50,16 @@ class _Child:
             self._serve(about)
 
     def _serve(self, about: Sequence[Any]) -> None:
+        *about, enters = about
         try:
             stage = self._stage(*about)
+            context_of(stage.pipeline)
         except BaseException as error:
-            self._channel.receive()
             self._channel.send(("raise", portable_error(error)))
             return
+        pipeline = stage.pipeline
+        entry = MessageEntry(pipeline, pipeline.producer.transformer) if enters else None
+        self._channel.send(("ready",))
         while True:
             try:
                 wanted, until, chunk = self._channel.receive()
@@ -61,7 +67,7 @@ class _Child:
                 return
             if self._stop is not None and until is not None:
                 self._stop.bound(until - time.monotonic())
-            self._handle(stage, chunk, wanted)
+            self._handle(stage, chunk, wanted, entry)
 
     def _stage(
         self,
@@ -83,13 +89,22 @@ class _Child:
             traces=traces,
         )
 
-    def _handle(self, stage: ProcessorStage, chunk: list[Message], wanted: list[str]) -> None:
+    def _handle(
+        self,
+        stage: ProcessorStage,
+        chunk: list[Message],
+        wanted: list[str],
+        entry: MessageEntry | None,
+    ) -> None:
         """Handle a chunk, and send its result.
 
         :param wanted: The events that the parent has a handler for.
+        :param entry: Lets the messages in, unless the parent has done so.
         """
         handler = telemetry.attach(self._send_event, events=wanted) if wanted else None
         try:
+            if entry is not None:
+                chunk = [entry.lane(message)[1] for message in entry.transform(chunk)]
             result = stage.handle(chunk)
         except BaseException as error:
             self._channel.send(("raise", portable_error(error)))

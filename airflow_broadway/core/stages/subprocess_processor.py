@@ -35,7 +35,20 @@ from airflow_broadway.core.stages.subprocess_channel import (
 )
 from airflow_broadway.core.text import many
 
-__all__ = ["SubprocessProcessor"]
+__all__ = ["ProcessDied", "SubprocessProcessor"]
+
+
+class ProcessDied(PipelineError):
+    """A processor's child process ended while it handled a chunk, and its parent lives.
+
+    :param ending: How it ended, for people: an exit code or a signal.
+    :param settled: Ids of the messages of the chunk that callbacks had settled by then.
+    """
+
+    def __init__(self, text: str, *, ending: str, settled: frozenset[str]) -> None:
+        super().__init__(text)
+        self.ending = ending
+        self.settled = settled
 
 
 class SubprocessProcessor:
@@ -45,6 +58,7 @@ class SubprocessProcessor:
     :param convert: As for ``ProcessorStage``; a class or function of a module, made in the child.
     :param stop: When no further message is begun, in the child too.
     :param traces: As for ``ProcessorStage``.
+    :param enters: Whether the child transforms messages and asks ``partition_by`` too.
     """
 
     def __init__(
@@ -56,12 +70,16 @@ class SubprocessProcessor:
         convert: Convert | None = None,
         stop: Stop | None = None,
         traces: bool = True,
+        enters: bool = False,
     ) -> None:
         self._pipeline = pipeline
         self._index = index
         self._ack = ack
         self._convert = convert
         self._traces = traces
+        self._enters = enters
+        #: Ids of the messages that callbacks settled while the chunk at hand was handled.
+        self._settled: set[str] = set()
         self._ref = make_ref(pipeline)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: PipeChannel | None = None
@@ -91,55 +109,89 @@ class SubprocessProcessor:
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self._stop is None else self._stop.shutdown
         about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
-        self._channel.send((*about, ids_now()))
+        self._channel.send((*about, self._enters, ids_now()))
+        # Until the child has the pipeline and its context no message is to blame for its end.
+        kind, *rest = self._channel.receive()
+        if kind == "raise":
+            raise rest[0]
         return self._channel
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
         """Have the child handle one chunk.
 
-        :raises PipelineError: If the child dies or cannot load the pipeline.
+        :raises ProcessDied: If the child ends meanwhile; the next chunk gets another one.
+        :raises PipelineError: If the child cannot load the pipeline.
         """
-        channel = self._channel or self._start()
+        self._settled = set()
+        ready = self._channel is not None
         try:
-            left = None if self._stop is None else self._stop.left()
-            until = None if left is None else time.monotonic() + left  # the machine's, in both
-            channel.send((telemetry.wanted(), until, chunk))
-            while True:
-                kind, *rest = channel.receive()
-                if kind == "result":
-                    return self._result(*rest)
-                if kind == "event":
-                    self._emit(*rest)
-                elif kind == "raise":
-                    raise rest[0]
-                else:
-                    channel.send(self._answer(*rest))
+            channel = self._channel or self._start()
+            ready = True
+            return self._exchange(channel, chunk)
         except (EOFError, BrokenPipeError):
-            process = self._process
-            code = None if process is None else process.wait(10.0)
-            self.close()
-            if code == -signal.SIGTERM and self._stop is not None and self._stop.reason():
-                return ChunkResult([], [])  # told to stop before it could listen: it began nothing
+            ending = self._ending()
+        except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+            self.close()  # the pipe may be in the middle of a value
+            raise
+        if self._stop is not None and self._stop.reason():
+            return ChunkResult([], [])  # it was told to stop: what it was at goes back
+        whose = f"the process of processor {self._index} of {self._pipeline.name!r}"
+        if not ready:
             raise PipelineError(
-                f"the process of processor {self._index} of {self._pipeline.name!r} died with exit"
-                f" code {code} while it handled {many(len(chunk), 'message')}"
-            ) from None
+                f"{whose} ended with {ending} while it loaded the pipeline and called setup():"
+                " it has handled no message"
+            )
+        raise ProcessDied(
+            f"{whose} ended with {ending} while it handled {many(len(chunk), 'message')}",
+            ending=ending,
+            settled=frozenset(self._settled),
+        )
 
-    def _result(self, successful: list[Message], failed: list[Message]) -> ChunkResult:
-        result = ChunkResult(_sealed(successful), _sealed(failed))
+    def _exchange(self, channel: PipeChannel, chunk: list[Message]) -> ChunkResult:
+        """Send a chunk, and serve the child until its result is there."""
+        left = None if self._stop is None else self._stop.left()
+        until = None if left is None else time.monotonic() + left  # the machine's, in both
+        channel.send((telemetry.wanted(), until, chunk))
+        while True:
+            kind, *rest = channel.receive()
+            if kind == "result":
+                return self.settle(_sealed(rest[0]), _sealed(rest[1]))
+            if kind == "event":
+                self._emit(*rest)
+            elif kind == "raise":
+                raise rest[0]
+            else:
+                channel.send(self._answer(*rest))
+
+    def _ending(self) -> str:
+        """Wait for the child, which has closed its pipe; how it ended."""
+        process = self._process
+        code = None if process is None else process.wait(10.0)
+        self.close()
+        if code is not None and code < 0:
+            with suppress(ValueError):
+                return signal.Signals(-code).name
+        return f"exit code {code}"
+
+    def settle(self, successful: list[Message], failed: list[Message]) -> ChunkResult:
+        """Settle a result as the stage in a thread would."""
         with Scope("process"):
             if not self._pipeline.batchers:
-                self._ack(*result)
-            elif result.failed:
-                self._ack([], result.failed)
-        return result
+                self._ack(successful, failed)
+            elif failed:
+                self._ack([], failed)
+        return ChunkResult(successful, failed)
 
     def _answer(self, number: int, method: str, *arguments: Any) -> tuple[str, Any]:
         with Scope("process"):
             try:
-                return "ok", getattr(acknowledger_of(number), method)(*arguments)
+                answer = getattr(acknowledger_of(number), method)(*arguments)
             except Exception as error:  # the callback's to handle; a kill ends this process
                 return "raise", portable_error(error)
+        if method in ("ack", "ack_now"):
+            _, successful, failed = arguments
+            self._settled.update(message.message_id for message in (*successful, *failed))
+        return "ok", answer
 
     def _emit(self, event: str, measurements: Any, metadata: dict[str, Any]) -> None:
         telemetry.emit(event, measurements, {**metadata, "producer": self._pipeline.producer})

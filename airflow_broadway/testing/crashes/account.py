@@ -16,9 +16,10 @@ from airflow_broadway.testing.crashes.callbacks import STRUCK, Witnessed, witnes
 from airflow_broadway.testing.crashes.sink import SinkError
 from airflow_broadway.testing.crashes.subject import Subject
 
-#: The root's own file, the last run's folder and its mark; an archive is for good.
+#: The root's own file, the last run's folder and its mark; crash records; an archive is for good.
 _STAYS = re.compile(
-    r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)|^[^/]+/_archive/"
+    r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$)"
+    r"|^[^/]+/_(?:archive|crashes)/"
 )
 
 __all__ = ["ACKED", "DEAD", "DROPPED", "Account", "Wrong", "account"]

@@ -96,6 +96,7 @@ def execute(
         task_id=attempt.task_id,
         map_index=attempt.map_index(pipeline),
         try_number=attempt.try_number,
+        forks=False,  # callbacks are witnessed in this process
     )
     budget = Budget(max_seconds=60.0)
     about = run, pipeline, task, ports

@@ -13,7 +13,7 @@ from airflow.providers.common.compat.sdk import AirflowFailException
 from airflow_broadway import Batcher, BatchInfo, Message, Processors
 from airflow_broadway.adapters.task import open_run
 from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.errors import PipelineError, ProducerError
+from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
@@ -157,20 +157,21 @@ def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
 
 
 class Breaking(Failing):
-    """The message 4 has no partition, while ``broken``."""
+    """What ends a task ends it at the message 4, while ``broken``."""
 
     broken = True
-    processors = Processors(
-        concurrency=1,
-        max_demand=2,
-        partition_by=lambda message: -1 if message.data == b"4" and Breaking.broken else 0,
-    )
+    processors = Processors(concurrency=1, max_demand=2)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data == b"4" and Breaking.broken:
+            raise KeyboardInterrupt
+        return super().handle_message(processor, message, context)
 
 
 def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
     send(tmp_path, 6)
 
-    with pytest.raises(PipelineError, match="partition_by must return"):
+    with pytest.raises(KeyboardInterrupt):
         execute(tmp_path, "r1", Breaking)
 
     # Then it is settled, nothing is open, and its report says what became of each message
@@ -187,7 +188,7 @@ def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
         "accounted": 6,
     }
     assert (report["balanced"], report["failed_tasks"]) == (True, ["run"])
-    assert report["generations"][0]["stopped"] == "error"
+    assert report["generations"][0]["stopped"] == "interrupted"
 
 
 def test_what_was_handed_out_and_never_heard_of_is_received_and_given_back(
@@ -234,7 +235,7 @@ def test_the_tries_of_a_run_are_in_one_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send(tmp_path, 6)
-    with pytest.raises(PipelineError):
+    with pytest.raises(KeyboardInterrupt):
         execute(tmp_path, "r1", Breaking)
 
     monkeypatch.setattr(Breaking, "broken", False)

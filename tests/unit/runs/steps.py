@@ -116,7 +116,7 @@ class Run:
         folder: Path,
         run_id: str = "manual__1",
         *,
-        pipeline: type[Sums] = Sums,
+        pipeline: type[Broadway] = Sums,
         finished: Sequence[str] = (),
         context: Mapping[str, Any] | None = None,
         store: Store | None = None,

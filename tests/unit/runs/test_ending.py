@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
+from airflow_broadway.core.custody.protocol import Source
+from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.local.run import LocalRun
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
@@ -50,14 +51,26 @@ class Limited(Ending):
     producer = ArrivingProducer(rate_limiting=RateLimiting(allowed_messages=30, interval=3600.0))
 
 
-def _breaks(message: Message) -> Message:
-    if message.data == b"17":
-        raise ValueError("17")
-    return message
+class BreakingProducer(ArrivingProducer):
+    """Its broker goes away after some receives."""
+
+    def source(self, env: ProducerEnv) -> Source:
+        source: Any = super().source(env)
+        whole = source.receive
+
+        def receive(demand: int, *, timeout: float) -> Sequence[Message]:
+            if self.broker.secured > 17:
+                raise ProducerError("the broker has gone")
+            received: Sequence[Message] = whole(demand, timeout=timeout)
+            return received
+
+        source.receive = receive
+        opened: Source = source
+        return opened
 
 
 class Broken(Ending):
-    producer = ArrivingProducer(transformer=_breaks)
+    producer = BreakingProducer()
 
 
 def _local(pipeline: Broadway, env: ProducerEnv, tmp_path: Path, budget: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.core.stages.rate_limiter import MemoryRateState, RateLimiter
 from airflow_broadway.core.stages.stop import Stop
@@ -179,17 +178,18 @@ def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_mess
     assert "three" in caplog.text
 
 
-def test_a_transformer_that_raises_ends_the_run_and_its_messages_go_back(path: str) -> None:
+def test_a_message_on_which_the_transformer_raises_fails_alone(path: str) -> None:
     def transform(message: Message) -> Message:
         if message.data == b"150":
             raise ValueError("poison")
         return Message(message.data + b"!")  # without id and acknowledger: it gets them again
 
     queue = queue_of(path, 300)
-    with pytest.raises(PipelineError, match="the transformer raised ValueError: poison"):
-        on(path, transformer=transform).run_local()
-    assert queue.depth().leased == 0
-    assert queue.depth().ready == 250  # the first fifty were done, the next receive was not
+    report = on(path, transformer=transform).run_local()
+    assert (report.received, report.failed, report.balanced) == (300, 1, True)
+    assert (report.settled.acked, report.settled.requeued) == (299, 1)
+    depth = queue.depth()
+    assert (depth.leased, depth.ready + depth.delayed) == (0, 1)
 
 
 def test_rate_limiting_bounds_what_a_run_takes_and_is_remembered(path: str) -> None:

@@ -32,10 +32,6 @@ def _split(message: Message, count: int) -> tuple[str, int]:
     return ("emit", 0) if count == 9 else ("cont", count + 1)
 
 
-class PartitionsWrongly(Plain):
-    processors = Processors(concurrency=2, max_demand=10, partition_by=_at_35)
-
-
 class SplitsWrongly(Plain):
     batchers = {"default": Batcher(engine="python", batch_size=(0, _split), max_demand=10)}
 
@@ -81,14 +77,13 @@ def test_no_callback_sees_a_message_that_is_not_held(queue: SqliteQueue) -> None
     assert (report.received, report.failed, len(seen), stolen) == (15, 0, 45, [])
 
 
-@pytest.mark.parametrize("kind", [PartitionsWrongly, SplitsWrongly])
-def test_an_error_that_breaks_a_stage_ends_the_run_and_what_has_no_outcome_goes_back(
-    queue: SqliteQueue, kind: type[Broadway]
+def test_a_splitter_that_raises_ends_the_run_and_what_has_no_outcome_goes_back(
+    queue: SqliteQueue,
 ) -> None:
     send(queue, 60)
 
     with pytest.raises(ValueError, match="35"):
-        on(queue, kind).run_local()
+        on(queue, SplitsWrongly).run_local()
 
     # Then what had its outcome is settled, all else can be received at once, on the same attempt
     depth = queue.depth()

@@ -1,4 +1,4 @@
-"""What a transformer may make of a delivery, and what a broken source leaves behind."""
+"""Receiving within a budget, and what a broken source leaves behind."""
 
 from __future__ import annotations
 
@@ -8,55 +8,17 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.errors import PipelineError, ProducerUnavailable
-from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import RateLimiting
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.stages.receiving import Budget, Receiving, transformed
+from airflow_broadway.core.stages.receiving import Budget, Receiving, check_messages
 from airflow_broadway.testing import ManualClock
 
-DELIVERED = Message(
-    b"data",
-    message_id="m-1",
-    acknowledger=AckRef(object(), "ref", "receipt"),
-    attempt=3,
-    redelivered=True,
-    received_at=datetime(2026, 1, 1, tzinfo=UTC),
-    position=7,
-    size=4,
-)
 
-
-def test_a_message_made_anew_keeps_what_it_is_to_its_broker() -> None:
-    [made] = transformed(lambda message: Message(message.data.decode(), batcher="b"), [DELIVERED])
-
-    assert (made.data, made.batcher) == ("data", "b")
-    # Without its attempt it would be retried for ever; without the mark a repetition goes unseen.
-    assert (made.message_id, made.attempt, made.redelivered) == ("m-1", 3, True)
-    assert (made.received_at, made.position, made.size) == (DELIVERED.received_at, 7, 4)
-    assert made.acknowledger == DELIVERED.acknowledger
-
-
-def test_a_message_changed_by_its_functions_is_passed_on_as_it_is() -> None:
-    [made] = transformed(lambda message: message.put_data(1).put_batch_key("k"), [DELIVERED])
-    assert (made.data, made.batch_key, made.attempt) == (1, "k", 3)
-
-
-def test_another_message_id_is_refused_before_any_work_is_done() -> None:
-    def renames(message: Any) -> Message:
-        return Message(message.data, message_id="order-1")
-
-    with pytest.raises(
-        PipelineError, match=r"must keep the message_id: it made 'order-1' of 'm-1'"
-    ):
-        transformed(renames, [DELIVERED])
-
-
-@pytest.mark.parametrize("transformer", [None, lambda message: message])
-def test_every_item_that_is_no_message_is_found_not_the_first_alone(transformer: Any) -> None:
-    items: Any = [DELIVERED, DELIVERED, b"raw"]
+def test_every_item_that_is_no_message_is_found_not_the_first_alone() -> None:
+    items: Any = [Message(b"1"), Message(b"2"), b"raw"]
     with pytest.raises(PipelineError, match=r"message.*, got: b'raw'"):
-        transformed(transformer, items)
+        check_messages(items)
 
 
 class _Broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 from typing import Any
@@ -49,7 +50,7 @@ class TaskTimeout(BaseException):
     """As Airflow's ``AirflowTaskTimeout``."""
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, TaskTimeout, GeneratorExit])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TaskTimeout])
 @pytest.mark.parametrize(
     "callback", ["prepare_messages", "handle_message", "handle_batch", "handle_failed"]
 )
@@ -67,6 +68,21 @@ def test_what_ends_the_task_is_never_swallowed(callback: str, kind: type[BaseExc
     with pytest.raises(kind):
         test_message(driver, 1)
     assert driver.acknowledger.calls == []
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit])
+@pytest.mark.parametrize("callback", ["prepare_messages", "handle_message", "handle_batch"])
+def test_a_cancelled_or_closed_coroutine_fails_its_message_alone(
+    callback: str, kind: type[BaseException]
+) -> None:
+    def broken(self: Broadway, *_: object) -> Any:
+        raise kind
+
+    driver = PipelineDriver(type("P", (Batched,), {callback: broken}))
+    test_message(driver, 1)
+
+    [call] = driver.acknowledger.calls
+    assert [message.status.text for message in call.failed] == [f"{kind.__name__}: "]
 
 
 def test_updates_made_before_an_exception_are_forgotten() -> None:

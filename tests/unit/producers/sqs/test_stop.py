@@ -56,7 +56,7 @@ class Killed(Clicks):
 
 def broken(message: Message) -> Message:
     if message.position > 3:
-        raise ValueError("no")
+        raise KeyboardInterrupt
     return message
 
 

@@ -1,0 +1,132 @@
+"""Lets messages into the processors: ``transformer``, then ``partition_by`` of the processors.
+
+Both run before a message has a chunk.  What one raises fails that message alone: it goes on as an
+entry failure, which the processor of its lane counts, in order, among its own failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import is_settled
+from airflow_broadway.core.model.message import Message, Status
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.batcher import partition_of
+from airflow_broadway.core.stages.callbacks import PROTECTED, log_failure, status_of
+
+__all__ = ["EntryFailure", "MessageEntry", "is_entry_failure", "of_delivery"]
+
+#: The lane of a message that has none, because ``partition_by`` or ``transformer`` failed it.
+_FAILED_LANE: Final = 0
+
+
+class EntryFailure(Status):
+    """The status of a message that failed before it reached a processor."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[Status], tuple[str, Any, str]]:
+        return EntryFailure, (self.kind, self.reason, self.stacktrace)
+
+
+def is_entry_failure(message: Message) -> bool:
+    """Return whether the message failed before it reached a processor."""
+    return type(message.status) is EntryFailure
+
+
+class MessageEntry:
+    """Transforms messages, and finds the lane of each.
+
+    :param transformer: The producer's ``transformer``, or ``None``.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, transformer: Callable[[Any], Message] | None = None
+    ) -> None:
+        options = pipeline.processors
+        self._pipeline = pipeline
+        self._transformer = transformer
+        self._partition = partition_of(options.partition_by, options.concurrency)
+        #: Whether messages have lanes.
+        self.has_lanes = self._partition is not None
+
+    def transform(self, messages: list[Message]) -> list[Message]:
+        """Transform messages; one on which that fails becomes an entry failure."""
+        if self._transformer is None:
+            return messages
+        return [self._transformed(message) for message in messages]
+
+    def lane(self, message: Message) -> tuple[int | None, Message]:
+        """Return the lane of a message, and the message; an entry failure if it has none."""
+        if self._partition is None:
+            return None, message
+        if is_entry_failure(message):
+            return _FAILED_LANE, message
+        try:
+            return self._partition(message), message
+        except PROTECTED as error:
+            return _FAILED_LANE, self._failed("partition_by", message, error)
+
+    def _transformed(self, message: Message) -> Message:
+        transformer = self._transformer
+        assert transformer is not None
+        try:
+            return of_delivery(transformer(message), message)
+        except PROTECTED as error:
+            return self._failed("transformer", message, error)
+
+    def _failed(self, callback: str, message: Message, error: BaseException) -> Message:
+        log_failure(callback, self._pipeline, error, [message])
+        kind, reason, trace = status_of(error)
+        return message.with_status(EntryFailure(kind, reason, trace))
+
+
+def of_delivery(made: Any, delivery: Any) -> Message:
+    """Return what a transformer made, with what the delivery says about itself.
+
+    The id, attempt, time and place of receipt are the delivery's, also where the transformer made a
+    new message.
+
+    :param delivery: The message that was transformed; something else has nothing to say.
+
+    :raises PipelineError: If it is no message, or its id is another.
+    """
+    if type(made) is not Message:
+        raise PipelineError(
+            f"the transformer must return a message, got: {made!r:.200}", code="producer_crash"
+        )
+    message: Message = made
+    if type(delivery) is not Message:
+        return message
+    if is_settled(made) and not is_settled(delivery):  # a new one, without its acknowledger
+        message = message.with_acknowledger(delivery.acknowledger)
+    if (
+        message.received_at is delivery.received_at
+        and message.message_id == delivery.message_id
+        and message.attempt == delivery.attempt
+        and message.redelivered == delivery.redelivered
+    ):
+        return message
+    if delivery.message_id and message.message_id not in ("", delivery.message_id):
+        raise PipelineError(
+            f"the transformer must keep the message_id: it made {message.message_id!r} of"
+            f" {delivery.message_id!r}, by which alone the broker knows the message",
+            code="producer_crash",
+        )
+    return Message(
+        message.data,
+        metadata=message.metadata,
+        acknowledger=message.acknowledger,
+        message_id=delivery.message_id or message.message_id,
+        batcher=message.batcher,
+        batch_key=message.batch_key,
+        batch_mode=message.batch_mode,
+        status=message.status,
+        attempt=delivery.attempt,
+        redelivered=delivery.redelivered,
+        received_at=delivery.received_at,
+        position=delivery.position,
+        size=delivery.size,
+    )

@@ -1,0 +1,160 @@
+"""A processor that survives its messages: it finds the one that ends its child process.
+
+If the child ends while it handles a chunk, and this process lives, the chunk is halved, and each
+half handled by a child of its own, down to a single message.  A message of which ``max_crashes``
+children died that handled nothing else fails with the status ``crashed``, and is dead-lettered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Final
+
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import ack_messages
+from airflow_broadway.core.model.message import Message, Status
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.failure_log import name_messages
+from airflow_broadway.core.stages.processor import Ack, ChunkResult, Convert, HeldGroups
+from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.subprocess_processor import ProcessDied, SubprocessProcessor
+
+__all__ = ["CRASHED", "IsolatingProcessor", "crashed"]
+
+log = logging.getLogger(__name__)
+
+#: The kind of status, and the beginning of the reason, of a message that ended its processes.
+CRASHED: Final = "crashed"
+#: Messages that are blamed before any other has been handled: on a host on which every process
+#: ends, no message is to blame.
+_MOST_UNPROVEN: Final = 2
+
+
+def crashed(message: Message, reason: str) -> Message:
+    """Return the message, failed because it ended the processes that handled it.
+
+    :param reason: What ended, and how often.
+    """
+    return message.with_status(Status(CRASHED, f"{CRASHED}: {reason}"))
+
+
+class IsolatingProcessor:
+    """One processor in a child process, which a message may end.
+
+    :param enters: As for :class:`.SubprocessProcessor`.
+    :param held: As for :class:`.ProcessorStage`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        index: int = 0,
+        ack: Ack = ack_messages,
+        convert: Convert | None = None,
+        stop: Stop | None = None,
+        traces: bool = True,
+        enters: bool = False,
+        held: HeldGroups | None = None,
+    ) -> None:
+        self._held = held or HeldGroups(pipeline.producer)
+        self._name = f"processor {index} of {pipeline.name!r}"
+        self._max_crashes: int = pipeline.producer.max_crashes
+        self._stop = stop
+        self._processor = SubprocessProcessor(
+            pipeline,
+            index=index,
+            ack=ack,
+            convert=convert,
+            stop=stop,
+            traces=traces,
+            enters=enters,
+        )
+        #: Whether a child has handled a message, so that processes need not end here.
+        self._proven = False
+        self._blamed = 0
+
+    def handle(self, chunk: list[Message]) -> ChunkResult:
+        """Handle a chunk, by as many children as that takes.
+
+        :returns: What became of its messages.  Those that callbacks settled before their process
+            ended are in neither list, nor are those that a stop kept from being handled.
+        :raises PipelineError: If the pipeline cannot be loaded, or each process ends, whatever it
+            handles.
+        """
+        successful: list[Message] = []
+        failed: list[Message] = []
+        parts: deque[list[Message]] = deque([chunk])
+        deaths = 0  # of the single message at hand
+        while parts and not (self._stop is not None and self._stop.late()):
+            part = parts.popleft()
+            if self._held:  # a new child does not know them
+                part = [message for message in part if not self._held.has(message)]
+            try:
+                result = self._processor.handle(part)
+            except ProcessDied as error:
+                # It may have been handled, and a callback may have settled it.
+                part = [
+                    message.with_redelivered()
+                    for message in part
+                    if message.message_id not in error.settled
+                ]
+                deaths = deaths + 1 if len(part) == 1 else 0
+                if deaths >= self._max_crashes:
+                    failed += self.blame(part[0], self._reason(deaths, error.ending)).failed
+                    deaths = 0
+                    continue
+                self._log_death(part, deaths, error)
+                middle = (len(part) + 1) // 2
+                parts.extendleft(half for half in (part[middle:], part[:middle]) if half)
+            else:
+                deaths = 0
+                self._proven = self._proven or bool(result.successful or result.failed)
+                successful += result.successful
+                failed += result.failed
+                self._held.add(result.failed)
+        return ChunkResult(successful, failed)
+
+    def blame(self, message: Message, reason: str) -> ChunkResult:
+        """Settle a message as one that ended its processes; no callback sees it.
+
+        :raises PipelineError: If several were blamed and no message has been handled.
+        """
+        if not self._proven and self._blamed >= _MOST_UNPROVEN:
+            raise PipelineError(
+                f"every process of {self._name} ends, whatever message it handles, the last one at"
+                f" message {message.message_id!r}: no further message is blamed, and what is held"
+                " goes back; look at this host's memory, and at what the pipeline does to any"
+                " message"
+            )
+        self._blamed += 1
+        log.error("Message %r is dead-lettered, %s: %s.", message.message_id, CRASHED, reason)
+        return self._processor.settle([], [crashed(message, reason)])
+
+    def _reason(self, deaths: int, ending: str) -> str:
+        return f"it ended {deaths} processes that handled nothing else, the last with {ending}"
+
+    def _log_death(self, part: list[Message], deaths: int, error: ProcessDied) -> None:
+        if not part:
+            log.warning("%s; callbacks had settled all of them.", error)
+        elif len(part) == 1:
+            log.warning(
+                "%s, %r, the %s process of %d that may end at it.",
+                error,
+                part[0].message_id,
+                _ordinal(deaths),
+                self._max_crashes,
+            )
+        else:
+            ids = name_messages([message.message_id for message in part])
+            log.warning("%s: %s; it is handled again in halves.", error, ids)
+
+    def close(self) -> None:
+        """End the child; it finishes no chunk."""
+        self._processor.close()
+
+
+def _ordinal(number: int) -> str:
+    last = number % 10 if number % 100 // 10 != 1 else 0
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"

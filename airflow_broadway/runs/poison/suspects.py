@@ -1,0 +1,116 @@
+"""Says which messages of a live run may have ended an earlier process, by the crashes on record.
+
+Each redelivered message is a suspect while the pipeline has a crash on record; see
+:mod:`airflow_broadway.staging.crash_records`.  A message that was in hand in one crash is handled
+among few others, and one that was in hand in several is handled alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.formats.layout import VERSION, paths
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.reference import is_dag_file, make_ref
+from airflow_broadway.core.text import many
+from airflow_broadway.staging.crash_records import (
+    CrashHistory,
+    load_crash_history,
+    portion_size,
+)
+from airflow_broadway.staging.run_folder import StagedRun
+
+__all__ = ["StagedSuspects", "suspects_of"]
+
+log = logging.getLogger(__name__)
+
+
+def suspects_of(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> StagedSuspects | None:
+    """Return the suspects of a run; ``None`` where no broker delivers its messages again."""
+    return StagedSuspects(run, pipeline, env) if pipeline.run.source.asks_broker else None
+
+
+class StagedSuspects:
+    """The suspects among the messages that one generation receives."""
+
+    def __init__(self, run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
+        self._run = run
+        self._pipeline = pipeline
+        self._env = env
+
+    @cached_property
+    def _history(self) -> CrashHistory:
+        """The crashes on record; read when the first redelivered message is met."""
+        history = load_crash_history(self._run.store, self._run.pipeline, self._env.clock.now())
+        if not history.crashes:
+            return history
+        if not _is_importable(self._pipeline):
+            log.warning(
+                "A task of %r died, and the class of the pipeline is one of a Dag file, which no"
+                " child process can import: redelivered messages are handled in this process, and"
+                " one that ends it is not found.  Move the class to a module of its own.",
+                self._pipeline.name,
+            )
+            return CrashHistory()
+        log.info(
+            "%s of this pipeline died in the last days: redelivered messages are handled in a"
+            " child process.",
+            many(history.crashes, "task"),
+        )
+        return history
+
+    def is_suspect(self, message: Message) -> bool:
+        """Return whether the message is redelivered, and a crash is on record."""
+        return message.redelivered and self._history.crashes > 0
+
+    def reason_to_blame(self, message: Message) -> str:
+        """Return why the message is dead-lettered at once; empty if it is handled."""
+        deaths = self._history.alone.get(message.message_id, 0)
+        if deaths <= self._pipeline.producer.max_crashes:
+            return ""
+        return f"it was the only message in hand when {deaths} tasks died"
+
+    def portions(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
+        """Part messages, in order, by how often each was in hand in a crash."""
+        in_hand = self._history.in_hand
+        portion: list[Message] = []
+        bound: int | None = None
+        for message in messages:
+            size = portion_size(in_hand.get(message.message_id, 0))
+            if portion and (size != bound or (bound is not None and len(portion) >= bound)):
+                yield portion
+                portion = []
+            bound = size
+            portion.append(message)
+        if portion:
+            yield portion
+
+    @contextmanager
+    def in_hand(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Write down, while this lasts, that the child process handles these messages.
+
+        :raises StagingError: If that cannot be written.
+        """
+        self._write([message.message_id for message in messages])
+        try:
+            yield
+        finally:
+            self._write([])
+
+    def _write(self, ids: list[str]) -> None:
+        text = json.dumps({"version": VERSION, "ids": ids})
+        self._run.files.replace(paths.in_hand(self._env.generation), text)
+
+
+def _is_importable(pipeline: Pipeline) -> bool:
+    try:
+        return not is_dag_file(str(make_ref(pipeline)["class"]))
+    except OptionsError:
+        return False

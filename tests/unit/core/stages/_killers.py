@@ -1,0 +1,103 @@
+"""Pipelines whose callbacks end their process at one message; other processes must import them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from typing import Any
+
+from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.testing import DummyProducer
+
+#: Data of messages: where the process ends, and how.
+PLACES = ("prepare_messages", "handle_message", "transformer", "partition_by")
+WAYS = ("exit", "segv", "kill", "memory")
+
+
+def end_process(way: str) -> None:
+    """End this process as a broken message would."""
+    if way == "exit":
+        os._exit(3)
+    if way == "memory":
+        # What an allocation that is refused does in a library without a check.
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 26, 1 << 26))
+        try:
+            bytearray(1 << 30)
+        except MemoryError:
+            os.abort()
+    os.kill(os.getpid(), {"segv": signal.SIGSEGV, "kill": signal.SIGKILL}[way])
+
+
+def strike(place: str, message: Message) -> None:
+    if type(message.data) is str and message.data.startswith(f"{place} "):
+        end_process(message.data.split()[1])
+
+
+def transform(message: Message) -> Message:
+    strike("transformer", message)
+    return message.put_data(f"{message.data}!" if message.data == "transformed" else message.data)
+
+
+def partition(message: Message) -> int:
+    strike("partition_by", message)
+    return message.position
+
+
+class Killers(Broadway):
+    producer = DummyProducer(max_crashes=2, transformer=transform)
+    processors = Processors(concurrency=1, max_demand=1000, executor="processes")
+    batchers = {"default": Batcher(engine="python")}
+
+    def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
+        for message in messages:
+            strike("prepare_messages", message)
+        return messages
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        strike("handle_message", message)
+        if message.data == "fails":
+            raise ValueError("fails")
+        if message.data == "now":
+            message = message.ack_immediately()
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
+
+
+class Partitioned(Killers):
+    processors = Processors(
+        concurrency=2, max_demand=1000, executor="processes", partition_by=partition
+    )
+
+
+class KillsInSetup(Killers):
+    def setup(self, run: Any) -> Any:
+        os._exit(7)
+
+
+class KillsAlways(Killers):
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        os._exit(9)
+
+
+class OrderedProducer(DummyProducer):
+    """Keeps the order of the first letter of a message's data."""
+
+    @property
+    def keeps_order(self) -> bool:
+        return True
+
+    def group_of(self, message: Message) -> str | None:
+        return str(message.data)[0]
+
+
+class Ordered(Broadway):
+    producer = OrderedProducer(max_crashes=1)
+    processors = Processors(concurrency=1, max_demand=1000, executor="processes")
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        if message.data.endswith("dies"):
+            os._exit(9)
+        return message.failed("no") if message.data.endswith("fails") else message

@@ -1,0 +1,247 @@
+"""A message that ends its process: its neighbours are handled, and it alone is blamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from airflow_broadway import Broadway, Message
+from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.acks import is_settled
+from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
+from airflow_broadway.core.stages.processor_pool import ProcessorPool
+from airflow_broadway.testing import PipelineDriver
+from tests.unit.core.stages._killers import (
+    PLACES,
+    WAYS,
+    Killers,
+    KillsAlways,
+    KillsInSetup,
+    Ordered,
+    Partitioned,
+)
+
+
+def messages_of(data: Sequence[Any]) -> list[Message]:
+    driver = PipelineDriver(Killers)
+    return [driver.message(each) for each in data]
+
+
+def handle(
+    kind: type[Broadway], data: Sequence[Any], *, enters: bool = False
+) -> tuple[list[Message], list[Message]]:
+    processor = IsolatingProcessor(kind(), enters=enters)
+    try:
+        result = processor.handle(messages_of(data))
+    finally:
+        processor.close()
+    return result.successful, result.failed
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_message_that_ends_its_process_is_the_only_one_to_fail(place: str, way: str) -> None:
+    kind = Partitioned if place == "partition_by" else Killers
+    data = [*range(7), f"{place} {way}", *range(7, 20)]
+
+    successful, failed = handle(kind, data, enters=True)
+
+    assert [message.data for message in successful] == [*range(20)]
+    [message] = failed
+    assert message.data == f"{place} {way}"
+    ending = {"exit": "exit code 3", "segv": "SIGSEGV", "kill": "SIGKILL", "memory": "SIGABRT"}
+    assert message.status.kind == "crashed"
+    assert message.status.text == (
+        f"crashed: it ended 2 processes that handled nothing else, the last with {ending[way]}"
+    )
+
+
+def test_what_was_in_a_process_that_ended_is_marked_as_redelivered() -> None:
+    successful, failed = handle(Killers, [1, "handle_message exit", 2])
+    assert [message.redelivered for message in (*successful, *failed)] == [True, True, True]
+    successful, failed = handle(Killers, [1, "fails", 2])
+    assert [message.redelivered for message in (*successful, *failed)] == [False, False, False]
+
+
+def test_several_messages_that_end_their_process_are_all_found() -> None:
+    data = [f"handle_message {WAYS[n % 3]}" if n % 10 == 4 else n for n in range(40)]
+    successful, failed = handle(Killers, data)
+    assert len(successful) == 36
+    assert {message.status.kind for message in failed} == {"crashed"}
+    assert len(failed) == 4
+
+
+def test_what_a_callback_settled_before_its_process_ended_is_not_handled_again() -> None:
+    successful, failed = handle(Killers, [1, "now", "handle_message exit", "now"])
+    # The first "now" was settled in the process that ended: it has no other result.
+    assert [(each.data, is_settled(each)) for each in successful] == [(1, False), ("now", True)]
+    assert len(failed) == 1
+
+
+def test_a_single_message_is_blamed_where_nothing_else_was_handled() -> None:
+    assert [each.status.kind for each in handle(Killers, ["handle_message kill"])[1]] == ["crashed"]
+
+
+def test_a_host_on_which_every_process_ends_blames_two_messages_at_most() -> None:
+    with pytest.raises(PipelineError, match=r"whatever message it handles.*no further message"):
+        handle(KillsAlways, range(8))
+
+
+def test_a_process_that_ends_in_setup_blames_no_message() -> None:
+    with pytest.raises(PipelineError, match=r"exit code 7 while it loaded .* handled no message"):
+        handle(KillsInSetup, range(8))
+
+
+def test_a_new_process_holds_back_what_is_behind_a_failure_in_its_group() -> None:
+    data = ["a1", "b fails", "a dies", "b2", "a3", "c4"]
+    successful, failed = handle(Ordered, data)
+    assert [message.data for message in successful] == ["a1", "a3", "c4"]
+    assert {message.data: message.status.kind for message in failed} == {
+        "b fails": "failed",
+        "a dies": "crashed",
+    }
+
+
+def test_each_death_is_logged_with_its_messages(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        handle(Killers, [1, "handle_message kill"])
+    text = [record.getMessage() for record in caplog.records]
+    assert len(text) == 3
+    assert (
+        "ended with SIGKILL while it handled 2 messages: 2 messages ('test-1', 'test-2')"
+        in (text[0])
+    )
+    assert "'test-2', the 1st process of 2 that may end at it" in text[1]
+    assert text[2].startswith("Message 'test-2' is dead-lettered, crashed: it ended 2 processes")
+
+
+# -- suspects --------------------------------------------------------------------------------------
+
+
+class AllRedelivered:
+    """Every redelivered message is a suspect; notes what is in hand."""
+
+    def __init__(self, size: int = 1000, blamed: str = "") -> None:
+        self.size, self.blamed = size, blamed
+        self.notes: list[list[Any]] = []
+
+    def is_suspect(self, message: Message) -> bool:
+        return message.redelivered
+
+    def reason_to_blame(self, message: Message) -> str:
+        return "it is known" if message.data == self.blamed else ""
+
+    def portions(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
+        for start in range(0, len(messages), self.size):
+            yield [*messages[start : start + self.size]]
+
+    @contextmanager
+    def in_hand(self, messages: Sequence[Message]) -> Iterator[None]:
+        self.notes.append([message.data for message in messages])
+        yield
+        self.notes.append([])
+
+
+class InThreads(Killers):
+    def setup(self, run: Any) -> Any:
+        return os.getpid()
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return super().handle_message(processor, message, context).put_batch_key(str(context))
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_suspects_are_handled_in_a_process_of_their_own_and_others_as_always(
+    concurrency: int,
+) -> None:
+    pipeline = InThreads(processors={"executor": "threads", "concurrency": concurrency})
+    fresh = messages_of(["transformed", *range(50)])
+    suspects = [
+        message.with_redelivered()
+        for message in messages_of(["transformed", "transformer segv", *range(50, 60)])
+    ]
+    rules = AllRedelivered(size=5)
+    pool = ProcessorPool(pipeline, transformer=pipeline.producer.transformer, suspects=rules)
+    try:
+        done = list(pool.map([[*suspects[:6], *fresh, *suspects[6:]]]))
+    finally:
+        pool.close()
+
+    here = {m.data for _, r in done for m in r.successful if m.batch_key == str(os.getpid())}
+    apart = {m.data for _, r in done for m in r.successful if m.batch_key != str(os.getpid())}
+    assert here == {"transformed!", *range(50)}
+    assert apart == {"transformed!", *range(50, 60)}
+    assert [m.data for _, r in done for m in r.failed] == ["transformer segv"]
+    assert rules.notes == [
+        ["transformed", "transformer segv", 50, 51, 52],
+        [],
+        [53, 54, 55, 56, 57],
+        [],
+        [58, 59],
+        [],
+    ]
+
+
+def test_a_message_that_is_known_to_end_its_task_is_not_handled() -> None:
+    pipeline = InThreads(processors={"executor": "threads"})
+    [known] = messages_of(["known"])
+    pool = ProcessorPool(pipeline, suspects=AllRedelivered(size=1, blamed="known"))
+    try:
+        [(chunk, result)] = pool.map([[known.with_redelivered()]])
+    finally:
+        pool.close()
+    assert [message.data for message in chunk] == ["known"]
+    assert [message.status.text for message in result.failed] == ["crashed: it is known"]
+
+
+@pytest.mark.parametrize("kind", [Ordered, Partitioned])
+def test_where_order_counts_a_dispatch_with_a_suspect_is_handled_apart_as_a_whole(
+    kind: type[Broadway],
+) -> None:
+    pipeline = kind(processors={"executor": "threads", "concurrency": 2})
+    fresh = messages_of(["a1", "b1"])
+    dispatch = messages_of(["a2", "b2", "a3", "b3"])
+    dispatch[2] = dispatch[2].with_redelivered()
+    rules = AllRedelivered()
+    pool = ProcessorPool(pipeline, suspects=rules)
+    try:
+        done = [m.data for _, result in pool.map([fresh, dispatch]) for m in result.successful]
+    finally:
+        pool.close()
+    assert sorted(done[:2]) == ["a1", "b1"]
+    assert done[2:] == ["a2", "b2", "a3", "b3"]
+    assert rules.notes == [["a2", "b2", "a3", "b3"], []]
+
+
+def test_an_interrupt_amid_suspects_leaves_those_not_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = InThreads(processors={"executor": "threads", "max_demand": 2, "min_demand": 0})
+    suspects = [message.with_redelivered() for message in messages_of(range(6))]
+    pool = ProcessorPool(pipeline, suspects=AllRedelivered())
+    handled: list[Any] = []
+    whole = IsolatingProcessor.handle
+
+    def interrupted(self: IsolatingProcessor, chunk: list[Message]) -> Any:
+        if chunk[0].data == 4:
+            raise KeyboardInterrupt
+        return whole(self, chunk)
+
+    monkeypatch.setattr(IsolatingProcessor, "handle", interrupted)
+
+    def run() -> None:
+        for _, result in pool.map([suspects]):
+            handled.extend(message.data for message in result.successful)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert handled == [0, 1, 2, 3]
+        assert [message.data for message in pool.left()[1]] == [4, 5]
+    finally:
+        pool.close()
