@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement
-from airflow_broadway.core.custody.verdicts import RELEASE
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
@@ -23,6 +24,7 @@ from airflow_broadway.producers.rabbitmq.broker.management import Management, Un
 from airflow_broadway.producers.rabbitmq.broker.names import lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.testing.harness import settlement_of
 from tests.cli_runs import ran
 from tests.rabbitmq_place import PASSWORD, Place, manage, permitted
 from tests.unit.passing import Passing
@@ -98,25 +100,91 @@ def test_a_policy_on_the_source_is_a_warning_that_says_what_happens(
     assert "gives it max-length 100: the oldest message is dropped" in told
 
 
-def test_the_look_is_taken_once_in_a_while_and_not_by_an_empty_run(
+def test_each_run_checks_policies_even_an_empty_one(
     place: Place, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
 
-    def look(*given: Any, lease: str, **more: Any) -> list[Any]:
-        looks.append(lease)
-        return check_queues(*given, lease=lease, **more)
+    def look(options: RabbitMQProducer, *given: Any, **more: Any) -> list[Any]:
+        looks.append(options.queue)
+        return check_queues(options, *given, **more)
 
     monkeypatch.setattr(checks, "check_queues", look)
     place.declare()
     assert received(place, "g0", extra=extra) == []
-    assert looks == []
 
     for generation in ("g1", "g2"):
         place.send(b"1")
         assert len(received(place, generation, extra=extra)) == 1
 
-    assert looks == [place.queues.lease("g1")]
+    assert looks == [place.name] * 3
+
+
+def settled(place: Place, lease: Lease, settlement: Settlement, **connection: Any) -> SettleReport:
+    """Settle with a connection that finds the management API."""
+    producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
+    custodian = producer.custodian(place.env("custodian", **connection))
+    try:
+        return custodian.settle(lease, settlement)
+    finally:
+        custodian.close()
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_dead_runs_messages_stay_where_they_are_while_a_policy_would_lose_them(
+    place: Place, extra: dict[str, Any], dead: bool
+) -> None:
+    """The sweep settles before the source is opened: it is the first that must not move them."""
+    # Given a run that checked the policies just now, and one that was killed, or failed
+    place.declare()
+    assert received(place, "g0", extra=extra) == []
+    place.send(*[b"%d" % number for number in range(300)])
+    messages, lease = place.hold()
+    assert len(messages) == 300
+    settlement = Settlement(rest=RELEASE, expected=None if dead else 300)
+
+    # When a policy makes the returns queue lose what is in it
+    with policy(place, rf"^broadway\.returns\.{place.name}", message_ttl=100) as name:
+        with pytest.raises(ProducerError, match=f"'{name}' gives it message-ttl 100 ms") as raised:
+            settled(place, lease, settlement, extra=extra)
+        with pytest.raises(ProducerError, match=f"'{name}' gives it message-ttl 100 ms"):
+            received(place, "g2", extra=extra)
+        time.sleep(1)
+
+    # Then all of it is there once the policy is gone
+    assert f"lapses into it at {lease.deadline.isoformat(timespec='seconds')}" in str(raised.value)
+    assert settled(place, lease, settlement, extra=extra).released == 300
+    back = received(place, "g3", extra=extra)
+    assert sorted(m.data for m in back) == sorted(m.data for m in messages)
+    assert all(m.redelivered for m in back)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "queue", "definition"),
+    [
+        (Verdict(Action.DEAD_LETTER, reason="bad"), "dead", {"message_ttl": 100}),
+        (Verdict(Action.RETRY, 60.0), "delay.60", {"expires": 100}),
+    ],
+)
+def test_a_policy_set_in_mid_run_keeps_a_failed_message_and_acknowledges_the_others(
+    place: Place,
+    extra: dict[str, Any],
+    verdict: Verdict,
+    queue: str,
+    definition: dict[str, Any],
+) -> None:
+    place.declare()
+    place.send(b"bad", b"good", b"good")
+    messages, lease = place.hold()
+    settlement = settlement_of(messages, {messages[0].message_id: verdict})
+
+    with policy(place, rf"^broadway\.{queue}\.{place.name}", **definition) as name:
+        report = settled(place, lease, settlement, extra=extra)
+        time.sleep(1)
+
+    assert (report.acked, report.failed) == (2, 1)
+    assert f"policy '{name}'" in " ".join(report.errors)
+    assert [m.data for m in received(place, "g2", extra=extra)] == [b"bad"]
 
 
 def test_without_the_management_api_a_run_goes_on_and_warns(
@@ -217,7 +285,7 @@ def test_what_answers_there_may_be_something_else(place: Place) -> None:
     wrong = Management(Address(management_url=f"http://127.0.0.1:{place.port}"))
 
     with pytest.raises(Unseen, match="cannot be reached"):
-        wrong.policies(operator=False)
+        wrong.policies()
 
 
 @pytest.mark.slow

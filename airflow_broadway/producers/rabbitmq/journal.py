@@ -191,18 +191,6 @@ class QueueJournal:
         alone = {key: Action(action) for key, action in messages.items()}
         return alone | self._log(generation).now()
 
-    def checked(self) -> dict[str, Any]:
-        """When the broker's policies were looked at last, and of what: ``{"at", "what"}``."""
-        return self._read("checked.json") or {}
-
-    def note_checked(self, at: float, what: str) -> None:
-        """Note that the broker's policies are harmless, or cannot be seen.
-
-        :param at: Seconds since the epoch.
-        :param what: What was looked at; another needs another look.
-        """
-        self.files.write("checked.json", {"at": at, "what": what})
-
     def seen_type(self, now: float) -> bool:
         """Whether the source queue was found to be no stream within a day.
 

@@ -20,6 +20,8 @@ A queue of the user's own for dead letters has warnings only.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +30,6 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.broker.management import Management, Unseen
 from airflow_broadway.producers.rabbitmq.broker.names import LADDER, QueueNames, lease_arguments
 from airflow_broadway.producers.rabbitmq.broker.policies import Setting, effective, matched
-from airflow_broadway.producers.rabbitmq.journal import QueueJournal, digest
 
 if TYPE_CHECKING:
     from airflow_broadway.producers.rabbitmq.amqp.address import Address
@@ -40,6 +41,7 @@ __all__ = [
     "NOTE",
     "WARNING",
     "Finding",
+    "LossCheck",
     "Role",
     "act_on",
     "check_queues",
@@ -62,8 +64,8 @@ _LASTING = ("returns", "quarantine", "dead", "sink")
 #: The first release in which a quorum queue gives up a message after 20 returns by default.
 _LIMITED = (4, 0)
 _FLAGS = ("quorum_queue", "stream_queue")
-#: Seconds for which a look at the broker's policies counts.
-_CHECK_INTERVAL = 600.0
+#: Seconds for which a settlement uses the same answer about the broker's policies.
+_CHECK_INTERVAL = 30.0
 
 _Found = tuple[str, str, str]
 
@@ -131,34 +133,55 @@ def roles_of(options: RabbitMQOptions, *, lease: str = "") -> list[Role]:
     return found
 
 
-def refuse_losses(
-    connection: ConnectionThread,
-    options: RabbitMQOptions,
-    journal: QueueJournal,
-    lease: str,
-    now: float,
-) -> None:
-    """See that no policy makes a run's queues lose messages, as far as the broker tells.
+def refuse_losses(connection: ConnectionThread, options: RabbitMQOptions) -> None:
+    """Refuse a broker whose policies make a run's queues lose messages, as far as it shows them.
 
-    Once in ten minutes for a queue, whatever came of it, unless that was an error: what an
-    ordinary run pays for it is the reading of one small file.
-
-    :param lease: The lease queue.
-    :param now: Seconds since the epoch.
     :raises ProducerError: If messages would be lost.
     """
     address = connection.address
     refuse_version(connection.version, options, address.shown)
-    where = f"{address.shown} {address.virtual_host} {address.login} {address.management_url}"
-    what = digest(f"{where} {options.lease} {options.queue_type} {options.dead_letter}")
-    last = journal.checked()
-    if last.get("what") == what and 0 <= now - float(last.get("at", 0)) < _CHECK_INTERVAL:
-        return
     if address.management_url == "":
         log.info("Policies are not checked: the connection's extra 'management_url' is false.")
     else:
-        act_on(check_queues(options, address, version=connection.version, lease=lease))
-    journal.note_checked(now, what)
+        act_on(check_queues(options, address, version=connection.version))
+
+
+class LossCheck:
+    """Checks, before messages move into a queue of ours, that no policy makes it lose them.
+
+    A policy may be set at any time, so an answer is used again for half a minute only: no more
+    messages are at risk than those that lie in the queue when the policy is set.
+    """
+
+    def __init__(self, options: RabbitMQOptions) -> None:
+        self._roles = [role for role in roles_of(options) if role.arguments is not None]
+        self._kind = options.queue_type
+        self._losses: dict[str, str] = {}
+        self._checked_at = -math.inf
+
+    def reason(self, address: Address, queue: str) -> str:
+        """Why the queue would lose messages; empty if it would not, or if that cannot be seen."""
+        if time.monotonic() - self._checked_at > _CHECK_INTERVAL:
+            self._losses = self._check(address)
+            self._checked_at = time.monotonic()
+        return self._losses.get(queue, "")
+
+    def _check(self, address: Address) -> dict[str, str]:
+        try:
+            policies = matched(Management(address).policies(), [r.queue for r in self._roles])
+        except Unseen as error:  # each run's source warns of it
+            log.debug("Policies could not be checked: %s", error)
+            return {}
+        return {
+            finding.queue: f"RabbitMQ would lose what is in {finding.shown}"
+            for role in self._roles
+            for finding in judge(
+                role,
+                self._kind,
+                effective(role.queue, self._kind, role.arguments or {}, policies),
+            )
+            if finding.level == ERROR
+        }
 
 
 def refuse_version(version: str, options: RabbitMQOptions, where: str) -> None:
@@ -217,10 +240,7 @@ def _look(
     options: RabbitMQOptions, management: Management, version: str, lease: str, there: bool
 ) -> Iterator[Finding]:
     roles = roles_of(options, lease=lease)
-    policies = matched(
-        [*management.policies(operator=False), *management.policies(operator=True)],
-        [role.queue for role in roles],
-    )
+    policies = matched(management.policies(), [role.queue for role in roles])
     for role in roles:
         kind, arguments = options.queue_type, role.arguments
         if arguments is None:

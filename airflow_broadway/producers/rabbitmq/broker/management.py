@@ -89,16 +89,18 @@ class Management:
         found = self._get(f"queues/{self._virtual_host}/{quote(name, safe='')}")
         return dict(found) if isinstance(found, dict) else None
 
-    def policies(self, *, operator: bool) -> list[Policy]:
-        """The policies of the virtual host: the users', or the operators'.
+    def policies(self) -> list[Policy]:
+        """The policies of the virtual host, the users' and the operators'.
 
         :raises Unseen: If it does not answer.
         """
-        kind = "operator-policies" if operator else "policies"
-        found = self._get(f"{kind}/{self._virtual_host}")
-        if not isinstance(found, list):
-            raise Unseen(f"the management API at {self.shown} knows no {kind}")
-        return [Policy.of(each, operator=operator) for each in found]
+        policies = []
+        for kind, operator in (("policies", False), ("operator-policies", True)):
+            found = self._get(f"{kind}/{self._virtual_host}")
+            if not isinstance(found, list):
+                raise Unseen(f"the management API at {self.shown} knows no {kind}")
+            policies += [Policy.of(value, operator=operator) for value in found]
+        return policies
 
     def feature_flags(self) -> dict[str, str]:
         """The state of each feature flag; administrators only.

@@ -9,6 +9,7 @@ from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.errors import Refused, explained
 from airflow_broadway.producers.rabbitmq.amqp.wire import split_route
+from airflow_broadway.producers.rabbitmq.broker.checks import LossCheck
 from airflow_broadway.producers.rabbitmq.broker.lease_queues import LeaseQueues
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.broker.standing_queues import StandingQueues
@@ -31,6 +32,7 @@ class Topology:
         self._options = options
         self._journal = journal
         self._exchanges: dict[str, str] = {}
+        self._losses = LossCheck(options)
         self.queues = QueueNames(options.queue)
         self.standing = StandingQueues(options, journal, self.queues)
         self.leases = LeaseQueues(options, journal, self.queues, self.standing)
@@ -65,6 +67,10 @@ class Topology:
                 why = str(explained(error, f"the exchange {name!r} of dead letters"))
             self._exchanges[name] = why
         return self._exchanges[name]
+
+    def why_lossy(self, connection: ConnectionThread, queue: str) -> str:
+        """Why a policy makes the broker lose what goes into a queue of ours; empty if none does."""
+        return self._losses.reason(connection.address, queue)
 
     def open_lease(self, connection: ConnectionThread, generation: str) -> str:
         """A lease queue of the generation's own, and what is to be there with it; its name.

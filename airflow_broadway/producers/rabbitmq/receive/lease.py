@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
-from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
 from airflow_broadway.producers.rabbitmq.broker.sweep import due_at
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
 from airflow_broadway.producers.rabbitmq.journal import QueueJournal
@@ -46,8 +45,6 @@ class OpenLease:
 
         :raises ProducerError: If it is not to be relied on, or the broker refuses.
         """
-        now, lease = self._clock.now().timestamp(), self._topology.queues.lease(self._generation)
-        refuse_losses(connection, self._options, self._journal, lease, now)
         name = self._topology.open_lease(connection, self._generation)
         self.deadline = self._fresh_deadline()
         # Only now may a bundle be in it: a broker that dies while it declares a queue may leave one

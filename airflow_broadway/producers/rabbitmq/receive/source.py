@@ -21,6 +21,7 @@ from airflow_broadway.core.custody.protocol import SUSPECTS, Lease
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kit.open_here import note_closed, note_open
+from airflow_broadway.producers.rabbitmq.broker.checks import refuse_losses
 from airflow_broadway.producers.rabbitmq.broker.source_queue import refuse_stream
 from airflow_broadway.producers.rabbitmq.broker.sweep import counting, sweep
 from airflow_broadway.producers.rabbitmq.broker.topology import Topology
@@ -85,8 +86,15 @@ class RabbitSource:
             self._bundler,
             self._buffer,
         )
+        connection = self._session.connection
+        try:
+            # An empty run too: the sweep leaves what a dead run holds to a policy's removal.
+            refuse_losses(connection, options)
+        except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
+            connection.close()
+            raise
         now, counted = self._clock.now().timestamp(), counting(self._session.address)
-        sweep(self._session.connection, self._topology, self._journal, now, counted)
+        sweep(connection, self._topology, self._journal, now, counted)
         note_open(self, env.generation)
 
     @property

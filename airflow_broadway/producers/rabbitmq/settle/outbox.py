@@ -104,12 +104,13 @@ class Outbox:
         """
         action, key = verdict.action, held.message_id
         exchange, routing_key = self._place(held, verdict)
-        missing = ""
-        if exchange and action is Action.DEAD_LETTER:
-            missing = self._topology.missing_exchange(self._connection, exchange)
+        if exchange:
+            obstacle = self._topology.missing_exchange(self._connection, exchange)
+        else:
+            obstacle = self._topology.why_lossy(self._connection, routing_key)
         self._bytes += bundles.weight_of(held)
-        if missing:
-            self.guard.refuse(key, missing)
+        if obstacle:
+            self.guard.refuse(key, obstacle)
         else:
             with self.guard.each(key):
                 self._publish(held, verdict, again, exchange, routing_key)
@@ -185,8 +186,22 @@ class Outbox:
         header = self._header(f"alone.{self._number}")
         self._publish_bundle(header.released_part(header.bundle, 1), [held], key=key)
 
-    def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
+    def ensure_returns(self) -> None:
+        """Declare the returns queue.
+
+        :raises ProducerError: If a policy makes it lose messages: they are safer where they are.
+        """
+        lossy = self._topology.why_lossy(self._connection, self._topology.queues.returns)
+        if lossy:
+            raise ProducerError(
+                f"{lossy}: nothing is released into it, and this lease lapses into it at"
+                f" {self._lease.deadline.isoformat(timespec='seconds')}; let no such policy match"
+                " ^broadway\\. before then, and clear the task"
+            )
         self._topology.standing.ensure_returns(self._connection)
+
+    def _publish_bundle(self, header: Header, messages: Sequence[Held], *, key: str) -> None:
+        self.ensure_returns()
         self._publisher.publish(
             "",
             self._topology.queues.returns,

@@ -187,9 +187,9 @@ class LeaseSettlement:
         :param crashed: Whether the process that received died: its messages then count a crash.
         """
         published = settlement.expected is not None
+        self._outbox.ensure_returns()
         if not published:
             self._topology.leases.fence(self._connection, self._queue)
-        self._topology.standing.ensure_returns(self._connection)
         getter = Getter(self._connection, self._queue)
         read = self._settle_bundles(settlement, getter, held=held, crashed=crashed)
         other = self._journal.settled(self._lease.generation)  # by another, meanwhile

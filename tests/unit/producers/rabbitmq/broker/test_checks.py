@@ -222,8 +222,8 @@ class Api:
     def __init__(self, address: Address) -> None:
         pass
 
-    def policies(self, *, operator: bool) -> list[Policy]:
-        return [each for each in self.policy_list if each.operator is operator]
+    def policies(self) -> list[Policy]:
+        return list(self.policy_list)
 
     def queue(self, name: str) -> dict[str, Any] | None:
         return self.queues.get(name)

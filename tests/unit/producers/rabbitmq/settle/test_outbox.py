@@ -93,6 +93,9 @@ class Topology:
     queues = QUEUES
     standing = StandingQueues()
 
+    def why_lossy(self, connection: Any, queue: str) -> str:
+        return ""
+
     def dead_for(self, route: bytes) -> tuple[str, str]:
         return "", QUEUES.dead
 
