@@ -11,6 +11,7 @@ from typing import Any
 from airflow_broadway.adapters.staging import open_existing_store, open_store
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.inspect import check_pipeline
@@ -73,7 +74,7 @@ def _list(folder: Folder, given: argparse.Namespace) -> int:
         names = ("hours", "files", "messages")
         say_json([{"time": at, **dict(zip(names, n, strict=True))} for at, n in counted.items()])
     elif not counted:
-        say(f"Nothing is archived there: {folder.store.uri}/{folder.path}.")
+        say(f"Nothing is archived there: {redacted(folder.store.uri)}/{folder.path}.")
     else:
         say(*table(("time", "hours", "files", "messages"), [(at, *n) for at, n in counted.items()]))
     return 0

@@ -26,6 +26,8 @@ from airflow_broadway.core.custody.dead_letters import (
 )
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
+from airflow_broadway.core.custody.verdicts import MAX_REASON
+from airflow_broadway.core.text import cut as cut_bytes
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.view.payload import hex_lines
 from airflow_broadway.staging.archive.layout import archive_folder
@@ -54,7 +56,7 @@ def _list(place: DeadLetters, given: argparse.Namespace) -> int:
     total = place.count() if given.by_reason else None
     looked = _look(place, given, SystemClock())
     if given.json:
-        letters = [_json(each, body=False) for each in looked.letters]
+        letters = [_row(each) for each in looked.letters]
         say_json(letters if total is None else {**looked.to_json(place, total), "letters": letters})
     elif not looked.matching:
         say(f"No dead letters in {place.place}.")
@@ -155,7 +157,7 @@ def _show(place: DeadLetters, given: argparse.Namespace) -> int:
     unknown = [each for each in wanted if each not in found]
     if given.json:
         limit = given.bytes
-        say_json([_json(found[each], body=True, limit=limit) for each in wanted if each in found])
+        say_json([_json(found[each], limit) for each in wanted if each in found])
     else:
         for number, key in enumerate(each for each in wanted if each in found):
             say(*([""] if number else []), *_shown(found[key], given))
@@ -264,16 +266,24 @@ def _payload(body: bytes, whole: bytes, form: str) -> list[str]:
     return body.decode("utf-8", "backslashreplace").split("\n")
 
 
-def _json(letter: DeadLetter, *, body: bool, limit: int | None = None) -> dict[str, Any]:
+def _row(letter: DeadLetter) -> dict[str, Any]:
+    """What a list has of a letter: no body, no properties, and no long text of its sender."""
+    value = letter._asdict()
+    del value["properties"]
+    value["bytes"] = len(value.pop("body"))
+    short = {name: cut_bytes(value[name], MAX_REASON) for name in ("reason", "stage", "generation")}
+    return value | short
+
+
+def _json(letter: DeadLetter, limit: int | None) -> dict[str, Any]:
     value = letter._asdict()
     raw: bytes = value.pop("body")
     value["bytes"] = len(raw)
-    if body:
-        raw = raw[:limit]
-        try:
-            value["body"] = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            value["body_base64"] = base64.b64encode(raw).decode("ascii")
+    raw = raw[:limit]
+    try:
+        value["body"] = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        value["body_base64"] = base64.b64encode(raw).decode("ascii")
     return value
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.cli.output import cut, say, say_json
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.runs.find import MessagePlace, find_message
 
 __all__ = ["where"]
@@ -21,8 +22,8 @@ def where(given: argparse.Namespace) -> int:
         say_json([asdict(each) for each in found])
     elif not found:
         say(
-            f"No staged run under {store.uri} has received {given.message_id!r}: it still waits in"
-            " its queue, or retention removed its run."
+            f"No staged run under {redacted(store.uri)} has received"
+            f" {given.message_id!r}: it still waits in its queue, or retention removed its run."
         )
     else:
         say(*_text(found))

@@ -50,7 +50,7 @@ def only_results_on_stdout() -> Iterator[None]:
 
 class _Escaping(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(escaped, super().format(record).split("\n")))
+        return "\n".join(map(escaped, redacted(super().format(record)).split("\n")))
 
 
 @contextmanager
@@ -81,13 +81,14 @@ def say_json(value: Any) -> None:
 
 
 def _print(text: str) -> None:
+    # Results are data, payloads among them: they are printed as they are, never masked.
     out = _RESULTS.get() or sys.stdout
-    out.write(redacted(text) + "\n")
+    out.write(f"{text}\n")
     out.flush()
 
 
 def complain(error: BaseException | str) -> None:
-    """Print an error on one line."""
+    """Print an error on one line, without the secrets of the addresses in it."""
     sys.stderr.write(f"airflow-broadway: error: {redacted(one_line(error))}\n")
 
 

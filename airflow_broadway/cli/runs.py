@@ -11,6 +11,7 @@ from typing import Any
 from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.cli.output import CommandError, cut, say, say_json
 from airflow_broadway.core.custody.run_summary import lines_of
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.text import table
 from airflow_broadway.runs.inspect import (
     BatchSummary,
@@ -49,7 +50,7 @@ def runs(given: argparse.Namespace) -> int:
     if not found:
         what = "runs that need looking at" if given.failed else "staged runs"
         of = f" of the Dag {given.dag_id!r}" if given.dag_id else ""
-        say(f"No {what}{of} under {store.uri}.")
+        say(f"No {what}{of} under {redacted(store.uri)}.")
         return 0
     say(*_run_table(found))
     if len(found) < total:

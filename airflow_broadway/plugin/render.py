@@ -55,7 +55,8 @@ def page(request: Request, name: str, *, status: int = 200, **facts: Any) -> HTM
             now=datetime.now(UTC),
         )
     )
-    return HTMLResponse(text, status)
+    # A sender's text may hold half a surrogate pair, which UTF-8 does not encode.
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
 
 @cache
@@ -167,7 +168,7 @@ def oneline(value: str) -> str:
 
 def path_part(value: str) -> str:
     """An id as one part of a path."""
-    return quote(value, safe="")
+    return quote(value, safe="", errors="backslashreplace")
 
 
 def web(value: str | None) -> str | None:

@@ -83,7 +83,8 @@ class Filter:
     def query(self, **changed: Any) -> str:
         """As a part of an address."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | changed
-        return urlencode({name: value for name, value in values.items() if value})
+        given = {name: value for name, value in values.items() if value}
+        return urlencode(given, errors="backslashreplace")
 
     def items(self) -> list[tuple[str, str]]:
         """What is given, by name."""

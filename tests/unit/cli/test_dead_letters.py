@@ -17,6 +17,7 @@ from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.producers.sqlite.letters import SqliteDeadLetters
 from airflow_broadway.staging.archive.failed import failures, put_failed
 from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.store import Folder, Store
@@ -328,3 +329,31 @@ def test_of_an_archive_no_broker_is_asked(archive: Folder, capsys: Capsys) -> No
 
     assert refused.code == 2
     assert "--archive asks no broker" in refused.err
+
+
+def test_a_payload_is_exported_byte_for_byte(queue: SqliteQueue, capsys: Capsys) -> None:
+    body = (
+        '{"callback":"https://shop.example/hook?token=abc","contact":"bob@example.org",'
+        '"amount":9900,"to":"carol@example.org","from":"amqp://guest:secret@host"}'
+    )
+    [key] = kill(queue, body.encode(), reason="ValueError: no order at https://a:b@shop.example")
+
+    [letter] = ran(capsys, "dead-letters", "show", *ME, key, "--json").json
+    assert letter["body"] == body
+    assert letter["reason"] == "ValueError: no order at https://a:b@shop.example"
+    assert ran(capsys, "dead-letters", "show", *ME, key).out.endswith(f"\n{body}\n")
+
+
+def test_the_list_has_no_properties_and_no_long_text(
+    queue: SqliteQueue, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender's headers, 100 of 128 KB, would pass what the API server reads of an answer."""
+    letter = DeadLetter(
+        "i", b"x", {"h": "é" * 65_000}, "é" * 65_000, "s" * 65_000, 1, *[None] * 2, "g"
+    )
+    monkeypatch.setattr(SqliteDeadLetters, "letters", lambda *_: (letter for _ in range(100)))
+
+    done = ran(capsys, "dead-letters", "list", *ME, "--by-reason", "--json")
+
+    assert "properties" not in done.json["letters"][0]
+    assert len(done.out) < 4 * 1024 * 1024

@@ -418,3 +418,20 @@ def test_where_brokers_are_not_asked_the_page_says_so(
             assert answer.status_code == 503
             said = "rokers are not asked: `[broadway] ask_brokers` is off on the API server."
             assert said in answer.text
+
+
+def test_half_a_surrogate_pair_of_a_sender_is_shown_as_its_escape(
+    site: Site, command: Command
+) -> None:
+    half = "half \ud83d"
+    asked = {"count": 1, "stage": "s\ud800", "reason": half}
+    about = letter("m\udc00", reason=half, stage="s\ud800", properties={"a": half}, body=half)
+    command.answers["list"] = listed(about, reasons=[asked])
+    command.answers["show"] = [{**about, "body": "x"}]
+
+    browser = site.browser("ADMIN")
+    rows, one = browser.get(PAGE), browser.get(f"{PAGE}/m-1")
+
+    assert (rows.status_code, one.status_code) == (200, 200)
+    assert "half \\ud83d" in rows.text
+    assert "half \\ud83d" in one.text
