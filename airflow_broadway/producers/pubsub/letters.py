@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.kit.receipts.batch_requests import Refusal
 from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
 from airflow_broadway.producers.pubsub import dead_letters
@@ -26,6 +27,7 @@ from airflow_broadway.producers.pubsub.batch_requests import (
     publishing,
 )
 from airflow_broadway.producers.pubsub.client import open_client
+from airflow_broadway.producers.pubsub.errors import Denied
 from airflow_broadway.producers.pubsub.inspect import letters_subscription, topic_of
 from airflow_broadway.producers.pubsub.limits import MAX_PULL
 from airflow_broadway.producers.pubsub.reading import instant_of
@@ -56,6 +58,7 @@ class PubSubDeadLetters(ReceivedLetters):
             self._client.close()
             raise
         self._clock = env.clock
+        self._staging = env.staging
         self._wait = producer.receive_timeout
         self._requests = batch_requests(1, env.clock)
         #: Subscriptions that letters come from → their topics.
@@ -83,6 +86,20 @@ class PubSubDeadLetters(ReceivedLetters):
             return set(self._requests.send(hide, entries))
 
         return _Looking(self._dead, self._wait, hidden)
+
+    def _looks(self) -> LookCount:
+        try:
+            policy = self._dead.settings().dead_letter_policy
+        except Denied:  # what Pub/Sub then moves goes to yet another topic, and is not deleted
+            limit = None
+        else:
+            limit = int(policy.max_delivery_attempts) if policy.dead_letter_topic else None
+        return LookCount(
+            self._staging, f"the subscription {self._dead.name!r}", limit, "max_delivery_attempts"
+        )
+
+    def _deliveries(self, raw: Any) -> int:
+        return int(raw.delivery_attempt)
 
     def _key(self, raw: Any) -> str:
         return str(raw.message.message_id)

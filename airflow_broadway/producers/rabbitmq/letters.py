@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_for
 from airflow_broadway.producers.rabbitmq.amqp.connection_thread import ConnectionThread
 from airflow_broadway.producers.rabbitmq.amqp.get import ACKS_AT_ONCE, Getter
@@ -32,6 +33,7 @@ from airflow_broadway.producers.rabbitmq.amqp.properties import (
 from airflow_broadway.producers.rabbitmq.amqp.publisher import Publisher
 from airflow_broadway.producers.rabbitmq.amqp.wire import Delivered, join_route, split_route
 from airflow_broadway.producers.rabbitmq.broker import queue_calls
+from airflow_broadway.producers.rabbitmq.broker.delivery_limit import delivery_limit
 from airflow_broadway.producers.rabbitmq.broker.names import QueueNames
 from airflow_broadway.producers.rabbitmq.bundle import Held
 from airflow_broadway.producers.rabbitmq.marks import (
@@ -80,6 +82,7 @@ class RabbitDeadLetters:
             for each in all_options
         ]
         self._places = list({(each.address.shown, each.queue): each for each in found}.values())
+        self._staging = env.staging
 
     @property
     def place(self) -> str:
@@ -96,8 +99,9 @@ class RabbitDeadLetters:
         for place in self._places:
             with _connected(place) as connection:
                 getter = Getter(connection, place.queue)
+                looks = self._looks(connection, place)
                 try:
-                    for _, letter in _each(getter, connection, place):
+                    for _, letter in _each(getter, connection, place, looks):
                         if choice.takes(letter):
                             yield letter
                 finally:
@@ -107,7 +111,8 @@ class RabbitDeadLetters:
         moving = Moving(choice)
         for place in self._places:
             with _connected(place) as connection:
-                _Requeueing(connection, place, moving).run()
+                looks = self._looks(connection, place, choice)
+                _Requeueing(connection, place, moving, looks).run()
         return moving.result()
 
     def delete(self, choice: Choice = EVERY) -> Moved:
@@ -115,8 +120,9 @@ class RabbitDeadLetters:
         for place in self._places:
             with _connected(place) as connection:
                 getter = Getter(connection, place.queue)
+                looks = self._looks(connection, place, choice)
                 kept = 0
-                for delivered, letter in _each(getter, connection, place):
+                for delivered, letter in _each(getter, connection, place, looks):
                     if moving.takes(letter):
                         getter.keep(delivered.tag)
                         moving.count += 1
@@ -126,6 +132,23 @@ class RabbitDeadLetters:
                 getter.ack()
                 getter.give_back()
         return moving.result()
+
+    def _looks(
+        self, connection: ConnectionThread, place: _Place, choice: Choice | None = None
+    ) -> LookCount | None:
+        """Counts what a walk through a queue returns to it; ``None``: nothing counts.
+
+        :param choice: The letters that are moved, and so not returned; ``None``: all are returned.
+        :raises ProducerError: If the queue's delivery limit leaves no look, or is not known.
+        """
+        if choice == EVERY or place.queue == QueueNames(place.source).dead:
+            return None  # our own queue has no delivery limit
+        limit = delivery_limit(place.address, place.queue, connection.version)
+        looks = LookCount(
+            self._staging, f"the queue {place.queue!r}", limit, "the queue's delivery-limit"
+        )
+        looks.begin(empty=not queue_calls.depth(connection, place.queue))
+        return looks
 
     def close(self) -> None:
         """Nothing is open between two calls."""
@@ -157,14 +180,60 @@ def _connected(place: _Place) -> Iterator[ConnectionThread]:
 
 
 def _each(
-    getter: Getter, connection: ConnectionThread, place: _Place
+    getter: Getter, connection: ConnectionThread, place: _Place, looks: LookCount | None
 ) -> Iterator[tuple[Delivered, DeadLetter]]:
-    """The letters that are there now; what is not acknowledged goes back with the connection."""
+    """The letters that are there now; what is not acknowledged goes back with the connection.
+
+    :raises ProducerError: If other clients have used up the queue's delivery limit.
+    """
     for _ in range(queue_calls.depth(connection, place.queue) or 0):
         delivered = getter.next()
         if delivered is None:  # somebody else was faster
             break
+        if looks is not None:
+            _count(delivered, getter, connection, place, looks)
         yield delivered, _letter(delivered, place)
+    else:
+        if looks is not None:
+            looks.end()
+
+
+def _count(
+    delivered: Delivered,
+    getter: Getter,
+    connection: ConnectionThread,
+    place: _Place,
+    looks: LookCount,
+) -> None:
+    """Note how often a letter was returned, this look included.
+
+    A letter that has no return left is replaced by a copy of itself, whose count begins anew.
+
+    :raises ProducerError: If another look might remove it.
+    """
+    returned = _returns(delivered) + 1
+    if looks.limit is not None and returned > looks.limit:
+        _renew(delivered, getter, connection, place)
+    looks.note(returned)
+
+
+def _renew(
+    delivered: Delivered, getter: Getter, connection: ConnectionThread, place: _Place
+) -> None:
+    """Publish a letter into its own queue again, and acknowledge it once that is confirmed."""
+    fields = fields_of(_uncounted(delivered.properties))
+    fields.pop("user_id", None)  # the broker refuses that of another user
+    publisher = Publisher(connection, lambda properties: "")
+    publisher.publish("", place.queue, join_fields(fields), delivered.body, key="")
+    if not publisher.flush():
+        getter.keep(delivered.tag)
+        getter.ack()
+
+
+def _returns(delivered: Delivered) -> int:
+    """How often a quorum queue has got a letter back."""
+    value = (_decoded(delivered.properties).get("headers") or {}).get(_COUNT.decode())
+    return value if isinstance(value, int) else 0
 
 
 class _Requeueing:
@@ -173,17 +242,24 @@ class _Requeueing:
     They are acknowledged in small portions, each behind its confirms: see :class:`Getter`.
     """
 
-    def __init__(self, connection: ConnectionThread, place: _Place, moving: Moving) -> None:
+    def __init__(
+        self,
+        connection: ConnectionThread,
+        place: _Place,
+        moving: Moving,
+        looks: LookCount | None,
+    ) -> None:
         self._connection = connection
         self._place = place
         self._moving = moving
+        self._looks = looks
         self._publisher = Publisher(connection, publication_key)
         #: Under way: message id → delivery tags of its letters.
         self._sent: dict[str, list[int]] = {}
 
     def run(self) -> None:
         getter = Getter(self._connection, self._place.queue)
-        for delivered, letter in _each(getter, self._connection, self._place):
+        for delivered, letter in _each(getter, self._connection, self._place, self._looks):
             if self._moving.takes(letter):
                 self._send(delivered, letter)
                 if sum(map(len, self._sent.values())) >= ACKS_AT_ONCE:

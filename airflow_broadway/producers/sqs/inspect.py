@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.producers.sqs.options import SqsOptions
 
-__all__ = ["check", "dead_letter_queue", "depth", "look_at_empty"]
+__all__ = ["check", "dead_letter_queue", "depth", "look_at_empty", "max_receives"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,14 @@ def _redrive_of(attributes: dict[str, str]) -> dict[str, Any]:
     except ValueError:
         return {}
     return policy if isinstance(policy, dict) else {}
+
+
+def max_receives(queue: Queue) -> int | None:
+    """The receives after which SQS moves a message to another queue; ``None``: no limit.
+
+    :raises Denied: If that may not be asked for.
+    """
+    return int(_redrive_of(queue.attributes("RedrivePolicy")).get("maxReceiveCount") or 0) or None
 
 
 def dead_letter_queue(producer: SqsOptions, queue: Queue) -> Queue:

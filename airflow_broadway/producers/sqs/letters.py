@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.kit.receipts.batch_requests import BatchRequests, Refusal
 from airflow_broadway.producers.kit.receipts.letters import ReceivedLetters
 from airflow_broadway.producers.sqs import dead_letters
 from airflow_broadway.producers.sqs.batch_requests import batch_requests, call_of
 from airflow_broadway.producers.sqs.client import Queue, open_queue
-from airflow_broadway.producers.sqs.inspect import dead_letter_queue
+from airflow_broadway.producers.sqs.errors import Denied
+from airflow_broadway.producers.sqs.inspect import dead_letter_queue, max_receives
 from airflow_broadway.producers.sqs.limits import MAX_BATCH
-from airflow_broadway.producers.sqs.reading import as_json
+from airflow_broadway.producers.sqs.reading import as_json, receives_of
 
 if TYPE_CHECKING:
     from airflow_broadway.core.custody.producer import ProducerEnv
@@ -55,6 +57,7 @@ class SqsDeadLetters(ReceivedLetters):
             self._queue.close()
             raise
         self._requests = batch_requests(1, env.clock)
+        self._staging = env.staging
         self._origins: dict[str, Queue] = {self._queue.name: self._queue}
 
     @property
@@ -75,6 +78,16 @@ class SqsDeadLetters(ReceivedLetters):
 
     def _looking(self) -> _Looking:
         return _Looking(self._dead, self._requests)
+
+    def _looks(self) -> LookCount:
+        try:
+            limit = max_receives(self._dead)
+        except Denied:  # what SQS then moves goes to yet another queue, and is not deleted
+            limit = None
+        return LookCount(self._staging, f"the queue {self._dead.name!r}", limit, "maxReceiveCount")
+
+    def _deliveries(self, raw: Mapping[str, Any]) -> int:
+        return receives_of(raw)
 
     def _key(self, raw: Mapping[str, Any]) -> str:
         return str(raw["MessageId"])

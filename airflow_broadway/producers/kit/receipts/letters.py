@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, Moved, Moving
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.producers.kit.looks import LookCount
 from airflow_broadway.producers.kit.receipts.batch_requests import Refusal
 
 __all__ = ["Looking", "ReceivedLetters"]
@@ -42,13 +43,16 @@ class ReceivedLetters(ABC):
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """See :meth:`.DeadLetters.letters`."""
-        looking = self._looking()
+        looking, looks = self._looking(), self._looks()
+        looks.begin()
         try:
             for batch in looking.batches():
                 for raw in batch:
+                    looks.note(self._deliveries(raw))
                     letter = self._letter(raw)
                     if choice.takes(letter):
                         yield letter
+            looks.end()
         finally:
             looking.show_again()
 
@@ -65,6 +69,14 @@ class ReceivedLetters(ABC):
     @abstractmethod
     def _looking(self) -> Looking:
         """Begin a walk."""
+
+    @abstractmethod
+    def _looks(self) -> LookCount:
+        """The count of looks against the limit that the place for dead letters has itself."""
+
+    @abstractmethod
+    def _deliveries(self, raw: Any) -> int:
+        """How often the broker has handed a letter out, this time included."""
 
     @abstractmethod
     def _letter(self, raw: Any) -> DeadLetter:
@@ -93,8 +105,13 @@ class ReceivedLetters(ABC):
 
     def _moved(self, choice: Choice, *, send: bool) -> Moved:
         looking, moving = self._looking(), Moving(choice)
+        looks = None if choice == EVERY else self._looks()
+        if looks is not None:
+            looks.begin()
         try:
             for batch in looking.batches():
+                if looks is not None:
+                    looks.note(max(map(self._deliveries, batch)))
                 chosen = [
                     (letter, raw)
                     for letter, raw in ((self._letter(raw), raw) for raw in batch)

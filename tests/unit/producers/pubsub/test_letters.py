@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import ProducerError
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
+from airflow_broadway.producers.kit.looks import RESERVE
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.runs.sources.dead_letters import send_back
 from tests.pubsub_server import PROJECT
@@ -234,3 +236,32 @@ def test_a_run_whose_source_they_are_sends_all_of_them_back_and_receives_them(at
     assert sorted(message.data for message in found) == [b"one", b"two"]
     assert all(message.redelivered for message in found)
     assert listed(at) == []
+
+
+def test_looks_never_have_a_policy_of_the_subscription_move_the_letters(tmp_path: Path) -> None:
+    with place() as at:
+        last, dead, limit = at.server.topic("last"), at.server.topic("dead"), 5
+        policy = {"dead_letter_topic": last, "max_delivery_attempts": limit}
+        at.server.subscription(dead, "dead", dead_letter_policy=policy)
+        google_sets_aside(at, b"body")
+        producer = PubSubProducer(
+            subscription=at.name,
+            endpoint=f"http://{at.server.host}",
+            receive_timeout=5.0,
+            dead_letter="dead",
+        )
+        env = ProducerEnv(clock=at.clock, staging=tmp_path.as_uri())
+        seen, said = [], ""
+        for _ in range(limit + 2):
+            with closing(producer.dead_letters(env)) as letters:
+                try:
+                    seen.append(len(list(letters.letters())))
+                except ProducerError as error:
+                    seen.append(0)
+                    said = str(error)
+
+        looks = limit - RESERVE
+        assert f"max_delivery_attempts is {limit}" in said
+        assert seen == [1] * looks + [0] * (limit + 2 - looks)
+        with closing(producer.dead_letters(env)) as letters:
+            assert letters.delete().count == 1

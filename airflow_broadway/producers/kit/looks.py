@@ -1,0 +1,82 @@
+"""Counts the looks at a queue whose broker deletes a message after so many deliveries.
+
+Some brokers show a message only by delivering it, and count each delivery against a limit of the
+queue.  So each look is counted in a small file before it begins, and the last ones are refused.
+"""
+
+from __future__ import annotations
+
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.text import many
+from airflow_broadway.producers.kit.state_files import StateFiles, digest, state_files
+
+__all__ = ["RESERVE", "LookCount"]
+
+#: Deliveries below the limit that no look uses: for other clients, and for looks at the same time.
+RESERVE = 2
+
+
+class LookCount:
+    """The deliveries that looks have used up at one queue of dead letters.
+
+    :param staging: The pipeline's staging folder, where the count is kept; ``None``: in memory.
+    :param queue: The queue, for people.
+    :param limit: The deliveries after which the broker removes a message; ``None``: no limit.
+    :param setting: What sets the limit, for people, such as ``"x-delivery-limit"``.
+    """
+
+    def __init__(self, staging: str | None, queue: str, limit: int | None, setting: str) -> None:
+        self._files: StateFiles = state_files(staging, "looks")
+        self._file = f"{digest(queue)}.json"
+        self._queue = queue
+        self._limit = limit
+        self._setting = setting
+        self._highest = 0
+
+    @property
+    def limit(self) -> int | None:
+        """The deliveries after which the broker removes a message; ``None``: no limit."""
+        return self._limit
+
+    def begin(self, *, empty: bool = False) -> None:
+        """Count a look, or refuse it.
+
+        :param empty: Whether the queue is known to be empty: then the count begins anew.
+        :raises ProducerError: If the look might be one of the last before letters are removed.
+        """
+        if self._limit is None:
+            return
+        used = 0 if empty else self._used() + 1
+        if not empty and used > self._limit - RESERVE:
+            raise self.refusal()
+        self._files.write(self._file, {"queue": self._queue, "deliveries": used})
+
+    def note(self, deliveries: int) -> None:
+        """Take over what the broker has counted for one letter, this look included.
+
+        :raises ProducerError: If another look might remove the letter.
+        """
+        self._highest = max(self._highest, deliveries)
+        if self._limit is None or deliveries <= self._used():
+            return
+        self._files.write(self._file, {"queue": self._queue, "deliveries": deliveries})
+        if deliveries > self._limit - RESERVE:
+            raise self.refusal()
+
+    def end(self) -> None:
+        """Take over the highest count of a walk that has met every letter."""
+        if self._limit is not None:
+            self._files.write(self._file, {"queue": self._queue, "deliveries": self._highest})
+
+    def refusal(self) -> ProducerError:
+        """Why no look is possible, and what is."""
+        return ProducerError(
+            f"the dead letters in {self._queue} cannot be listed any more: {self._setting} is"
+            f" {self._limit}, each look counts as a delivery, and after"
+            f" {many(self._limit or 0, 'delivery', 'deliveries')} the broker removes a letter;"
+            f" raise {self._setting}, or send back or delete all of them (--all)"
+        )
+
+    def _used(self) -> int:
+        value = self._files.read(self._file)
+        return int(value["deliveries"]) if isinstance(value, dict) else 0

@@ -1,0 +1,61 @@
+"""Dead letters in a queue that has a redrive policy itself: each look counts as a receive."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.custody.dead_letters import Choice
+from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.producers.kit.looks import RESERVE
+from airflow_broadway.producers.sqs import SqsProducer
+from tests.sqs_fixtures import wanted_sqs
+from tests.sqs_server import Connections
+
+pytestmark = pytest.mark.broker
+
+
+def test_looks_never_have_sqs_move_the_letters_to_another_queue(tmp_path: Path) -> None:
+    # Given a queue of dead letters whose own policy moves what was received five times
+    server, limit = wanted_sqs(), 5
+    client: Any = server.client()
+
+    def create(name: str, **attributes: str) -> str:
+        queue = f"{name}-{uuid.uuid4().hex}"
+        return str(client.create_queue(QueueName=queue, Attributes=attributes)["QueueUrl"])
+
+    last = create("last")
+    got = client.get_queue_attributes(QueueUrl=last, AttributeNames=["QueueArn"])
+    policy = {"deadLetterTargetArn": got["Attributes"]["QueueArn"], "maxReceiveCount": limit}
+    dead = create("dead", RedrivePolicy=json.dumps(policy))
+    for number in range(3):
+        client.send_message(QueueUrl=dead, MessageBody=f"letter {number}")
+    producer = SqsProducer(queue_url=create("orders"), dead_letter=dead)
+    env = ProducerEnv(connections=Connections(server.url), staging=tmp_path.as_uri())
+
+    # When somebody looks again and again
+    seen, said = [], ""
+    for _ in range(limit + 2):
+        with closing(producer.dead_letters(env)) as letters:
+            try:
+                seen.append(len(list(letters.letters())))
+            except ProducerError as error:
+                seen.append(0)
+                said = str(error)
+
+    # Then the last looks are refused, and no letter has gone elsewhere
+    looks = limit - RESERVE
+    assert "cannot be listed any more" in said
+    name = dead.rpartition("/")[2]
+    assert seen == [3] * looks + [0] * (limit + 2 - looks)
+    with closing(producer.dead_letters(env)) as letters:
+        with pytest.raises(ProducerError, match=f"{name}.*maxReceiveCount is {limit}"):
+            letters.delete(Choice(reason="x"))
+        assert letters.count() == 3
+        assert letters.delete().count == 3
