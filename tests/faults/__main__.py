@@ -37,6 +37,10 @@ KILLS = {"rabbitmq": 8, "kafka": 8}
 FEW_KILLS = 6
 #: Runs of each living case, where not given; a second each.
 LIVING_RUNS = 24
+#: Seconds for which runs are killed from outside, where not given, at such a rate that none ends
+#: untouched.
+PREEMPTED = {"rabbitmq": 600.0}
+FEW_PREEMPTED = 60.0
 #: Messages of the runs in which nobody is killed, and of those that are backfilled.
 NORMAL = 2_000
 #: Dead letters that are sent back while who does so is killed, and how often.
@@ -54,6 +58,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=_today(), help="else the day's")
     parser.add_argument(
         "--runs", type=int, default=LIVING_RUNS, help="of each living case, in traffic"
+    )
+    parser.add_argument(
+        "--preempted",
+        type=float,
+        help="seconds of kills from outside; 60, and 600 at RabbitMQ; 0: none",
     )
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
@@ -166,7 +175,8 @@ def _cases_of(
     if kills:
         yield case.name, case.messages, lambda: run_case(case)
         yield from _of_the_past(case, folder)
-    yield from living_cases(broker, folder, given.case, given.runs, given.seed)
+    seconds = PREEMPTED.get(broker, FEW_PREEMPTED) if given.preempted is None else given.preempted
+    yield from living_cases(broker, folder, given.case, given.runs, given.seed, seconds)
     if broker == "rabbitmq":
         from tests.faults.rabbitmq_all import rabbitmq_cases
 

@@ -18,6 +18,7 @@ from tests.living.brokers_pubsub import LivingPubSub
 from tests.living.brokers_rabbitmq import MortalRabbit
 from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
+from tests.living.preemptions import Preemption, preempt
 from tests.living.rounds import Round, play, weathers_for
 from tests.pubsub_server import StubServer
 from tests.rabbitmq_server import RabbitServer
@@ -135,12 +136,16 @@ _KINDS = {
 
 
 def living_cases(
-    broker: str, folder: Path, wanted: str, runs: int, seed: int
+    broker: str, folder: Path, wanted: str, runs: int, seed: int, preempted: float
 ) -> Iterator[tuple[str, int, Callable[[], Found]]]:
-    """A broker's cases whose names have ``wanted`` in them, and what runs each."""
+    """A broker's cases whose names have ``wanted`` in them, and what runs each.
+
+    :param preempted: Seconds for which runs are killed from outside, in the case of that name.
+    """
     kind = _KINDS[broker]
     names = [name for name in kind.cases if wanted in f"{broker}.{name}"]
-    if not names:
+    kills = wanted in f"{broker}.preempted" and preempted > 0
+    if not names and not kills:
         return
     place = folder / "living"
     place.mkdir(parents=True)
@@ -165,6 +170,25 @@ def living_cases(
                 )
 
             yield title, 0, run
+        if kills:
+            first = makes[next(iter(kind.cases))]
+            title = f"{broker}.preempted"
+            yield title, 0, lambda: _preempted(title, first, place, seed, preempted)
+
+
+def _preempted(title: str, make: Make, folder: Path, seed: int, seconds: float) -> Found:
+    """Runs that are killed from outside, none of which ends untouched; then three quiet ones."""
+    where = folder / "preempted"
+    given = Preemption(
+        make=make, folder=where, rate=40.0, seconds=seconds, dice=random.Random(seed)
+    )
+    account, kills = preempt(given)
+    print(f"  {kills} kills: {account}", flush=True)
+    found = Found(title, account.confirmed, duplicates=account.again, lost=account.lost)
+    found.killed["process"] += kills
+    found.unmarked += len(account.unmarked)
+    found.mistakes += account.mistakes
+    return found
 
 
 def series(

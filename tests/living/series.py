@@ -39,6 +39,8 @@ class Series:
         self.publisher = Publisher(broker.sender(), rate=rate)
         #: What the runs said, in the order in which they ended.
         self.told: list[dict[str, Any]] = []
+        #: What lay in the queues at the end.
+        self.left: list[Left] = []
         self._count = 0
 
     def __enter__(self) -> Self:
@@ -74,7 +76,7 @@ class Series:
         """
         time.sleep(quiet)
         self.publisher.stop()
-        left: list[Left] = []
+        left = self.left
         lines = handled(self._sink)
         limit = time.monotonic() + _SETTLING
         while True:

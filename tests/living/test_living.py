@@ -19,6 +19,7 @@ from tests.living.brokers_sqlite import LivingSqlite
 from tests.living.brokers_sqs import LivingSqs
 from tests.living.endings import ENDINGS
 from tests.living.ledger import Account, account, bound
+from tests.living.preemptions import Preemption, preempt
 from tests.living.rounds import Round, play, weathers_for
 from tests.living.sink import Handled
 from tests.pubsub_server import StubServer
@@ -217,3 +218,50 @@ def test_a_report_that_counts_what_another_counts_too_is_a_mistake() -> None:
     assert mistakes(first={**one, "dead_lettered": 1}) == [
         "the reports say 1 dead-lettered, and at most 0 were"
     ]
+
+
+# -- kills from outside ----------------------------------------------------------------------------
+
+
+def preempted(make: Callable[[Path], LivingBroker], folder: Path, seconds: float = 8.0) -> None:
+    found, kills = preempt(
+        Preemption(
+            make=make,
+            folder=folder,
+            rate=100.0,
+            seconds=seconds,
+            longest=0.8,
+            dice=random.Random(2),
+        )
+    )
+    assert kills > 5
+    assert found.good, str(found)
+    assert found.handled > 100
+
+
+def test_runs_of_the_embedded_queue_that_are_all_killed_leave_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    preempted(LivingSqlite, tmp_path)
+
+
+def test_runs_of_rabbitmq_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+    server = wanted_server()
+    preempted(lambda folder: LivingRabbit(server, folder), tmp_path)
+
+
+def test_runs_of_sqs_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+    server, clock = moved_server()
+    preempted(lambda folder: LivingSqs(server, clock), tmp_path)
+
+
+def test_runs_of_pubsub_that_are_all_killed_leave_nothing_behind(tmp_path: Path) -> None:
+    clock = str(tmp_path / "clock")
+    with StubServer(SharedClock(clock)) as server:
+        preempted(lambda folder: LivingPubSub(server, clock), tmp_path)
+
+
+def test_runs_of_kafka_that_are_all_killed_leave_nothing_behind(
+    kafka_noida: KafkaServer, tmp_path: Path
+) -> None:
+    preempted(lambda folder: LivingKafka(kafka_noida, folder), tmp_path)

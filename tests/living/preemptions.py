@@ -1,0 +1,89 @@
+"""Runs that are killed from outside at such a rate that none ends untouched; then it is quiet.
+
+As on preemptible machines.  Within three quiet runs all is handled, and only that is a dead letter
+which the pipeline fails for good.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.living.brokers import DEAD, LivingBroker
+from tests.living.ledger import Account
+from tests.living.pipelines import fails_for_good
+from tests.living.series import Series
+from tests.living.workers import Worker
+
+__all__ = ["QUIET_RUNS", "Preemption", "preempt"]
+
+#: Runs after the last kill within which the queue is empty.
+QUIET_RUNS = 3
+#: As for the other runs in traffic: they follow each other at once.
+_HARM = {"young_queues": True, "no_grace": True}
+#: Seconds until a retry is delivered, with something to spare.
+_RETRY_DELAY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """One series.
+
+    :param make: Makes the queue, with its files in a folder.
+    :param rate: Messages published per second.
+    :param seconds: How long runs are killed.
+    :param longest: Seconds between two kills, at most.
+    """
+
+    make: Callable[[Path], LivingBroker]
+    folder: Path
+    rate: float
+    seconds: float
+    dice: random.Random
+    longest: float = 2.0
+    tell: Callable[[str], None] = print
+
+
+def preempt(given: Preemption) -> tuple[Account, int]:
+    """Play it; the account, and the number of kills."""
+    broker = given.make(given.folder)
+    kills = 0
+    with Series(broker, given.folder, rate=given.rate) as series:
+        end = time.monotonic() + given.seconds
+        while time.monotonic() < end:
+            worker = Worker(given.folder / "worker.log")
+            budget = {"wait_seconds": 60.0, "idle_seconds": 60.0, "max_seconds": 30.0}
+            series.begin(worker, flow="staged", budget=budget, harm=_HARM)
+            time.sleep(given.dice.uniform(0.1, given.longest))
+            if kills % 3 == 2:  # a grace that may be too short
+                with suppress(psutil.NoSuchProcess):
+                    worker.signal(signal.SIGTERM)
+                time.sleep(given.dice.uniform(0.0, 0.3))
+            worker.end()
+            kills += 1
+        series.publisher.stop()
+        worker = Worker(given.folder / "quiet.log")
+        for number in range(QUIET_RUNS):
+            told = series.run(worker, flow="staged", budget={"wait_seconds": 1.0}, harm=_HARM)
+            given.tell(f"  quiet run {number + 1}: {told['report']}, {told['seconds']} s")
+            time.sleep(_RETRY_DELAY)
+        worker.end()
+        made = series.close(exact=False)
+    waiting = {place: count for place, count in made.places.items() if place != DEAD and count}
+    if waiting:
+        made.mistakes.append(f"after {QUIET_RUNS} quiet runs messages wait: {waiting}")
+    innocent = [
+        each.number
+        for each in series.left
+        if each.place == DEAD and not fails_for_good(each.number)
+    ]
+    if innocent:
+        made.mistakes.append(f"dead-lettered without cause: {sorted(innocent)[:20]}")
+    return made, kills
