@@ -33,6 +33,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "core": lambda: import_module("tests.benchmarks.core").bench_core(),
         "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
         "failing": lambda: import_module("tests.benchmarks.failing").bench_failing(),
+        "crashes": lambda: import_module("tests.benchmarks.crashes").bench_crashes(
+            **({"messages": 5_000, "kills": 3, "tries": 1} if quick else {})
+        ),
         "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
         "archive": lambda: import_module("tests.benchmarks.archive").bench_archive(
             **(

@@ -74,6 +74,7 @@ class IsolatingProcessor:
         #: Whether a child has handled a message, so that processes need not end here.
         self._proven = False
         self._blamed = 0
+        self._closed = False
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
         """Handle a chunk, by as many children as that takes.
@@ -87,7 +88,7 @@ class IsolatingProcessor:
         failed: list[Message] = []
         parts: deque[list[Message]] = deque([chunk])
         deaths = 0  # of the single message at hand
-        while parts and not (self._stop is not None and self._stop.late()):
+        while parts and not self._closed and not (self._stop is not None and self._stop.late()):
             part = parts.popleft()
             if self._held:  # a new child does not know them
                 part = [message for message in part if not self._held.has(message)]
@@ -151,7 +152,8 @@ class IsolatingProcessor:
             log.warning("%s: %s; it is handled again in halves.", error, ids)
 
     def close(self) -> None:
-        """End the child; it finishes no chunk."""
+        """End the child; it finishes no chunk, and no other follows it."""
+        self._closed = True
         self._processor.close()
 
 

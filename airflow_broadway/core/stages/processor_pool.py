@@ -6,17 +6,17 @@ min_demand``.  Chunks are smaller where that gives every processor a share, so t
 behind a busy processor while another is free.  Each chunk is handled by a :class:`ProcessorStage`,
 in this thread, in threads or in processes.
 
-*Suspects*, which may have ended an earlier process, are handled apart: by one more processor in a
-child process of its own.  Where order counts, all of their dispatch is, after what is under way.
+*Suspects*, which may have ended an earlier process, are handled apart, in a
+:class:`.suspect_lane.SuspectLane`.  Where order counts all of their dispatch is, after what is
+under way and before what follows.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
@@ -32,37 +32,15 @@ from airflow_broadway.core.stages.processor import (
     ProcessorStage,
 )
 from airflow_broadway.core.stages.stop import Stop
+from airflow_broadway.core.stages.suspect_lane import SuspectLane, Suspects
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 
-__all__ = ["ProcessorPool", "Suspects"]
+__all__ = ["ProcessorPool"]
 
 #: What stands for "nothing has come"; see :meth:`ProcessorPool.map`.
 TICK: Final[tuple[list[Message], ChunkResult]] = ([], ChunkResult([], []))
 
-#: In place of a lane: the processor for suspects.
-_APART: Final = -1
-
 Handle = Callable[[list[Message]], ChunkResult]
-
-
-class Suspects(Protocol):
-    """Says which messages may have ended an earlier process, and notes which are in hand."""
-
-    def is_suspect(self, message: Message) -> bool:
-        """Return whether the message is to be handled apart."""
-        ...
-
-    def reason_to_blame(self, message: Message) -> str:
-        """Return why the message is dead-lettered at once; empty if it is handled."""
-        ...
-
-    def portions(self, messages: Sequence[Message]) -> Iterable[list[Message]]:
-        """Part messages, in order, into portions that may be in hand together."""
-        ...
-
-    def in_hand(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
-        """Note, while this lasts, that the child process handles these messages."""
-        ...
 
 
 class ProcessorPool:
@@ -96,11 +74,9 @@ class ProcessorPool:
         self._size: int = options.chunk_size
         self._count: int = options.concurrency
         self._entry = MessageEntry(pipeline, transformer)
-        self._suspects = suspects
         self._keeps_order = self._entry.has_lanes or pipeline.producer.keeps_order
         self._held = HeldGroups(pipeline.producer)
-        self._apart: IsolatingProcessor | None = None
-        self._make_apart = partial(
+        make = partial(
             IsolatingProcessor,
             pipeline,
             index=self._count,
@@ -110,6 +86,9 @@ class ProcessorPool:
             traces=traces,
             enters=True,
             held=self._held,
+        )
+        self._apart = (
+            None if suspects is None else SuspectLane(suspects, make, size=options.chunk_size)
         )
         self._closers: list[Callable[[], None]] = []
         self._undivided: list[Message] = []  # a dispatch that is being parted
@@ -164,59 +143,64 @@ class ProcessorPool:
             :data:`TICK` in between; ``None``: never.
         :raises BaseException: What no callback may swallow, such as ``KeyboardInterrupt``.
         """
-        if self._pool is None:
-            yield from self._map_inline(dispatches)
-            return
-        pool, waiting = self._pool, self._waiting
         for dispatch in dispatches:
-            self._part(dispatch)
-            while waiting:
-                lane, chunk = waiting[0]
-                if lane == _APART:
-                    if self._keeps_order and pool.under_way:
-                        taken = pool.take()
-                        yield from taken
-                        if not taken and not pool.wait(wait()):
-                            yield TICK
-                        continue
-                    yield from self._handle_apart(chunk)
-                    waiting.popleft()
-                    continue
-                if pool.put(chunk, lane, timeout=0.0):
-                    waiting.popleft()
-                    continue
-                taken = pool.take()
-                yield from taken
-                if not taken and not pool.wait_for(lane, wait()):
-                    yield TICK
-            yield from pool.take()
+            suspects = self._part(dispatch)
+            if suspects and self._keeps_order:  # after what is under way, and before all else
+                yield from self._drained(self._pool, wait)
+            self._add_suspects(suspects)
+            if suspects and self._keeps_order:
+                yield from self._drained(self._apart, wait)
+            yield from self._handle_waiting(wait)
+            if self._apart is not None:
+                yield from self._apart.take()
+                yield from self._drained(self._apart, wait, until=lambda lane: not lane.full)
             if not dispatch:
                 yield TICK
-        while pool.under_way:
-            taken = pool.take()
-            yield from taken
-            if not taken and not pool.wait(wait()):
-                yield TICK
+        yield from self._drained(self._pool, wait)
+        yield from self._drained(self._apart, wait)
 
-    def _map_inline(
-        self, dispatches: Iterable[list[Message]]
+    def _handle_waiting(
+        self, wait: Callable[[], float | None]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
-        handles, waiting = self._inline or [], self._waiting
-        for dispatch in dispatches:
-            self._part(dispatch)
-            while waiting:
-                lane, chunk = waiting[0]
-                if lane == _APART:
-                    yield from self._handle_apart(chunk)
-                    waiting.popleft()
-                    continue
+        """Handle the chunks of a dispatch, or hand them over; yields what is finished by then."""
+        pool, waiting = self._pool, self._waiting
+        while waiting:
+            lane, chunk = waiting[0]
+            if pool is None:
+                handles = self._inline or []
                 if lane is None:
                     lane, self._turn = self._turn, (self._turn + 1) % self._count
                 result = handles[lane](chunk)
                 waiting.popleft()
                 yield chunk, result
-            if not dispatch:
+                continue
+            if pool.put(chunk, lane, timeout=0.0):
+                waiting.popleft()
+                continue
+            taken = pool.take()
+            yield from taken
+            if not taken and not pool.wait_for(lane, wait()):
                 yield TICK
+        if pool is not None:
+            yield from pool.take()
+
+    @staticmethod
+    def _drained(
+        work: WorkerPool[list[Message], ChunkResult] | SuspectLane | None,
+        wait: Callable[[], float | None],
+        until: Callable[[Any], bool] = lambda work: not work.under_way,
+    ) -> Iterator[tuple[list[Message], ChunkResult]]:
+        """Yield what comes of work under way, until there is none."""
+        while work is not None and not until(work):
+            taken = work.take()
+            yield from taken
+            if not taken and not work.wait(wait()):
+                yield TICK
+
+    def _add_suspects(self, messages: list[Message]) -> None:
+        if self._apart is not None:
+            self._apart.add(messages)
+        self._undivided = []
 
     def left(self) -> tuple[list[tuple[list[Message], ChunkResult]], list[Message]]:
         """What was handed out, once :meth:`map` is left before its end, and was not yielded.
@@ -225,56 +209,28 @@ class ProcessorPool:
             messages that have no result, and get none any more.
         """
         done, chunks = ([], []) if self._pool is None else self._pool.left()
+        if self._apart is not None:
+            done_apart, apart = self._apart.left()
+            done, chunks = [*done, *done_apart], [*chunks, *apart]
         log_stuck("the process stage", chunks)
         chunks += [chunk for _, chunk in self._waiting]
         chunks.append(self._undivided)
         return done, [message for chunk in chunks for message in chunk]
 
-    def _part(self, dispatch: list[Message]) -> None:
+    def _part(self, dispatch: list[Message]) -> list[Message]:
         """Have the chunks of a dispatch wait; however a callback ends, :meth:`left` names each of
         its messages once.
+
+        :returns: The messages to be handled apart.
         """
         self._undivided = dispatch
-        suspects, others = self._sorted(dispatch)
+        suspects, others = ([], dispatch) if self._apart is None else self._apart.split(dispatch)
+        if suspects and self._keeps_order:
+            suspects, others = dispatch, []
         chunks = list(self._chunks(others))
-        if suspects and self._suspects is not None:
-            chunks += ((_APART, each) for each in self._suspects.portions(suspects))
         self._waiting.extend(chunks)
-        self._undivided = []
-
-    def _sorted(self, dispatch: list[Message]) -> tuple[list[Message], list[Message]]:
-        """The messages to be handled apart, and the others."""
-        if self._suspects is None:
-            return [], dispatch
-        is_suspect = self._suspects.is_suspect
-        suspects = [message for message in dispatch if is_suspect(message)]
-        if not suspects:
-            return [], dispatch
-        if self._keeps_order:
-            return dispatch, []
-        return suspects, [message for message in dispatch if not is_suspect(message)]
-
-    def _handle_apart(self, portion: list[Message]) -> Iterator[tuple[list[Message], ChunkResult]]:
-        """Handle suspects in a child process.
-
-        :param portion: What is handled leaves it, so that :meth:`left` does not name it.
-        """
-        suspects = self._suspects
-        assert suspects is not None
-        if self._apart is None:
-            self._apart = self._make_apart()
-            self._closers.append(self._apart.close)
-        if len(portion) == 1:
-            reason = suspects.reason_to_blame(portion[0])
-            if reason:
-                yield [portion[0]], self._apart.blame(portion.pop(), reason)
-                return
-        with suspects.in_hand(portion):
-            while portion:
-                chunk = portion[: self._size]
-                result = self._apart.handle(chunk)
-                del portion[: len(chunk)]
-                yield chunk, result
+        self._undivided = suspects
+        return suspects
 
     def _chunks(self, dispatch: list[Message]) -> Iterator[tuple[int | None, list[Message]]]:
         dispatch = self._entry.transform(dispatch)
@@ -304,5 +260,7 @@ class ProcessorPool:
         """End the threads or processes; what they are at is not waited for."""
         if self._pool is not None:
             self._pool.close()
+        if self._apart is not None:
+            self._apart.close()
         for close in self._closers:
             close()

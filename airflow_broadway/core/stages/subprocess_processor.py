@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -83,6 +84,8 @@ class SubprocessProcessor:
         self._ref = make_ref(pipeline)
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: PipeChannel | None = None
+        self._closed = False
+        self._lock = threading.Lock()
         self._stop = stop
         if stop is not None:
             stop.on_request.append(self._signal_child)
@@ -97,15 +100,12 @@ class SubprocessProcessor:
     def _start(self) -> PipeChannel:
         # With this process's path: -P leaves out the working folder, which -m would put before it.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "airflow_broadway.core.stages.subprocess_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        with self._lock:
+            if self._closed:
+                raise EOFError
+            self._process = process = self._spawn(path)
         if process.stdin is None or process.stdout is None:  # pragma: no cover - we asked for both
             raise PipelineError("a processor's process has no pipes")
-        self._process = process
         self._channel = PipeChannel(process.stdout, process.stdin)
         shutdown = None if self._stop is None else self._stop.shutdown
         about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
@@ -115,6 +115,15 @@ class SubprocessProcessor:
         if kind == "raise":
             raise rest[0]
         return self._channel
+
+    @staticmethod
+    def _spawn(path: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "airflow_broadway.core.stages.subprocess_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
 
     def handle(self, chunk: list[Message]) -> ChunkResult:
         """Have the child handle one chunk.
@@ -131,9 +140,9 @@ class SubprocessProcessor:
         except (EOFError, BrokenPipeError):
             ending = self._ending()
         except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
-            self.close()  # the pipe may be in the middle of a value
+            self._end_child()  # the pipe may be in the middle of a value
             raise
-        if self._stop is not None and self._stop.reason():
+        if self._closed or (self._stop is not None and self._stop.reason()):
             return ChunkResult([], [])  # it was told to stop: what it was at goes back
         whose = f"the process of processor {self._index} of {self._pipeline.name!r}"
         if not ready:
@@ -167,7 +176,7 @@ class SubprocessProcessor:
         """Wait for the child, which has closed its pipe; how it ended."""
         process = self._process
         code = None if process is None else process.wait(10.0)
-        self.close()
+        self._end_child()
         if code is not None and code < 0:
             with suppress(ValueError):
                 return signal.Signals(-code).name
@@ -197,7 +206,12 @@ class SubprocessProcessor:
         telemetry.emit(event, measurements, {**metadata, "producer": self._pipeline.producer})
 
     def close(self) -> None:
-        """End the child; it finishes no chunk."""
+        """End the child; it finishes no chunk, and no other follows it."""
+        with self._lock:
+            self._closed = True
+        self._end_child()
+
+    def _end_child(self) -> None:
         process, self._process = self._process, None
         channel, self._channel = self._channel, None
         if process is None or channel is None:

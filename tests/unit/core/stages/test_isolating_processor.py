@@ -223,7 +223,7 @@ def test_an_interrupt_amid_suspects_leaves_those_not_handled(
 ) -> None:
     pipeline = InThreads(processors={"executor": "threads", "max_demand": 2, "min_demand": 0})
     suspects = [message.with_redelivered() for message in messages_of(range(6))]
-    pool = ProcessorPool(pipeline, suspects=AllRedelivered())
+    pool = ProcessorPool(pipeline, suspects=AllRedelivered(size=2))
     handled: list[Any] = []
     whole = IsolatingProcessor.handle
 
@@ -241,7 +241,9 @@ def test_an_interrupt_amid_suspects_leaves_those_not_handled(
     try:
         with pytest.raises(KeyboardInterrupt):
             run()
+        done, rest = pool.left()
+        handled += [message.data for _, result in done for message in result.successful]
         assert handled == [0, 1, 2, 3]
-        assert [message.data for message in pool.left()[1]] == [4, 5]
+        assert [message.data for message in rest] == [4, 5]
     finally:
         pool.close()

@@ -1,0 +1,139 @@
+"""Handles suspects next to the other processors: in a child process, fed by a thread of its own.
+
+A *suspect* is a message that may have ended an earlier process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol
+
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
+from airflow_broadway.core.stages.processor import ChunkResult
+from airflow_broadway.core.stages.worker_pool import WorkerPool
+
+__all__ = ["SuspectLane", "Suspects"]
+
+#: Portions that may wait for the child process, before nothing more is taken.
+_MOST_WAITING: Final = 2
+
+#: A chunk, and what became of it.
+Handled = tuple[list[Message], ChunkResult]
+
+
+class Suspects(Protocol):
+    """Says which messages may have ended an earlier process, and notes which are in hand."""
+
+    def is_suspect(self, message: Message) -> bool:
+        """Return whether the message is to be handled apart."""
+        ...
+
+    def reason_to_blame(self, message: Message) -> str:
+        """Return why the message is dead-lettered at once; empty if it is handled."""
+        ...
+
+    def portions(self, messages: Sequence[Message]) -> Iterable[list[Message]]:
+        """Part messages, in order, into portions that may be in hand together."""
+        ...
+
+    def in_hand(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
+        """Note, while this lasts, that the child process handles these messages."""
+        ...
+
+
+class SuspectLane:
+    """One more processor of a pool, which handles the suspects.
+
+    :param make: Makes the processor, when the first suspect is there.
+    :param size: The most messages of a chunk.
+    """
+
+    def __init__(
+        self, suspects: Suspects, make: Callable[[], IsolatingProcessor], *, size: int
+    ) -> None:
+        self._suspects = suspects
+        self._make = make
+        self._size = size
+        self._processor: IsolatingProcessor | None = None
+        self._pool: WorkerPool[list[Message], list[Handled]] | None = None
+        self._waiting: deque[list[Message]] = deque()
+
+    def split(self, dispatch: list[Message]) -> tuple[list[Message], list[Message]]:
+        """Return the suspects of a dispatch, and its other messages."""
+        is_suspect = self._suspects.is_suspect
+        suspects = [message for message in dispatch if is_suspect(message)]
+        if not suspects:
+            return suspects, dispatch
+        return suspects, [message for message in dispatch if not is_suspect(message)]
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Have messages handled, in order."""
+        if not messages:
+            return
+        if self._pool is None:
+            self._processor = self._make()
+            self._pool = WorkerPool([self._handle], name="suspects")
+        self._waiting.extend(self._suspects.portions(messages))
+        self._feed()
+
+    def _feed(self) -> None:
+        pool = self._pool
+        while pool is not None and self._waiting and pool.put(self._waiting[0], timeout=0.0):
+            self._waiting.popleft()
+
+    @property
+    def under_way(self) -> int:
+        """Portions added whose results have not been taken."""
+        return len(self._waiting) + (0 if self._pool is None else self._pool.under_way)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is to be taken until a portion is done."""
+        return len(self._waiting) >= _MOST_WAITING
+
+    def take(self) -> list[Handled]:
+        """Return what is finished; never waits.
+
+        :raises BaseException: What the processor could not handle.
+        """
+        if self._pool is None:
+            return []
+        taken = self._pool.take()
+        self._feed()
+        return [handled for _, portion in taken for handled in portion]
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until :meth:`take` has something or nothing is under way; whether that came."""
+        return self._pool is None or self._pool.wait(timeout)
+
+    def left(self) -> tuple[list[Handled], list[list[Message]]]:
+        """Return all that was not taken: results, and messages that have none."""
+        if self._pool is None:
+            return [], []
+        done, portions = self._pool.left()
+        return [handled for _, portion in done for handled in portion], [*portions, *self._waiting]
+
+    def _handle(self, portion: list[Message]) -> list[Handled]:
+        """Handle a portion; in the lane's own thread."""
+        processor = self._processor
+        assert processor is not None
+        if len(portion) == 1:
+            reason = self._suspects.reason_to_blame(portion[0])
+            if reason:
+                return [(portion, processor.blame(portion[0], reason))]
+        handled = []
+        with self._suspects.in_hand(portion):
+            for start in range(0, len(portion), self._size):
+                chunk = portion[start : start + self._size]
+                handled.append((chunk, processor.handle(chunk)))
+        return handled
+
+    def close(self) -> None:
+        """End the child process; it finishes no chunk."""
+        if self._processor is not None:
+            self._processor.close()
+        if self._pool is not None:
+            self._pool.close()
