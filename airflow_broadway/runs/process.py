@@ -370,7 +370,13 @@ class Process:
             record = self._run.generation(lease.generation)
             self._run.put_lease(lease)  # it knows how much it holds; when opened it did not
             settled = settle(
-                self._run, record, self._pipeline, self._open_custodian, void=True, batchers=()
+                self._run,
+                record,
+                self._pipeline,
+                self._open_custodian,
+                void=True,
+                own=True,
+                batchers=(),
             )
             return settled.report
         except (StagingError, OSError) as error:

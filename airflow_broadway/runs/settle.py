@@ -16,7 +16,6 @@ from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.layout import paths, read_json
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.producers.kit.open_here import is_open_here
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
@@ -49,6 +48,7 @@ def settle(
     *,
     void: bool = False,
     over: bool = False,
+    own: bool = False,
     release_damaged: bool = False,
     batchers: Collection[str] | None = None,
     recorded: Recorded | None = None,
@@ -62,6 +62,8 @@ def settle(
         once.
     :param over: Whether no process of the run is at work any more: then messages count a death
         whose batch a process died of.
+    :param own: Whether the process that received the messages settles; else a generation without a
+        manifest is one whose task died.
     :param release_damaged: Release everything if a file is not as it was written: nobody can say
         any more which messages failed.
     :param batchers: Those that may hold messages of it; all of the pipeline's unless given.
@@ -80,7 +82,7 @@ def settle(
             raise
         log.error("Generation %s is given back whole: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
-    if settlement.expected is None and not settlement.damaged:
+    if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
     if void:
         settlement = Settlement(
@@ -99,8 +101,8 @@ def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
 
     :raises StagingError: If the record cannot be written.
     """
-    if record.state != OPENED or is_open_here(record.generation):
-        return  # it gives back what it held in order
+    if record.state != OPENED:  # it was giving back, in order, or its crash is on record
+        return
     path = paths.in_hand(record.generation)
     try:
         in_hand = read_json(run.files.read(path), path)["ids"]
