@@ -119,6 +119,9 @@ class Bucket:
     def replace(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(path, data)
 
+    def note(self, path: str, data: bytes) -> None:
+        self.replace(path, data)
+
     def sink(self, path: str) -> _BucketSink:
         return _BucketSink(self._fs, path)
 

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 #: How long a record is kept: as long as SQS keeps a message at most.
 KEPT: Final = timedelta(days=14)
-#: The most messages that are handled together with one that was in hand in one crash; with one
-#: that was in hand in several, none is.
-SMALL_PORTION: Final = 25
+#: The most messages that are handled together with one that was in hand in so many crashes; with
+#: one that was in hand in more, none is.
+_PORTIONS: Final = {1: 25, 2: 5}
 
 _TIME: Final = "%Y%m%dT%H%M%SZ"
 _NAME: Final = re.compile(r"(\d{8}T\d{6}Z)-(.+)-(\d+)\.json")
@@ -59,9 +59,7 @@ def portion_size(in_hand: int) -> int | None:
     :param in_hand: The number of crashes in which the message was in hand.
     :returns: ``None`` for no bound.
     """
-    if in_hand < 1:
-        return None
-    return SMALL_PORTION if in_hand == 1 else 1
+    return None if in_hand < 1 else _PORTIONS.get(in_hand, 1)
 
 
 def record_crash(

@@ -21,6 +21,7 @@ from airflow_broadway.core.formats.files import (
     drop_file,
     make_folder,
     new_file,
+    note_file,
     replace_file,
     sync_file,
     sync_folder,
@@ -105,6 +106,10 @@ class Disk:
     def replace(self, path: str, data: bytes) -> None:
         self._make_folder(os.path.dirname(path))
         replace_file(path, (data,))
+
+    def note(self, path: str, data: bytes) -> None:
+        self._make_folder(os.path.dirname(path))
+        note_file(path, data)
 
     def sink(self, path: str) -> _DiskSink:
         self._make_folder(os.path.dirname(path))

@@ -91,6 +91,10 @@ class Backend(Protocol):
         """Write a whole, durable file, replacing any."""
         ...
 
+    def note(self, path: str, data: bytes) -> None:
+        """Write a whole file, replacing any, which need not outlive the host."""
+        ...
+
     def sink(self, path: str) -> Sink:
         """Open a new file for writing."""
         ...
@@ -321,6 +325,14 @@ class Folder:
     def replace(self, path: str, text: str) -> None:
         with self._writing(path):
             self._backend.replace(self.full(path), text.encode("utf-8"))
+
+    def note(self, path: str, text: str) -> None:
+        """Write a whole file, replacing any, which outlives this process, and perhaps not the host.
+
+        On a disk it costs no sync.
+        """
+        with self._writing(path):
+            self._backend.note(self.full(path), text.encode("utf-8"))
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         count = 0

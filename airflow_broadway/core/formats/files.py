@@ -28,6 +28,7 @@ __all__ = [
     "make_folder",
     "make_folders",
     "new_file",
+    "note_file",
     "object_names",
     "put_new",
     "replace_file",
@@ -176,6 +177,18 @@ def replace_file(path: str, chunks: Iterable[bytes]) -> None:
     with _temporary(path, chunks) as temporary:
         os.replace(temporary, path)
     sync_folder(os.path.dirname(path))
+
+
+def note_file(path: str, data: bytes) -> None:
+    """Write a whole file, replacing any, which outlives this process, and perhaps not the host.
+
+    :param path: In a folder that is there.
+    """
+    temporary = os.path.join(os.path.dirname(path), f"{TEMPORARY}{uuid.uuid4().hex}")
+    with open(temporary, "xb") as file:
+        os.fchmod(file.fileno(), _modes_below(os.path.dirname(path))[1])
+        file.write(data)
+    os.replace(temporary, path)
 
 
 @contextmanager

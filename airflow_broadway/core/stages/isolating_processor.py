@@ -76,6 +76,13 @@ class IsolatingProcessor:
         self._blamed = 0
         self._closed = False
 
+    def start(self) -> None:
+        """Start the child, unless there is one; it loads the pipeline.
+
+        :raises PipelineError: If that ends it.
+        """
+        self._processor.start()
+
     def handle(self, chunk: list[Message]) -> ChunkResult:
         """Handle a chunk, by as many children as that takes.
 

@@ -75,6 +75,7 @@ class SubprocessProcessor:
     ) -> None:
         self._pipeline = pipeline
         self._index = index
+        self._name = f"the process of processor {index} of {pipeline.name!r}"
         self._ack = ack
         self._convert = convert
         self._traces = traces
@@ -97,7 +98,34 @@ class SubprocessProcessor:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
 
-    def _start(self) -> PipeChannel:
+    def start(self) -> bool:
+        """Start the child, unless there is one; whether there is one then: not after a stop.
+
+        :raises PipelineError: If it ends before it has loaded the pipeline and its context: no
+            message is to blame then.
+        """
+        if self._channel is not None:
+            return True
+        try:
+            self._start()
+        except (EOFError, BrokenPipeError):
+            ending = self._ending()
+        except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
+            self._end_child()
+            raise
+        else:
+            return True
+        if self._is_stopped():
+            return False
+        raise PipelineError(
+            f"{self._name} ended with {ending} while it loaded the pipeline and called setup(): it"
+            " has handled no message"
+        )
+
+    def _is_stopped(self) -> bool:
+        return self._closed or (self._stop is not None and bool(self._stop.reason()))
+
+    def _start(self) -> None:
         # With this process's path: -P leaves out the working folder, which -m would put before it.
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         with self._lock:
@@ -110,11 +138,9 @@ class SubprocessProcessor:
         shutdown = None if self._stop is None else self._stop.shutdown
         about = (self._ref, self._pipeline.run, self._index, self._convert, shutdown, self._traces)
         self._channel.send((*about, self._enters, ids_now()))
-        # Until the child has the pipeline and its context no message is to blame for its end.
         kind, *rest = self._channel.receive()
         if kind == "raise":
             raise rest[0]
-        return self._channel
 
     @staticmethod
     def _spawn(path: str) -> subprocess.Popen[bytes]:
@@ -132,26 +158,20 @@ class SubprocessProcessor:
         :raises PipelineError: If the child cannot load the pipeline.
         """
         self._settled = set()
-        ready = self._channel is not None
+        if not self.start():
+            return ChunkResult([], [])
         try:
-            channel = self._channel or self._start()
-            ready = True
-            return self._exchange(channel, chunk)
+            assert self._channel is not None
+            return self._exchange(self._channel, chunk)
         except (EOFError, BrokenPipeError):
             ending = self._ending()
         except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
             self._end_child()  # the pipe may be in the middle of a value
             raise
-        if self._closed or (self._stop is not None and self._stop.reason()):
-            return ChunkResult([], [])  # it was told to stop: what it was at goes back
-        whose = f"the process of processor {self._index} of {self._pipeline.name!r}"
-        if not ready:
-            raise PipelineError(
-                f"{whose} ended with {ending} while it loaded the pipeline and called setup():"
-                " it has handled no message"
-            )
+        if self._is_stopped():
+            return ChunkResult([], [])  # what it was at goes back
         raise ProcessDied(
-            f"{whose} ended with {ending} while it handled {many(len(chunk), 'message')}",
+            f"{self._name} ended with {ending} while it handled {many(len(chunk), 'message')}",
             ending=ending,
             settled=frozenset(self._settled),
         )

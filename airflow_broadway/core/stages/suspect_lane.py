@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Final, Protocol
 
 from airflow_broadway.core.model.message import Message
@@ -39,8 +38,8 @@ class Suspects(Protocol):
         """Part messages, in order, into portions that may be in hand together."""
         ...
 
-    def in_hand(self, messages: Sequence[Message]) -> AbstractContextManager[None]:
-        """Note, while this lasts, that the child process handles these messages."""
+    def note_in_hand(self, messages: Sequence[Message]) -> None:
+        """Note which messages the child process handles from now on; none, if it is done."""
         ...
 
 
@@ -124,11 +123,14 @@ class SuspectLane:
             reason = self._suspects.reason_to_blame(portion[0])
             if reason:
                 return [(portion, processor.blame(portion[0], reason))]
+        processor.start()  # before that no message is in hand
+        self._suspects.note_in_hand(portion)
         handled = []
-        with self._suspects.in_hand(portion):
-            for start in range(0, len(portion), self._size):
-                chunk = portion[start : start + self._size]
-                handled.append((chunk, processor.handle(chunk)))
+        for start in range(0, len(portion), self._size):
+            chunk = portion[start : start + self._size]
+            handled.append((chunk, processor.handle(chunk)))
+        if not self._waiting:  # the next portion replaces the note
+            self._suspects.note_in_hand([])
         return handled
 
     def close(self) -> None:

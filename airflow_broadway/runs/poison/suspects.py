@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -92,21 +91,14 @@ class StagedSuspects:
         if portion:
             yield portion
 
-    @contextmanager
-    def in_hand(self, messages: Sequence[Message]) -> Iterator[None]:
-        """Write down, while this lasts, that the child process handles these messages.
+    def note_in_hand(self, messages: Sequence[Message]) -> None:
+        """Write down which messages the child process handles; it is for the death of the task.
 
         :raises StagingError: If that cannot be written.
         """
-        self._write([message.message_id for message in messages])
-        try:
-            yield
-        finally:
-            self._write([])
-
-    def _write(self, ids: list[str]) -> None:
+        ids = [message.message_id for message in messages]
         text = json.dumps({"version": VERSION, "ids": ids})
-        self._run.files.replace(paths.in_hand(self._env.generation), text)
+        self._run.files.note(paths.in_hand(self._env.generation), text)
 
 
 def _is_importable(pipeline: Pipeline) -> bool:

@@ -66,6 +66,6 @@ def test_a_record_of_a_newer_release_is_refused(store: Store) -> None:
         load_crash_history(store, "orders", NOW)
 
 
-@pytest.mark.parametrize(("in_hand", "size"), [(0, None), (1, 25), (2, 1), (7, 1)])
+@pytest.mark.parametrize(("in_hand", "size"), [(0, None), (1, 25), (2, 5), (3, 1), (7, 1)])
 def test_portions_shrink_with_the_crashes_of_a_message(in_hand: int, size: int | None) -> None:
     assert portion_size(in_hand) == size
