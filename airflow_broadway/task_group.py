@@ -10,9 +10,9 @@ The tasks, and who waits for whom::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from inspect import cleandoc
+from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Asset, AssetWatcher, Param, TaskGroup
@@ -153,6 +153,7 @@ def make_task_group(
     :param staging: URI of the staging root.
     :raises OptionsError: While the Dag is parsed.
     """
+    _check_arguments("task_group", make_task_group, TaskGroup, kwargs)
     ref = pipeline_ref(pipeline)
     check_engine(ref)
     merged: Any = {**DEFAULT_ARGS, **(default_args or {})}
@@ -183,6 +184,20 @@ def make_task_group(
     _check_lease(pipeline, group, process or {})
     _check_name(pipeline, group)
     return group
+
+
+def _check_arguments(
+    path: str, function: Callable[..., Any], of: Callable[..., Any], given: Mapping[str, Any]
+) -> None:
+    """Refuse an argument that neither the function nor the Airflow class takes.
+
+    :raises OptionsError: Naming the valid arguments and the nearest.
+    """
+    named = [*signature(function).parameters.values(), *signature(of).parameters.values()]
+    valid = {each.name for each in named if each.kind is not Parameter.VAR_KEYWORD} - {"pipeline"}
+    for name, value in given.items():
+        if name not in valid:
+            raise OptionsError.unknown(f"{path}.{name}", value, valid)
 
 
 def _process_tasks(
@@ -292,6 +307,7 @@ def make_dag(
 
     :param kwargs: Their ``schedule`` may be what :func:`airflow_broadway.backlog` returns.
     """
+    _check_arguments("dag", make_dag, DAG, kwargs)
     given = {
         "schedule": None,
         "catchup": False,

@@ -7,10 +7,11 @@ driver too.  How a pipeline gets from one process to another: :mod:`.reference`.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError, PipelineError
@@ -18,11 +19,24 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import build, override
 from airflow_broadway.core.model.pipeline_options import Archive, Batcher, Processors
-from airflow_broadway.core.model.rules import FUNCTION, SECONDS
+from airflow_broadway.core.model.rules import FUNCTION, SECONDS, takes
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import Interval
 
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = ["Pipeline"]
+
+#: The callbacks and what each is called with.
+_CALLBACKS: Mapping[str, tuple[str, ...]] = {
+    "setup": ("run",),
+    "prepare_backfill": ("interval", "context"),
+    "prepare_messages": ("messages", "context"),
+    "handle_message": ("processor", "message", "context"),
+    "handle_batch": ("batcher", "messages", "batch_info", "context"),
+    "handle_failed": ("messages", "context"),
+}
 
 #: What ``context`` is unless declared; Broadway's own word.
 CONTEXT_NOT_SET = "context_not_set"
@@ -66,6 +80,17 @@ class Pipeline:
 
     #: The options that the constructor was given.
     overrides: Mapping[str, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        if cls.__init__ is not Pipeline.__init__:
+            # Workers build a pipeline from its class and options, and never call the constructor.
+            raise OptionsError(
+                f"{cls.__name__}.__init__",
+                "no constructor, which other processes would never call: make what callbacks need"
+                " in setup(self, run), which is called once in each and returns the context",
+                _written(cls, "__init__"),
+            )
+        return super().__new__(cls)
 
     def __init__(self, **overrides: Any) -> None:
         self.overrides = overrides
@@ -126,9 +151,9 @@ class Pipeline:
 
     @classmethod
     def check_callbacks(cls, batchers: Mapping[str, Batcher]) -> None:
-        """Check that the callbacks are there that its messages will need.
+        """Check that the callbacks its messages need are there, and that each can be called.
 
-        :raises OptionsError: Naming the one that is missing.
+        :raises OptionsError: Naming the one that is missing, or takes other arguments.
         """
         wanted = ["handle_message", *(["handle_batch"] if batchers else [])]
         for name in wanted:
@@ -138,6 +163,14 @@ class Pipeline:
                     f"{cls.__name__}.{name}",
                     f"a method of the class{why}; without it every message would fail",
                     None,
+                )
+        bare = object.__new__(cls)
+        for name, arguments in _CALLBACKS.items():
+            if not takes(getattr(bare, name), len(arguments)):
+                raise OptionsError(
+                    f"{cls.__name__}.{name}",
+                    f"a method {name}(self, {', '.join(arguments)})",
+                    _written(cls, name),
                 )
 
     # -- looking -------------------------------------------------------------------------------
@@ -173,14 +206,6 @@ class Pipeline:
 
     def _configure(self, given: Mapping[str, Any], *, rendered: bool, prepare: bool = True) -> None:
         cls = type(self)
-        if cls.__init__ is not Pipeline.__init__:
-            # Workers build a pipeline from its class and options, and never call the constructor.
-            raise OptionsError(
-                f"{cls.__name__}.__init__",
-                "left as it is: other processes never call it; make what callbacks need in"
-                " setup(self, run), which is called once in each and returns the context",
-                cls.__init__,
-            )
         for name, value in given.items():
             if name not in self._options:
                 raise OptionsError.unknown(name, value, self._options)
@@ -306,3 +331,10 @@ class Pipeline:
                 batcher = override(batcher, {"partition_by": self.partition_by}, path)
             made[name] = batcher
         return made
+
+
+def _written(cls: type[Pipeline], name: str) -> str:
+    """Return a method's name and the names of its arguments, as its author wrote them."""
+    arguments = inspect.signature(getattr(cls, name)).parameters.values()
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in arguments]
+    return f"{name}({', '.join(map(str, bare))})"

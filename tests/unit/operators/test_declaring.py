@@ -405,3 +405,101 @@ def test_a_constructor_that_no_worker_would_call_is_refused_and_setup_named() ->
     # The same for a pipeline named by its path, which a worker builds
     with pytest.raises(OptionsError, match="setup"):
         load_ref({"class": f"{__name__}:WithInit", "options": {}})
+
+
+class Forgetful(Passing):
+    """A constructor that does not call ours."""
+
+    producer = Orders.producer
+
+    def __init__(self) -> None:
+        self.target = "/data"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Forgetful.dag("orders"),
+        lambda: Forgetful.task_group("orders"),
+        lambda: make_ref(Forgetful),
+        Forgetful,
+    ],
+)
+def test_a_constructor_that_does_not_call_ours_is_refused_with_the_way_out(made: Any) -> None:
+    with pytest.raises(OptionsError, match=r"Forgetful\.__init__.*setup\(self, run\)"):
+        made()
+
+
+class MessageOnly(Orders):
+    def handle_message(self, message: Message) -> Message:  # type: ignore[override]
+        return message
+
+
+class WithoutInfo(Orders):
+    def handle_batch(self, batcher: str, messages: Any, context: Any) -> Any:  # type: ignore[override]
+        return messages
+
+
+class SetupWithoutRun(Orders):
+    def setup(self) -> Any:  # type: ignore[override]
+        return {}
+
+
+class Wanting(Orders):
+    def handle_failed(self, messages: Any, context: Any, reason: str) -> Any:  # type: ignore[override]
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        (
+            MessageOnly,
+            r"\(self, processor, message, context\), got: 'handle_message\(self, message\)'",
+        ),
+        (WithoutInfo, r"handle_batch\(self, batcher, messages, batch_info, context\)"),
+        (SetupWithoutRun, r"setup\(self, run\), got: 'setup\(self\)'"),
+        (Wanting, r"handle_failed\(self, messages, context\)"),
+    ],
+)
+def test_a_callback_with_other_arguments_is_refused_while_the_dag_is_parsed(
+    pipeline: type[Orders], said: str
+) -> None:
+    with pytest.raises(OptionsError, match=said):
+        pipeline.dag("orders")
+
+
+class Free(Orders):
+    """Signatures that can be called all the same."""
+
+    @staticmethod
+    def handle_message(*args: Any) -> Any:
+        return args[1]
+
+    def handle_batch(self, batcher: str, messages: Any, *rest: Any, **more: Any) -> Any:
+        return messages
+
+    @classmethod
+    def handle_failed(cls, messages: Any, context: Any = None, extra: int = 0) -> Any:
+        return messages
+
+
+def test_a_callback_that_can_be_called_is_taken_however_it_is_declared() -> None:
+    assert Free.dag("orders").dag_id == "orders"
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "near"),
+    [
+        (Orders.dag, "sprak", "spark"),
+        (Orders.dag, "schedul", "schedule"),
+        (Orders.task_group, "sprak", "spark"),
+        (Orders.task_group, "tooltp", "tooltip"),
+        (Orders.task_group, "schedule", None),
+    ],
+)
+def test_a_mistyped_argument_names_the_nearest(made: Any, name: str, near: str | None) -> None:
+    with pytest.raises(OptionsError) as caught:
+        made("orders", **{name: {"conn_id": "x"}})
+    assert f".{name}'" in str(caught.value)
+    assert str(caught.value).endswith(f"did you mean {near!r}?") is (near is not None)
