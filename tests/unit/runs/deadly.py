@@ -24,6 +24,10 @@ def strike(place: str, message: Message) -> None:
     match os.environ.get(WAY):
         case "group":  # as where a whole container is ended
             os.killpg(0, signal.SIGKILL)
+        case "hog":
+            hoard = []
+            while True:
+                hoard.append(b"x" * 10_000_000)
         case "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
         case _:

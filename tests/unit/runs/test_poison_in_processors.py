@@ -23,66 +23,8 @@ from airflow_broadway.core.formats.layout import paths
 from airflow_broadway.core.stages.isolating_processor import IsolatingProcessor
 from airflow_broadway.producers.sqlite.producer import _Source
 from airflow_broadway.runs.process import Process
-from airflow_broadway.staging.crash_records import load_crash_history
 from tests.unit.runs.deadly import NUMBER, PLACE, WAY, Deadly, DeadlyPartitioned, max_crashes
-from tests.unit.runs.steps import Run
-
-
-def forked(work: Any) -> int:
-    """Start work in a process of its own, the leader of a group; its id."""
-    child = os.fork()
-    if not child:
-        try:
-            os.setpgid(0, 0)
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
-
-
-def ending_of(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-class Runs:
-    """Runs of one Dag, one after another, none of whose tasks is retried."""
-
-    def __init__(self, folder: Path, kind: type[Deadly] = Deadly, **options: Any) -> None:
-        self.folder, self.kind, self.options = folder, kind, options
-        self.run_ids: list[str] = []
-        self.last = Run(folder, "manual__0", pipeline=kind, **options)
-
-    def next(self) -> Run:
-        self.last = Run(
-            self.folder,
-            f"manual__{len(self.run_ids) + 1}",
-            pipeline=self.kind,
-            finished=list(self.run_ids),
-            **self.options,
-        )
-        self.run_ids.append(self.last.run_id)
-        return self.last
-
-    def one(self) -> int:
-        """A whole run; how its process task ended."""
-        run = self.next()
-        reference = self.folder / "reference.json"
-        reference.unlink(missing_ok=True)
-        ending = ending_of(forked(lambda: reference.write_text(json.dumps(run.process()))))
-        if reference.exists():
-            run.batch(json.loads(reference.read_text()))
-        run.ack()
-        return ending
-
-    def history(self) -> Any:
-        run = self.last.staged
-        return load_crash_history(run.store, run.pipeline, run.clock.now())
-
-
-def dead_reasons(run: Run) -> dict[int, str]:
-    with run.queue() as queue:
-        return {int(each.body): each.reason for each in queue.dead_letters(limit=None)}
+from tests.unit.runs.deadly_runs import Runs, dead_reasons, ending_of, forked
 
 
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
