@@ -13,6 +13,7 @@ from airflow_broadway.adapters.staging import staging_root
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.backlog.queues import WatchedQueues
@@ -35,6 +36,7 @@ def look_at(queues: WatchedQueues, staging: str | None) -> QueueDepth | None:
             generation="",
             connections=AirflowConnections(),
             staging=f"{root}/{queues.pipeline}",
+            shared=f"{root}/{SHARED}",
         )
     )
 

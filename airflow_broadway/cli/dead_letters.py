@@ -27,6 +27,7 @@ from airflow_broadway.core.custody.dead_letters import (
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.custody.verdicts import MAX_REASON
+from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.text import cut as cut_bytes
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.view.payload import hex_lines
@@ -306,6 +307,7 @@ def _opened(given: argparse.Namespace) -> Iterator[DeadLetters]:
         pipeline=pipeline.name,
         connections=AirflowConnections(),
         staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
+        shared=f"{store.uri.rstrip('/')}/{SHARED}",
     )
     with closing(producer.dead_letters(env, place=given.place)) as letters:
         yield letters

@@ -14,6 +14,7 @@ from airflow_broadway.cli.output import CommandError
 from airflow_broadway.cli.replay import read_reference
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
@@ -114,4 +115,5 @@ def opened(
         pipeline=pipeline.name,
         connections=AirflowConnections(),
         staging=f"{store.uri.rstrip('/')}/{pipeline.name}",
+        shared=f"{store.uri.rstrip('/')}/{SHARED}",
     )

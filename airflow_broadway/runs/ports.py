@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.producer import Connections, NoConnections, ProducerEnv
+from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.metrics import MetricSink, NoMetrics
 
@@ -114,4 +115,5 @@ def producer_env(
         interval=pipeline.run.source.interval,
         store=store,
         staging=None if store is None else f"{store.uri.rstrip('/')}/{pipeline.name}",
+        shared=None if store is None else f"{store.uri.rstrip('/')}/{SHARED}",
     )

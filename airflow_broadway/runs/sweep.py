@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from airflow_broadway.core.custody.protocol import Custodian
 from airflow_broadway.core.errors import BroadwayError, RequestRefused
-from airflow_broadway.core.formats.layout import paths
+from airflow_broadway.core.formats.layout import SHARED, paths
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
@@ -191,8 +191,10 @@ def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
         if pipeline.producer.kind:
-            own = run.store.folder(f"{pipeline.name}/{pipeline.producer.kind}")
-            own.remove_temporary("", run.clock.now() - timedelta(seconds=KEEP), below=True)
+            before = run.clock.now() - timedelta(seconds=KEEP)
+            for owner in (pipeline.name, SHARED):
+                folder = run.store.folder(f"{owner}/{pipeline.producer.kind}")
+                folder.remove_temporary("", before, below=True)
         archive = pipeline.archive
         if archive is not None and archive.keep is not None:
             remove_old(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())

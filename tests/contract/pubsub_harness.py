@@ -65,7 +65,7 @@ class PubSubHarness(Harness):
         )
 
     def env(self, generation: str) -> ProducerEnv:
-        return dataclasses.replace(super().env(generation), staging=self._staging)
+        return dataclasses.replace(super().env(generation), shared=self._staging)
 
     def send(self, bodies: Sequence[bytes]) -> None:
         # A key of its own for each: no message waits for another.

@@ -110,7 +110,7 @@ class SqsHarness(Harness):
 
     def env(self, generation: str) -> ProducerEnv:
         return dataclasses.replace(
-            super().env(generation), staging=self._staging, connections=Connections(self._url)
+            super().env(generation), shared=self._staging, connections=Connections(self._url)
         )
 
     def send(self, bodies: Sequence[bytes]) -> None:

@@ -57,7 +57,7 @@ class Rabbit(Subject):
     moved_by_clock: ClassVar[bool] = False
     # Without the management API a journal is kept until two runs have seen it empty.
     looks: ClassVar[int] = 3
-    stays: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|checked\.json$|type\.json$)"
+    stays: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
 
     def __init__(
         self, server: RabbitServer, custody: str, pipeline: type[Broadway], folder: Path

@@ -91,6 +91,7 @@ def _env(broker: str, folder: Path) -> ProducerEnv:
         owner={"dag_id": "letters", "run_id": "letters"},
         connections=AirflowConnections(),
         staging=f"file://{folder / 'staging'}/{name}",
+        shared=f"file://{folder / 'staging'}/.shared",
     )
 
 

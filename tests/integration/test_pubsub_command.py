@@ -51,7 +51,7 @@ class Told:
 
     def generation(self, generation: str) -> Generation:
         env = ProducerEnv(
-            pipeline="Subscribed", generation=generation, staging=f"file://{self.root}/Subscribed"
+            pipeline="Subscribed", generation=generation, shared=f"file://{self.root}/.shared"
         )
         return Generation(PubSubProducer(**self.options), env)
 

@@ -128,7 +128,7 @@ class Run:
             owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": 0}
             | {"try_number": 1},
             clock=self.clock,
-            staging=f"{store.uri}/{self.pipeline.name}",
+            shared=f"{store.uri}/.shared",
             connections=Connections(server.url),
         )
 

@@ -78,7 +78,7 @@ def test_no_key_is_written_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFix
             generation=generation,
             owner=owner,
             clock=clock,
-            staging=f"{store.uri}/{pipeline.name}",
+            shared=f"{store.uri}/.shared",
             connections=connections(options.pop("endpoint_url", server.url)),
         )
         told.append(repr(env))

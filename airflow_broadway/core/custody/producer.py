@@ -91,6 +91,8 @@ class ProducerEnv:
         receive all.
     :param staging: For staged custody, and notes kept between runs: a folder URI of the pipeline's
         own; ``None`` outside a run.
+    :param shared: For notes on a queue's messages that a pipeline of another name must find too: a
+        folder URI that all pipelines of the staging root share; ``None`` outside a run.
     :param store: The staging root itself, for a source that no broker serves.
     :param interval: The data interval of a backfill, of which the source hands out each message and
         no other: from the first instant to before the second; ``None``: what waits.
@@ -106,6 +108,7 @@ class ProducerEnv:
     clock: Clock = field(default_factory=SystemClock)
     connections: Connections = field(default_factory=NoConnections)
     staging: str | None = None
+    shared: str | None = None
     store: Any = field(default=None, repr=False, compare=False)
     interval: tuple[datetime, datetime] | None = None
     stopping: Callable[[], bool] = field(default=_never, repr=False, compare=False)

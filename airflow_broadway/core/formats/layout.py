@@ -45,12 +45,14 @@ from typing import Any, TypeVar
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats.sums import check_seal
 
-__all__ = ["VERSION", "check_version", "load", "paths", "read_json"]
+__all__ = ["SHARED", "VERSION", "check_version", "load", "paths", "read_json"]
 
 T = TypeVar("T")
 
 #: The version of all formats here.
 VERSION = 1
+#: The folder of the staging root that all pipelines share.  No pipeline's name begins with a dot.
+SHARED = ".shared"
 
 
 class paths:  # noqa: N801 - a namespace

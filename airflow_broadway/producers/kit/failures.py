@@ -2,7 +2,7 @@
 nothing at all.
 
 Who settles writes the failures of what it sends back into a file, and a later run that receives
-such a message reads them.  Below the pipeline's staging folder::
+such a message reads them.  Below the staging folder that all pipelines share::
 
     <broker>/<queue>/attempts/<day>.<unique>.json     id → failures on record
     <broker>/<queue>/deaths/<day>.<unique>.json       id → processes that died of it (`.suspects`)

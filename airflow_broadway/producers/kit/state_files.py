@@ -1,4 +1,4 @@
-"""Small files of a producer's own, below the pipeline's staging folder.
+"""Small files of a producer's own, below the pipeline's staging folder or the shared one.
 
 Other processes read them.  So each is whole or absent, and durable when :meth:`StateFiles.write`
 returns.  Without a staging folder they are kept in memory, for the one who opened them.
@@ -48,7 +48,7 @@ def day_of(now: datetime, *, before: int = 0) -> str:
 def state_files(staging: str | None, folder: str) -> StateFiles:
     """A producer's files.
 
-    :param staging: The pipeline's staging folder, as a URI; ``None``: they are in memory.
+    :param staging: The folder, as a URI; ``None``: they are in memory.
     :param folder: Below it, e.g. ``"sqs/1f2e3d"``.
     """
     return MemoryFiles() if staging is None else StateFiles(staging, folder)
@@ -57,7 +57,7 @@ def state_files(staging: str | None, folder: str) -> StateFiles:
 class StateFiles:
     """A folder of small JSON files, and of files of bytes beside them.
 
-    :param staging: The pipeline's folder, as a URI.
+    :param staging: The pipeline's folder or the shared one, as a URI.
     :param folder: Below it; names of safe characters.
     """
 

@@ -29,8 +29,8 @@ def receipts_folder(producer: PubSubOptions, env: ProducerEnv) -> ReceiptsFolder
     place = place_of(producer)
     return ReceiptsFolder(
         producer.kind,
-        env.staging,
+        env.shared,
         place,
         failures=partial(Failures, kept_days=KEPT_DAYS, look_interval=0.0),
-        files=_memory.setdefault(place, MemoryFiles()) if env.staging is None else None,
+        files=_memory.setdefault(place, MemoryFiles()) if env.shared is None else None,
     )

@@ -161,7 +161,7 @@ def _date_of(answer: Mapping[str, Any]) -> datetime | None:
 def receipts_folder(producer: SqsOptions, env: ProducerEnv) -> ReceiptsFolder:
     """Where the receipts of the producer's queue are."""
     return ReceiptsFolder(
-        producer.kind, env.staging, producer.place, failures=partial(Failures, kept_days=_KEPT_DAYS)
+        producer.kind, env.shared, producer.place, failures=partial(Failures, kept_days=_KEPT_DAYS)
     )
 
 

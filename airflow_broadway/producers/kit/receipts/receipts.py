@@ -2,8 +2,8 @@
 
 A receipt is all that settles a message of SQS or Pub/Sub, and whoever renews or settles it is
 another process than the one that received it.  So the source writes the receipts down, in portions,
-before any callback sees a message: that is how such a broker *secures*.  Below the pipeline's
-staging folder::
+before any callback sees a message: that is how such a broker *secures*.  Below the folder that all
+pipelines of the staging root share, so that a pipeline of another name knows what was handed out::
 
     <broker>/<queue>/<generation>/    its GenerationLog, and in the same folder
         receipts-000000.json          a portion: instants; id, receipt and group of each message
@@ -329,7 +329,7 @@ class ReceiptsFolder:
     """The receipts of one queue's generations.
 
     :param kind: The producer's: the folder in which the queues of its broker are.
-    :param staging: The pipeline's folder, as a URI; ``None``: they live in this process alone.
+    :param staging: The shared folder, as a URI; ``None``: they live in this process alone.
     :param queue: As the producer's options name it.
     :param failures: Opens what is known of failures among the queue's files.
     :param files: These, if not those of the staging folder.

@@ -91,7 +91,7 @@ class Place:
             generation=uuid.uuid4().hex,
             owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": -1},
             clock=self.clock,
-            staging=self.staging,
+            shared=self.staging,
         )
         made = Generation(PubSubProducer(**given), env)
         self._open.append(made)

@@ -97,7 +97,7 @@ def halves(
         generation=uuid.uuid4().hex,
         owner={"dag_id": "d", "run_id": "r", "task_id": "process", "map_index": -1},
         clock=clock,
-        staging=staging,
+        shared=staging,
         stopping=stopping,
     )
     with installed(fake):
